@@ -71,19 +71,25 @@ class GoodputRun:
 
 @dataclass
 class Storm:
-    """A job that runs, and those of its processes that are to be started again."""
+    """A job that runs, and those of its processes that are to be started again. With checkpoints, every `checkpoint_s`, all of them end
+    with one that is killed, and start again from the last; without, the others go on."""
 
     job: RecoveryJob
     startup_s: float
+    checkpoint_s: float = 0.0
     due: list[tuple[float, ReplicaGroup]] = field(default_factory=list)
+    starts: int = 0
 
     def start(self) -> None:
         self.due = [(time.monotonic(), group) for group in self.job.groups]
         self.restart()
 
     def kill(self, victim: ReplicaGroup) -> None:
-        victim.kill()
-        self.due.append((time.monotonic() + self.startup_s, victim))
+        killed = self.job.groups if self.checkpoint_s else [victim]
+        for group in killed:
+            group.kill()
+        due_s = time.monotonic() + self.startup_s
+        self.due += [(due_s, group) for group in killed]
 
     def ended(self) -> list[ReplicaGroup]:
         """Processes that nobody killed, and that do not run."""
@@ -92,10 +98,15 @@ class Storm:
 
     def restart(self) -> None:
         """Starts again the groups whose time has come."""
-        now_s = time.monotonic()
-        for _, group in [ready for ready in self.due if ready[0] <= now_s]:
-            group.start()
+        now_s, env, folder = time.monotonic(), dict[str, str](), self.job.folder
+        ready = [group for due_s, group in self.due if due_s <= now_s]
         self.due = [waits for waits in self.due if waits[0] > now_s]
+        if ready and self.checkpoint_s:
+            self.starts += 1
+            env = {"RENDEZVOUS": str(folder / f"start-{self.starts}"), "CHECKPOINT": str(folder / "checkpoint.pt")}
+            env["CHECKPOINT_S"] = str(self.checkpoint_s)
+        for group in ready:
+            group.start(**env)
 
     def tokens(self, step: int) -> float:
         """Tokens of the steps after this one; each once, however many have logged it, and however often."""
@@ -103,45 +114,17 @@ class Storm:
         return TOKENS * sum(groups for number, groups in steps.items() if number > step)
 
     def redone(self, from_s: float) -> int:
-        return max(len(group.since(from_s, "abort")) for group in self.job.groups)
-
-
-class Restarts(Storm):
-    """All ranks start again, from a checkpoint."""
-
-    def __init__(self, job: RecoveryJob, startup_s: float, checkpoint_s: float) -> None:
-        super().__init__(job, startup_s)
-        self._starts, self._checkpoint_s = 0, checkpoint_s
-
-    def kill(self, victim: ReplicaGroup) -> None:
-        for group in self.job.groups:
-            group.kill()
-        self.due = [(time.monotonic() + self.startup_s, group) for group in self.job.groups]
-
-    def restart(self) -> None:
-        if not self.due or self.due[0][0] > time.monotonic():
-            return
-        self._starts, self.due = self._starts + 1, []
-        folder = self.job.folder
-        for group in self.job.groups:
-            group.start(
-                RENDEZVOUS=str(folder / f"start-{self._starts}"),
-                CHECKPOINT=str(folder / "checkpoint.pt"),
-                CHECKPOINT_S=str(self._checkpoint_s),
-            )
-
-    def redone(self, from_s: float) -> int:
-        """Steps that were committed more than once by the rank that saves."""
+        """Steps whose gradients were thrown away, or that the rank that saves has committed more than once."""
         steps = [line.step for line in self.job.groups[0].since(from_s, "commit")]
-        return len(steps) - len(set(steps))
+        aborts = (len(group.since(from_s, "abort")) for group in self.job.groups)
+        return len(steps) - len(set(steps)) if self.checkpoint_s else max(aborts)
 
 
 def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> GoodputRun:
     """Raises Failed."""
     draw = random.Random(options.seed)
     with RecoveryJob(side, PROCESSES, megabytes=megabytes, step_ms=options.step_ms) as job:
-        restarts = side.name == "restart"
-        made = Restarts(job, options.startup_s, side.checkpoint_s) if restarts else Storm(job, options.startup_s)
+        made = Storm(job, options.startup_s, side.checkpoint_s)
         made.start()
         job.steps(STEADY, PROCESSES)
         began_s, kills, own, step = time.monotonic(), 0, 0, max(group.step for group in job.groups)
@@ -168,11 +151,11 @@ def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[l
     for _ in range(options.rounds):
         for name in turns:
             try:
-                run = storm(ways[name], megabytes, options)
-                runs[name].append(run)
+                runs[name].append(storm(ways[name], megabytes, options))
+                said = str(runs[name][-1])
             except Failed as error:
-                run = error
-            print(f"{megabytes:g} MB, {name}: {run}", file=sys.stderr)
+                said = str(error)
+            print(f"{megabytes:g} MB, {name}: {said}", file=sys.stderr)
         rates = {name: max((run.rate for run in of), default=0.0) for name, of in runs.items()}
         best = sorted((name for name in turns if ways[name].checkpoint_s), key=rates.__getitem__, reverse=True)[:2]
         turns = [name for name in reversed(turns) if not ways[name].checkpoint_s or name in best]
@@ -248,10 +231,8 @@ def calm_rank(side: str, folder: str) -> None:
 
     # as long as it takes, without a pause: validation and checkpoints are not in train_step
     settings = [f"--job.dump_folder={folder}", "--training.steps=1000000", *SETTINGS[side]]
-    config, log = (
-        load([str(ROOT / "configs" / "llama.toml"), *settings]),
-        Log(global_rank=launched_rank(), stream=sys.stderr),
-    )
+    config = load([str(ROOT / "configs" / "llama.toml"), *settings])
+    log = Log(global_rank=launched_rank(), stream=sys.stderr)
     log.attach_to("pharos")
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         step = Run(config, Environment.read(os.environ), world, signals, log, cleanup).train_step

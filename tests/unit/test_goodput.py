@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from bench.goodput import TOKENS, GoodputRun, Restarts, Storm, figures, reached, verdicts, write
+from bench.goodput import TOKENS, GoodputRun, Storm, figures, reached, verdicts, write
 from bench.job import RecoveryJob, ReplicaGroup
 from tests.unit.test_recovery import line
 
@@ -44,13 +44,13 @@ def test_what_a_restart_took_back_does_not_count(tmp_path: Path):
         commits(*((step, 3) for step in range(1, 34))),
         commits(*((step, 3) for step in range(21, 35)), at_s=50),
     )
-    made = Restarts(job(tmp_path, before + line("start", 60.0, 20) + after), 0.0, 5.0)
+    made = Storm(job(tmp_path, before + line("start", 60.0, 20) + after), 0.0, 5.0)
     assert made.tokens(30) == 4 * 3 * TOKENS
     assert made.redone(30.5) == 3
 
 
 def test_who_ended_is_started_again_and_a_restart_starts_all(tmp_path: Path):
-    made = Restarts(job(tmp_path, "", "", command="import sys; sys.stdin.read()"), 0.0, 5.0)
+    made = Storm(job(tmp_path, "", "", command="import sys; sys.stdin.read()"), 0.0, 5.0)
     try:
         made.start()
         groups = made.job.groups
