@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import Forked, memory_bytes, obey
 from bench.pairs import parser, spread, table
 
-KINDS = ("gloo", "baby_gloo")
 RENDEZVOUS_S = 120.0
 WITHIN_S = 2.0  # of the last start
+Team = Sequence[Callable[..., Any]]  # members, each called with an order
 HEADER = ["kind", "members", "form, s", "anew, s", "descriptors", "RSS of a child, MiB"]
 
 
@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser(
         __doc__,
         sizes="2,4,8,16,32,64",
-        kinds=",".join(KINDS),
         forms=(5, "times that each is formed anew"),
         starts=(20, "by seed, of each kind"),
         write=(Path, "draws the curves (SVG)"),
@@ -51,10 +50,11 @@ def main(argv: Sequence[str]) -> int:
 
     server, rows, curves, bad = serve(), list[list[str]](), dict[str, list[tuple[float, float]]](), False
     store = f"127.0.0.1:{server.port}"
-    members = {kind: crew(kind, max(*sizes, 5)) for kind in options.kinds.split(",")}
+    members = {kind: crew(kind, max(*sizes, 5)) for kind in ("gloo", "baby_gloo")}
     for kind, team in members.items():
         for size in sizes:
             row, seconds = form(team[:size], kind, options.forms, f"{store}/{kind}/{size}")
+            at_once([partial(member, "drop") for member in team[:size]])
             rows.append(row)
             if not seconds:
                 bad = True
@@ -73,54 +73,49 @@ def main(argv: Sequence[str]) -> int:
     return int(bad)
 
 
-def crew(kind: str, count: int) -> list[Callable[..., Any]]:
+def crew(kind: str, count: int) -> Team:
     """Members, each called with what it is to do."""
     if kind == "gloo":
         return [Forked(("ft.process_groups.gloo",), serve_member).ask for _ in range(count)]
     return [FormingMember("baby_gloo").do for _ in range(count)]
 
 
-def form(members: Sequence[Callable[..., Any]], kind: str, times: int, store: str) -> tuple[list[str], list[float]]:
+def form(members: Team, kind: str, times: int, store: str) -> tuple[list[str], list[float]]:
     """A row, and the seconds of each generation: none where one did not form."""
-    size, answers, seconds = len(members), list[Any](), list[float]()
+    size, answers, seconds = str(len(members)), list[Any](), list[float]()
     for index in range(times + 1):
-        places = enumerate(members)
-        answers = at_once([partial(member, "form", f"{store}/{index}", rank, size) for rank, member in places])
-        if problems := [answer for answer in answers if isinstance(answer, str | Exception)]:
-            at_once([partial(member, "drop") for member in members])
-            return [kind, str(size), str(problems[0]), "-", "0", "-"], []
+        answers, problem = formed(members, f"{store}/{index}", [0.0 for _ in members])
+        if problem:
+            return [kind, size, problem, "-", "0", "-"], []
         seconds.append(max(answer["s"] for answer in answers))
-    at_once([partial(member, "drop") for member in members])
     mib = max(answer["mib"] for answer in answers)
     anew, descriptors = spread(seconds[1:], ".3f"), max(answer["descriptors"] for answer in answers)
-    return [kind, str(size), f"{seconds[0]:.3f}", anew, str(descriptors), f"{mib:.0f}" if mib else "-"], seconds
+    return [kind, size, f"{seconds[0]:.3f}", anew, str(descriptors), f"{mib:.0f}" if mib else "-"], seconds
 
 
-def stagger(members: Sequence[Callable[..., Any]], kind: str, starts: int, store: str) -> bool:
+def stagger(members: Team, kind: str, starts: int, store: str) -> bool:
     """True when any start took longer than it may."""
     after_s = []
     for seed in range(starts):
         chance = random.Random(seed)
         here = members[: chance.randint(3, 5)]
         delays_s = [chance.random() for _ in here]
-
-        def begin(rank: int, size: int = len(here), delays_s: Sequence[float] = delays_s, seed: int = seed) -> float:
-            """When it stands, in seconds from the first possible start."""
-            time.sleep(delays_s[rank])
-            answer = members[rank]("form", f"{store}/{seed}", rank, size)
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-            return delays_s[rank] + float(answer["s"])
-
-        ends_s = at_once([partial(begin, rank) for rank in range(len(here))])
-        for end_s in ends_s:
-            if isinstance(end_s, Exception):
-                raise end_s
+        answers, problem = formed(here, f"{store}/{seed}", delays_s)
+        if problem:
+            raise RuntimeError(problem)
+        ends_s = [delay_s + answer["s"] for delay_s, answer in zip(delays_s, answers, strict=True)]
         after_s.append(max(ends_s) - max(delays_s))
         at_once([partial(member, "drop") for member in here])
     when = f"{spread(after_s, '.3f').replace(' (', ' s after the last start (')}; at most {WITHIN_S:g} is asked for"
     print(f"\n{kind}: {starts} starts of 3 to 5 members in any order: all stand {when}")
     return max(after_s) > WITHIN_S
+
+
+def formed(members: Team, store: str, delays_s: Sequence[float]) -> tuple[list[Any], str]:
+    """Answers of members that start after these delays, and why one of them did not form: "" where all did."""
+    starts = enumerate(zip(members, delays_s, strict=True))
+    answers = at_once([partial(one, "form", store, rank, len(members), delay_s) for rank, (one, delay_s) in starts])
+    return answers, next((str(answer) for answer in answers if isinstance(answer, str | Exception)), "")
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -156,9 +151,10 @@ class FormingMember:
         except RuntimeError as error:
             return str(error)
 
-    def form(self, store: str, rank: int, size: int) -> dict[str, float]:
+    def form(self, store: str, rank: int, size: int, delay_s: float) -> dict[str, float]:
         import torch
 
+        time.sleep(delay_s)
         start_s = time.perf_counter()
         self.group.configure(store, rank, size)
         spent_s = time.perf_counter() - start_s
