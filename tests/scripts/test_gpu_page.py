@@ -78,20 +78,24 @@ def test_the_page_has_every_row(device: str, sizes: list[str], fails: bool, tmp_
 
 
 @pytest.mark.timeout(600)
-def test_without_a_device_compiled_turns_are_compiled(tmp_path: Path) -> None:
-    """The cheapest turns of each part; tests/unit/test_gpu_benchmark.py has a kill, and a side that is missing."""
+def test_without_a_device_turns_are_compiled_members_are_killed_and_a_missing_side_has_a_row(tmp_path: Path) -> None:
+    """The cheapest turns of each part; `--device cpu --sizes tiny` takes every turn."""
     write = tmp_path / "gpu.md"
     ours = f"pharos: bf16 weights checkpoint chunked=8192 compile={BACKENDS['cpu']}"
-    for part, only in (
-        ("1", "1 versions"),
-        ("1", "1 train tiny compiled"),
-        ("2", f"2 tiny 0 {ours}"),
-        ("3", "3 steady none 0"),
+    asked = f"--device cpu --sizes tiny --steps 1 --peer-python /bin/false --folder {tmp_path} --write {write}".split()
+    for only in (
+        "1 versions",
+        "1 train tiny compiled",
+        f"2 tiny 0 {ours}",
+        "2 tiny 0 transformers*",
+        "3 steady none 0",
+        "3 kill group, gloo",
     ):
-        asked = ["--part", part, "--device", "cpu", "--sizes", "tiny", "--steps", "1", "--folder", str(tmp_path)]
-        assert main([*asked, "--only", only, "--write", str(write)]) == 0
+        assert main([*asked, "--part", only[0], "--only", only]) == 0
     text = write.read_text()
-    assert rows(text, "Versions") == VERSIONS and rows(text, "Left out") == set(), text
+    assert rows(text, "Versions") == VERSIONS and rows(text, "Left out") == {f"2 tiny 0 {': '.join(SIDES[-1])}"}, text
     assert rows(text, "train.py to its end") == {"train tiny compiled", "steady none 0"}
     speed = next(line for line in text.splitlines() if line.startswith(f"tiny {ours}"))
     assert int(speed.split()[-1]) == 2, f"blocks and loss, a graph each: {speed}"
+    killed = next(line.split() for line in text.splitlines() if line.startswith("kill group, gloo"))
+    assert killed[4:6] == ["0", "True"], text  # no step lost, equal bits

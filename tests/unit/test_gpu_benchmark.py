@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import SIZES, GpuTurn, main, part_1, part_2, part_3, run
+from bench.gpu import SIZES, GpuTurn, part_1, part_2, part_3, run
 from bench.gpu_page import BEST, page
 from bench.pairs import Failed
 
@@ -82,16 +82,3 @@ def test_the_parts_list_their_turns_and_1b_comes_before_8b(device: str, options:
     assert len(set(keys)) == len(keys) and all(turn.limit_s <= 9.5 * 60 for turn in turns)
     sizes = [key.split()[1] for key in keys if key.startswith("2 ")]
     assert sizes == sorted(sizes)
-
-
-@pytest.mark.timeout(300)
-def test_without_a_device_members_are_killed_and_sides_that_are_missing_have_a_row(tmp_path: Path) -> None:
-    """One kill and one missing side of each kind; `--device cpu --sizes tiny` takes every turn."""
-    write = tmp_path / "gpu.md"
-    for part, only in (("3", "3 kill group, gloo"), ("2", "2 tiny 0 transformers*")):
-        asked = ["--part", part, "--device", "cpu", "--sizes", "tiny", "--steps", "1", "--folder", str(tmp_path)]
-        assert main([*asked, "--peer-python", "/bin/false", "--only", only, "--write", str(write)]) == 0
-    said = write.read_text()
-    killed = next(line.split() for line in said.splitlines() if line.startswith("kill group, gloo"))
-    assert killed[4:6] == ["0", "True"], said  # no step lost, equal bits
-    assert "2 tiny 0 transformers" in said.partition("## Left out")[2]
