@@ -46,8 +46,6 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path, clock: 
         spec = _spec(command, plan, nproc, logs)
         result = Agent(spec, output, ranks, clock).run()
         spec.rdzv_handler.shutdown()
-    except RanksStopped as stopped:
-        result = stopped.result
     except (RendezvousError, DistError) as error:
         say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
     finally:
@@ -80,14 +78,6 @@ def explain(result: RunResult, output: Output, ranks: LocalRanks) -> int:
     return 1
 
 
-class RanksStopped(Exception):
-    """Ranks that were asked to stop have failed: the agent must neither restart them nor wait for other nodes."""
-
-    def __init__(self, result: RunResult) -> None:
-        super().__init__()
-        self.result = result
-
-
 class Agent(LocalElasticAgent):
     """torch's agent, extended at the methods it offers for that: it tells LocalRanks which processes signals are for."""
 
@@ -110,8 +100,11 @@ class Agent(LocalElasticAgent):
         ranks.first_failed = ranks.first_failed or {rank for rank, pid in ranks.pids.items() if _has_failed(pid)}
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if ranks.asked_to_stop:
-                raise RanksStopped(result)
+            if (
+                ranks.asked_to_stop
+            ):  # torch then returns the result: it neither starts them again nor waits for other nodes
+                self._remaining_restarts = 0
+                return result
             # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
             # makes the number of a start, which no two may share, of the difference.
             now_s = self._clock()

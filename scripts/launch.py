@@ -188,6 +188,10 @@ class LogFile:
                 self._early = [rest.decode(errors="replace")] if rest else []
             del self._early[:-LINES_KEPT]
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
 
 class Tee:
     """A standard stream whose text also goes into the log. All else, such as isatty, is the stream's."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from typing import IO, TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.launch import check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
+from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
 from scripts.plan import RESTARTS_WITHIN_S, Plan, RecentRestarts, how_ended, say  # noqa: E402
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class ReplicaSupervisor:
     again_at_s: float = 0.0
     short_lives: int = 0
     restarted: RecentRestarts = field(default_factory=RecentRestarts)
-    readers: list[threading.Thread] = field(default_factory=list)
+    reader: threading.Thread | None = None
 
     @staticmethod
     def here(
@@ -86,34 +85,28 @@ class ReplicaSupervisor:
             start_new_session=True,
         )
         assert process.stdout
-        reader = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
-        reader.start()
-        self.readers = [*(one for one in self.readers if one.is_alive()), reader]
+        self.reader = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
+        self.reader.start()
         return process.pid
 
     def _show(self, lines: IO[str]) -> None:
-        """A line in one write, so those of several groups don't mix. A full disk costs lines, and not the group its pipe."""
-        lost = 0  # lines since the log could last be written
-        with lines:
+        """A line in one write, so those of several groups don't mix. A full disk does not cost the group its pipe."""
+        with lines, closing(LogFile(self.log)) as log:
             for line in lines:
                 if self.shown:
                     with suppress(OSError):
                         sys.stdout.write(line)
                         sys.stdout.flush()
-                try:
-                    with self.log.open("a", encoding="utf-8") as log:
-                        if lost:
-                            log.write(f"pharos: {lost} lines could not be written here\n")
-                        log.write(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line))
-                    lost = 0
-                except OSError:
-                    lost += 1
+                log.write(line)
 
     def look(self, now_s: float) -> str:
         """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.code is not None:
             return ""
         if self.process is None:
+            if not self.restarts:  # it was told to leave between two lives
+                self.code = 0
+                return ""
             due = now_s >= self.again_at_s
             return f"group {self.name} starts again (process {self.start()})" if due else ""
         if (code := self.ended()) is None:
@@ -137,19 +130,17 @@ class ReplicaSupervisor:
         return self.process.poll()
 
     def tell(self, number: signal.Signals) -> None:
-        if self.process is None:
-            self.code = 0 if self.code is None else self.code  # between two lives: it is not to come again
-            return
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def end(self) -> None:
         if self.process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for reader in self.readers:
-            reader.join(5)
+        if self.reader is not None:
+            self.reader.join(5)
 
 
 class LighthouseSupervisor:
@@ -251,7 +242,7 @@ def run(
     lighthouse: LighthouseSupervisor,
     asked: PendingSignals,
     grace_s: float,
-    ask: Callable[[Sequence[ReplicaSupervisor]], None] = tell_each,
+    ask: Callable[[Sequence[ReplicaSupervisor]], object] = tell_each,
 ) -> int:
     """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave;
     a second one, or the end of the grace, kills."""

@@ -157,7 +157,7 @@ class SlurmStep(ReplicaSupervisor):
         return 1 if code == 0 and self._nodes.lost(self.name) else code
 
     def look(self, now_s: float) -> str:
-        if self.code is None and self.process is None and now_s >= self.again_at_s:
+        if self.code is None and self.process is None and self.restarts and now_s >= self.again_at_s:
             try:
                 moved = self._nodes.renew(self.name)
             except LookupError as error:
@@ -190,19 +190,13 @@ def main(argv: list[str]) -> int:
     steps = [SlurmStep(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
-        code = run(steps, lighthouse, pending_signals, grace_s, lambda groups: tell_all(groups, nodes.job))
+        # By Slurm to all steps: an srun that gets a SIGTERM kills its step
+        stop = ("scancel", "--signal=TERM", nodes.job)
+        code = run(steps, lighthouse, pending_signals, grace_s, lambda _: subprocess.run(stop, check=False))
     asked = {number for number, _ in pending_signals.came}
     if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
         return code
     return again(nodes.job, before, saved(config))
-
-
-def tell_all(groups: Sequence[ReplicaSupervisor], job: str) -> None:
-    """SIGTERM to all steps by Slurm: an srun that gets one kills its step."""
-    subprocess.run(["scancel", "--signal=TERM", job], check=False)
-    for group in groups:
-        if group.process is None and group.code is None:
-            group.code = 0  # between two lives: it is not to come again
 
 
 def again(job: str, before: int, now: int) -> int:

@@ -46,6 +46,10 @@ class Team:
         """The global rank so many places on in the circle."""
         return self.ranks[(self.ranks.index(self.rank) + distance) % self.size]
 
+    def parts(self, whole: Tensor, root: int) -> list[Tensor] | None:
+        """At the root the ranks' parts of a tensor, which share its memory."""
+        return list(whole.chunk(self.size)) if self.rank == root else None
+
 
 # Whose block it is (-1: all ranks' numbers are in it), what arrived, and what must.
 Results = Iterator[tuple[int, Tensor, Tensor]]
@@ -121,95 +125,57 @@ def ring_all_reduce(tensor: Tensor, op: str, team: Team) -> None:
         chunks[(place - step) % size].copy_(hop(place - step + 1, place - step))
 
 
-def send_recv(team: Team) -> Results:
-    """Each to its right."""
-    left, got = team.beside(-1), torch.zeros(COUNT, device=team.device)
-    send_in_turn(team, block(team, team.rank), got)
-    yield left, got, block(team, left)
+# Each operation on the buffers of a rank, (team, sent, got, root, reduction). Broadcast and the reductions of a whole buffer work in `got`.
+CALLS: dict[str, Callable[[Team, Tensor, Tensor, int, str], object]] = {
+    "send/recv": lambda team, sent, got, *_: send_in_turn(team, sent, got),
+    "isend/irecv": lambda team, sent, got, *_: exchange(team, sent, team.beside(-1), got, team.beside(1)),
+    "broadcast": lambda team, _, got, root, __: dist.broadcast(got, root, team.group),
+    "scatter": lambda team, sent, got, root, _: dist.scatter(got, team.parts(sent, root), root, team.group),
+    "gather": lambda team, sent, got, root, _: dist.gather(sent, team.parts(got, root), root, team.group),
+    "reduce": lambda team, _, got, root, op: dist.reduce(got, root, getattr(dist.ReduceOp, op), team.group),
+    "all_reduce": lambda team, _, got, __, op: dist.all_reduce(got, getattr(dist.ReduceOp, op), team.group),
+    "ring all_reduce": lambda team, _, got, __, op: ring_all_reduce(got, op, team),
+    "all_gather": lambda team, sent, got, *_: dist.all_gather_into_tensor(got, sent, team.group),
+    "reduce_scatter": lambda team, sent, got, _, op: dist.reduce_scatter_tensor(
+        got, sent, getattr(dist.ReduceOp, op), team.group
+    ),
+    "all_to_all": lambda team, sent, got, *_: dist.all_to_all_single(got, sent, group=team.group),
+}
 
 
-def isend_irecv(team: Team) -> Results:
-    """Each to its left and from its right, both at once."""
-    right, got = team.beside(1), torch.zeros(COUNT, device=team.device)
-    exchange(team, block(team, team.rank), team.beside(-1), got, right)
-    yield right, got, block(team, right)
+def moved(team: Team, op: str) -> Results:
+    """Blocks that an operation takes from rank to rank; operations with a root have each rank as the root in turn."""
+    sources = {"send/recv": [team.beside(-1)], "isend/irecv": [team.beside(1)]}.get(op, list(team.ranks))
+    own = op in ("scatter", "all_to_all")  # each rank is sent a block of its own
+    for root in team.ranks if op in ("broadcast", "scatter", "gather") else team.ranks[:1]:
+        if op in ("broadcast", "scatter"):
+            sources = [root]
+        sent = torch.cat([block(team, team.rank, rank) for rank in team.ranks]) if own else block(team, team.rank)
+        is_sent_in_place = op == "broadcast" and root == team.rank
+        got = sent if is_sent_in_place else torch.zeros(COUNT * len(sources), device=team.device)
+        CALLS[op](team, sent, got, root, "")
+        if op != "gather" or root == team.rank:
+            for source, part in zip(sources, got.split(COUNT), strict=True):
+                yield source, part, block(team, source, team.rank if own else 0)
 
 
-def broadcast(team: Team) -> Results:
-    for root in team.ranks:
-        got = block(team, root) if root == team.rank else torch.zeros(COUNT, device=team.device)
-        dist.broadcast(got, root, team.group)
-        yield root, got, block(team, root)
+def combined(team: Team, op: str, reduction: str) -> Results:
+    """Results of a reduction, by every root."""
+    parts = team.size if op == "reduce_scatter" else 1
+    for root in team.ranks if op == "reduce" else team.ranks[:1]:
+        sent = term(team, reduction, team.rank, COUNT * parts)
+        got = torch.zeros(COUNT, device=team.device) if parts > 1 else sent
+        CALLS[op](team, sent, got, root, reduction)
+        if op != "reduce" or root == team.rank:  # elsewhere the buffer may hold anything
+            expected = reduced(team, reduction, COUNT * parts).split(COUNT)
+            yield -1, got, expected[team.ranks.index(team.rank) if parts > 1 else 0]
 
 
-def scatter(team: Team) -> Results:
-    for root in team.ranks:
-        blocks = [block(team, root, rank) for rank in team.ranks] if root == team.rank else None
-        got = torch.zeros(COUNT, device=team.device)
-        dist.scatter(got, blocks, root, team.group)
-        yield root, got, block(team, root, team.rank)
-
-
-def gather(team: Team) -> Results:
-    for root in team.ranks:
-        parts = [torch.zeros(COUNT, device=team.device) for _ in team.ranks] if root == team.rank else None
-        dist.gather(block(team, team.rank, root), parts, root, team.group)
-        for source, got in zip(team.ranks, parts or (), strict=False):
-            yield source, got, block(team, source, root)
-
-
-def all_gather(team: Team) -> Results:
-    got = torch.zeros(COUNT * team.size, device=team.device)
-    dist.all_gather_into_tensor(got, block(team, team.rank), team.group)
-    for source, part in zip(team.ranks, got.split(COUNT), strict=True):
-        yield source, part, block(team, source)
-
-
-def all_to_all(team: Team) -> Results:
-    got = torch.zeros(COUNT * team.size, device=team.device)
-    dist.all_to_all_single(got, torch.cat([block(team, team.rank, rank) for rank in team.ranks]), group=team.group)
-    for source, part in zip(team.ranks, got.split(COUNT), strict=True):
-        yield source, part, block(team, source, team.rank)
-
-
-def reduce(team: Team, op: str) -> Results:
-    for root in team.ranks:
-        got = term(team, op, team.rank)
-        dist.reduce(got, root, getattr(dist.ReduceOp, op), team.group)
-        if root == team.rank:  # elsewhere the buffer may hold anything
-            yield -1, got, reduced(team, op)
-
-
-def all_reduce(team: Team, op: str) -> Results:
-    got = term(team, op, team.rank)
-    dist.all_reduce(got, getattr(dist.ReduceOp, op), team.group)
-    yield -1, got, reduced(team, op)
-
-
-def reduce_scatter(team: Team, op: str) -> Results:
-    got, whole = torch.zeros(COUNT, device=team.device), COUNT * team.size
-    dist.reduce_scatter_tensor(got, term(team, op, team.rank, whole), getattr(dist.ReduceOp, op), team.group)
-    yield -1, got, reduced(team, op, whole).split(COUNT)[team.ranks.index(team.rank)]
-
-
-def ring(team: Team, op: str) -> Results:
-    got = term(team, op, team.rank)
-    ring_all_reduce(got, op, team)
-    yield -1, got, reduced(team, op)
-
-
-CHECKS: dict[str, Check] = {
-    "send/recv": send_recv,
-    "isend/irecv": isend_irecv,
-    "broadcast": broadcast,
-    "scatter": scatter,
-    "gather": gather,
-    "all_gather": all_gather,
-    "all_to_all": all_to_all,
-    **{f"reduce {op}": functools.partial(reduce, op=op) for op in COMBINE},
-    **{f"all_reduce {op}": functools.partial(all_reduce, op=op) for op in COMBINE},
-    **{f"reduce_scatter {op}": functools.partial(reduce_scatter, op=op) for op in COMBINE},
-    **{f"ring all_reduce {op}": functools.partial(ring, op=op) for op in COMBINE},
+MOVES = ("send/recv", "isend/irecv", "broadcast", "scatter", "gather", "all_gather", "all_to_all")
+CHECKS: dict[str, Check] = {op: functools.partial(moved, op=op) for op in MOVES} | {
+    f"{op} {reduction}": functools.partial(combined, op=op, reduction=reduction)
+    for op in ("reduce", "all_reduce", "reduce_scatter", "ring all_reduce")
+    for reduction in COMBINE
 }
 
 
@@ -222,21 +188,18 @@ def bus_factor(op: str, size: int) -> float:
 def operations(team: Team, size_bytes: int) -> dict[str, Callable[[], object]]:
     """Each operation on buffers of its own kind; call one as often as you like."""
     part = max(1, size_bytes // 4 // team.size)
-    whole, piece = torch.ones(part * team.size, device=team.device), torch.ones(part, device=team.device)
-    root, first = team.ranks[0], team.rank == team.ranks[0]
-    pieces = list(whole.split(part)) if first else None
+    sent, got = (torch.ones(part * team.size, device=team.device) for _ in range(2))
+    parts_sent, parts_got = ("gather", "all_gather"), ("scatter", "reduce_scatter")
     return {
-        "send/recv": lambda: send_in_turn(team, whole, torch.empty_like(whole)),
-        "isend/irecv": lambda: exchange(team, whole, team.beside(-1), torch.empty_like(whole), team.beside(1)),
-        "broadcast": lambda: dist.broadcast(whole, root, team.group),
-        "scatter": lambda: dist.scatter(piece, pieces, root, team.group),
-        "gather": lambda: dist.gather(piece, pieces, root, team.group),
-        "reduce": lambda: dist.reduce(whole, root, dist.ReduceOp.MAX, team.group),
-        "all_reduce": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX, team.group),
-        "ring all_reduce": lambda: ring_all_reduce(whole, "MAX", team),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, piece, team.group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(piece, whole, dist.ReduceOp.MAX, team.group),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=team.group),
+        op: functools.partial(
+            call,
+            team,
+            sent[:part] if op in parts_sent else sent,
+            got[:part] if op in parts_got else got,
+            team.ranks[0],
+            "MAX",
+        )
+        for op, call in CALLS.items()
     }
 
 

@@ -11,10 +11,11 @@ again and freed is what a real rank keeps, gathers, computes again and frees.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Any, Literal, cast
@@ -212,9 +213,8 @@ def measure(
     """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
     gc.collect()  # it frees what lies in cycles at moments of its own: without it two equal steps count the same
     with ExitStack() as stack, Ruler() as ruler:
-        if gc.isenabled():
-            stack.callback(gc.enable)
-            gc.disable()
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
+        gc.disable()
         optimizer = make_optimizer(parallel.parts)
         for inputs, targets in microbatches:
             parallel.forward_backward(inputs, targets)
@@ -237,16 +237,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Pause(AbstractContextManager[None]):
-    on = False
-
-    def __enter__(self) -> None:
-        self.on = True
-
-    def __exit__(self, *error: object) -> None:
-        self.on = False
-
-
 class Ruler(TorchDispatchMode):
     """Notes when a storage comes, changes its size, or goes, and every collective. Memory inside of an operation is not seen."""
 
@@ -258,8 +248,8 @@ class Ruler(TorchDispatchMode):
         self._bytes: list[int] = []  # by serial, when it was last alive
         self._watches: dict[int, weakref.ref[Any]] = {}  # by address
         self._resize: Any = None
-        self._lock: Any = None
-        self._pause = _Pause()
+        self._lock: Any = None  # torch's own
+        self._pause = threading.Lock()
 
     def serials(self, tensors: Iterable[Any]) -> set[int]:
         """Serial numbers of the storages behind the tensors' local parts."""
@@ -311,7 +301,7 @@ class Ruler(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor's operation comes again as those on its local part
         result = func(*args, **(kwargs or {}))
-        if self._pause.on:
+        if self._pause.locked():
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -81,20 +81,14 @@ class ParameterKind:
 
 
 @dataclass(frozen=True)
-class FsdpUnit:
-    """Parameters that FSDP gathers, and whose gradients it reduces, together."""
-
-    name: str
-    elements: int  # of all shards, with padding
-
-
-@dataclass(frozen=True)
 class Stage:
     """A part of the model on one rank."""
 
     modules: tuple[str, ...]
     kinds: tuple[ParameterKind, ...]
-    groups: tuple[FsdpUnit, ...]
+    groups: tuple[
+        tuple[str, int], ...
+    ]  # that FSDP gathers and reduces together: names, and elements of all shards with padding
     held: Held
 
 
@@ -220,13 +214,13 @@ def _kinds(part: Model) -> Iterable[ParameterKind]:
             yield ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
 
 
-def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[FsdpUnit]:
+def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[tuple[str, int]]:
     shards = mesh[DP_SHARD].size() * mesh[CP].size()
     names = {module: name for name, module in part.named_modules()}
     for modules in communication_groups(part, job.layout.parallelism.fsdp_blocks_per_group):
         parameters = [p for module in modules for p in module.parameters()]
         elements = sum(local(p).untyped_storage().nbytes() // p.itemsize for p in parameters)
-        yield FsdpUnit(", ".join(names[module] for module in modules), elements * shards)
+        yield ", ".join(names[module] for module in modules), elements * shards
 
 
 # Pipelines

@@ -221,8 +221,8 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
     shards, stage = d.dp_shard * d.cp, rank.stages[0]
     if shards > 1:
         rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
-        for size, same in groupby(stage.groups, key=lambda group: group.elements):
-            first, *others = (group.name for group in same)
+        for size, same in groupby(stage.groups, key=lambda group: group[1]):
+            first, *others = (name for name, _ in same)
             names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
             rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
         yield f"one message per group; its buffer for {shards} shards:"
