@@ -1,11 +1,196 @@
-#!/usr/bin/env python3
-"""Forwards to tools/check_cluster.py."""
+"""Checks a cluster before it is burnt: every kind of communication, every link, every rank, the clocks and the folder of runs.
 
+    NPROC=4 python scripts/check_cluster.py                                  ranks on this machine
+    torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too
+    NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without one
+
+Flow: here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase) -> cluster/operations.py and
+probes.py (measure) -> cluster/verdicts.py (judges) -> cluster/report.py.
+Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
 import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from tools.check_cluster import main  # noqa: E402 (our packages first)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
+
+from scripts.launch import ranks_here, set_defaults  # noqa: E402 (our packages first)
+from scripts.lib.lifeline import follow  # noqa: E402
+from scripts.plan import Plan, how_ended  # noqa: E402
+from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
+
+POLL_S = 0.05
+SETTLE_S = 10.0  # what the others may take after the last word was due
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        settings, place, plan = CheckSettings.parse(argv), RankPlace.read(os.environ), Plan.read(os.environ)
+        if place is None and plan.nnodes > 1 and plan.node_rank is None:
+            legal = f"from 0 to {plan.nnodes - 1}"
+            raise ValueError(f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, {legal}")
+        quiet_torch()
+        set_defaults(os.environ, nproc=plan.nproc or 1)
+        check_comm(settings)
+        if place is not None:
+            from tools.cluster.rank import run_rank
+
+            exit_now(run_rank(settings, place))
+        return start_ranks(settings, plan)
+    except ValueError as error:
+        say(str(error))
+        return 2
+
+
+def check_comm(settings: CheckSettings) -> None:
+    """Raises ValueError. The settings of `[comm]` by the same rules."""
+    from parallelisms.distributed import CommConfig
+
+    comm = CommConfig(
+        backend=settings.backend,  # type: ignore[arg-type]  # one of argparse's choices
+        init_method=settings.init_method,
+        init_timeout_seconds=max(1, int(settings.start_s)),
+        train_timeout_seconds=1,
+    )
+    try:
+        comm.check()
+    except ValueError as error:
+        raise ValueError(str(error).replace("comm.", "--", 1)) from None
+
+
+def quiet_torch() -> None:
+    """Before torch is imported: no driver is woken that a fork could not use, no library starts threads that it would lose."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what went wrong is told once, by name
+
+
+def exit_now(code: int) -> NoReturn:
+    """Without waiting for a thread that may hang in a collective."""
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def start_ranks(settings: CheckSettings, plan: Plan) -> int:
+    """Runs this node's ranks, forked from this process, which has imported torch once for all of them: that saves 150 MB for each.
+    Returns the exit code of the check. Leaves no process. Raises ValueError: the port cannot be had."""
+    import torch.distributed as dist
+
+    import tools.cluster.rank  # noqa: F401 (once, for all of them)
+
+    nproc, first_node = ranks_here(plan), not plan.node_rank
+    host, port = "127.0.0.1", 0  # where node 0's ranks are met; 0: any port that is free
+    if plan.nnodes > 1:
+        host, _, text = plan.endpoint.rpartition(":")
+        port = int(text)
+    listener = None
+    if first_node and settings.init_method == "env://":
+        try:
+            listener = socket.create_server((host if plan.nnodes == 1 else "", port), backlog=1024)
+        except OSError as error:
+            raise ValueError(f"RDZV_ENDPOINT={host}:{port}: {error.strerror}") from None
+        port = listener.getsockname()[1]
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    parent = os.getpid()
+    gc.collect()
+    gc.freeze()  # so that collections in the ranks leave the shared pages alone
+    ranks, store = ForkedRanks(), None
+    try:
+        for local in range(nproc):
+            place = RankPlace((plan.node_rank or 0) * nproc + local, plan.nnodes * nproc, local)
+            pid = os.fork()
+            if pid == 0:
+                become(settings, place, parent, listener)
+            ranks.pids[pid] = place.rank
+        if listener:  # only now: its server is a thread, which a fork would not copy
+            fd = listener.detach()
+            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+        return ranks.wait(settings.timeout_s + SETTLE_S)
+    finally:
+        ranks.kill()
+        del store
+
+
+def become(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
+    """The rest of a forked process' life."""
+    code = 1
+    try:
+        follow(parent)
+        if listener:
+            listener.close()
+        size, local = str(place.world_size), str(place.local_rank)
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=size, LOCAL_RANK=local)
+        from tools.cluster.rank import run_rank
+
+        code = run_rank(settings, place)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:  # noqa: BLE001 (a fork must not run what is behind its parent's main)
+        traceback.print_exc()
+    finally:
+        exit_now(code)
+
+
+@dataclass
+class ForkedRanks:
+    """The processes that were forked."""
+
+    pids: dict[int, int] = field(default_factory=dict)  # rank by pid, of those that live
+    stopped: set[int] = field(default_factory=set)  # ranks
+
+    def wait(self, settle_s: float) -> int:
+        """Until all have ended; those that hang on after the first for longer than `settle_s`, or are stopped when all others
+        are gone, are ended and named. Returns 0 if every rank did."""
+        code, end = 0, float("inf")
+        while self.pids:
+            for pid, rank in list(self.pids.items()):
+                done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                if done and os.WIFSTOPPED(status):
+                    self.stopped.add(rank)
+                elif done and os.WIFCONTINUED(status):
+                    self.stopped.discard(rank)
+                elif done:
+                    del self.pids[pid]
+                    end = min(end, time.monotonic() + settle_s)
+                    if (its_code := os.waitstatus_to_exitcode(status)) < 0:
+                        say(f"rank {rank} was {how_ended(its_code)}")
+                    code = max(code, its_code if its_code >= 0 else 1)
+            if self.pids and (time.monotonic() > end or set(self.pids.values()) <= self.stopped):
+                for pid, rank in self.pids.items():
+                    how = "is stopped (SIGSTOP)" if rank in self.stopped else "hangs"
+                    say(f"rank {rank} (process {pid}) {how}, and was ended")
+                self.kill()
+                return 1
+            time.sleep(POLL_S)
+        return code
+
+    def kill(self) -> None:
+        """May be called twice."""
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        while self.pids:
+            os.waitpid(self.pids.popitem()[0], 0)
+
+
+def say(text: str) -> None:
+    print(f"check_cluster: {text}", file=sys.stderr, flush=True)
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""tools/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
+"""scripts/check_cluster.py with faults planted beneath it: `cluster_faults.py FAULT@RANK,... [FLAG ...]`, for test_check_cluster.py.
 
 The faults are in torch's functions, as a broken card, cable or library would have them; the tool itself knows nothing of them.
 Ranks are forked from this process, so what is replaced here is replaced in them.
@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools import check_cluster  # noqa: E402
+from scripts import check_cluster  # noqa: E402
 
 
 def result_of_all_reduce(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""tools/check_cluster.py as a user starts it: good ranks pass, every planted fault is named, nothing hangs or is left.
+"""scripts/check_cluster.py as a user starts it: good ranks pass, every planted fault is named, nothing hangs or is left.
 
 All runs of this file that need no network of their own start on two threads when the first is asked for. That 8 ranks end within
 a minute is in docs/check_cluster.md; here nothing is asserted of a clock.
@@ -139,7 +139,7 @@ def test_wrong_results_and_a_wrong_clock_are_named(ran: dict[str, Future[Ran]], 
     assert "rank 2 on here: all_reduce SUM gave it a wrong result: element 5 is" in told
     assert "rank 3 on here: reduce_scatter SUM is wrong at every rank, and of two ranks alone whenever this one" in told
     assert "rank 1 on here: in broadcast all that it sends arrives wrong: element 7 is -1" in told
-    assert "rank 0 on here: its clock is +5" in told
+    assert re.search(r"rank 0 on here: its clock is \+(4\.9|5\.0)\d\d s off", told), told
     assert done.ranks("wrong") == {(1,), (2,), (3,)} and done.ranks("clock") == {(0,)}
     ring = {words["figures"]["values"]["ring all_reduce SUM"] for words in done.report["ranks"].values()}
     assert ring == {"right"}  # it is made of isend and irecv

@@ -1,1 +1,1 @@
-"""The parts of tools/check_cluster.py: what each rank measures, what is made of it, and how it is told."""
+"""The parts of scripts/check_cluster.py: what each rank measures, what is made of it, and how it is told."""
