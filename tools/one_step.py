@@ -78,22 +78,17 @@ class Tracer:
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
             name = frame.f_code.co_filename
-            if not name.startswith(f"{ROOT}{os.sep}") or "site-packages" in name:
+            ours = name.startswith(f"{ROOT}{os.sep}") and "site-packages" not in name
+            if not ours or frame.f_code.co_name in EXPRESSIONS:
                 return
             file = Path(name).relative_to(ROOT).as_posix()
-            if frame.f_code.co_name in EXPRESSIONS:
-                return
             hidden = file.startswith(EXCLUDED) or bool(self._stack and self._stack[-1][1])
             if not hidden:
-                self.calls.append(TracedCall(len(self._stack), file, _name_of(frame)))
+                name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # with its class from Python 3.11 on
+                self.calls.append(TracedCall(len(self._stack), file, name))
             self._stack.append((frame, hidden))
         elif event == "return" and self._stack and self._stack[-1][0] is frame:
             self._stack.pop()
-
-
-def _name_of(frame: FrameType) -> str:
-    """`Class.function`, where Python knows it: co_qualname is of 3.11."""
-    return getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
 
 
 def member(argv: list[str], at: int, out: Path) -> int:
@@ -136,19 +131,17 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
             lighthouse = LighthouseServer("127.0.0.1:0", groups)
             env |= {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "NUM_REPLICA_GROUPS": str(groups)}
             words += ["--fault_tolerance.enable=true"]
-        running = []
-        for group in range(groups):
-            own = ["--member", str(step), str(out)] if group == 0 else ["--member", "-1", ""]
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, *own, config, *words],
-                    cwd=ROOT,
-                    env={**env, "REPLICA_GROUP_ID": str(group)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
+        running = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--member", str(-1 if group else step), str(out), config, *words],
+                cwd=ROOT,
+                env={**env, "REPLICA_GROUP_ID": str(group)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
+            for group in range(groups)
+        ]
         try:
             said = [process.communicate(timeout=LIMIT_S)[0] for process in running]
         finally:

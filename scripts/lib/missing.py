@@ -30,27 +30,20 @@ def requirements(text: str, extra: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def fits(installed: str, bounds: str) -> bool:
-    """True when a version lies in ">=a,<b"; a local part ("+cpu") and pre-release letters do not count."""
-    have = _numbers(installed)
-    for bound in filter(None, bounds.split(",")):
-        limit = _numbers(bound.lstrip("<>="))
-        if (bound.startswith(">=") and have < limit) or (bound.startswith("<") and have >= limit):
-            return False
-    return True
-
-
-def _numbers(version_text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version_text.partition("+")[0])[:3])
-
-
-def lacks(name: str, bounds: str) -> str | None:
-    """The message about one requirement, or None where it is met."""
+def lacks(name: str, bounds: str) -> str:
+    """The message about one requirement, ">=a,<b"; empty where it is met. A local part ("+cpu") and pre-release letters do not count."""
     try:
         installed = version(name)
     except PackageNotFoundError:
         return f"{name}{bounds}"
-    return None if fits(installed, bounds) else f"{name}{bounds} (it has {installed})"
+    have = _numbers(installed)
+    found = re.findall(r"([<>])=?([\d.]+)", bounds)
+    fits = (have < _numbers(limit) if sign == "<" else have >= _numbers(limit) for sign, limit in found)
+    return "" if all(fits) else f"{name}{bounds} (it has {installed})"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
 
 
 def main(locks: list[str]) -> int:

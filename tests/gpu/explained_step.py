@@ -16,11 +16,10 @@ from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
 from parallelisms.layout import Layout, Precision
-from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
-from tools.explain.rank import ExplainedJob, ranks
-from training.loss import cross_entropy_sum
-from training.optimizer import OptimizerConfig, build_optimizer
+from tests.multiproc.test_explain import explained
+from tools.explain.rank import ranks
 
 SIZES = {  # GPU: 0.2 B parameters, so that weights, gradients, states and activations all count
     "cuda": (llama.Config(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, hidden_dim=2816), 32000, 4, 2048),
@@ -32,20 +31,8 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = ActivationCheckpointConfig(cast(Any, argv[0]))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, vocab_size, batch, seq_len = SIZES[kind]
-    config = ParallelismConfig()
-    layout = Layout(config, checkpoint, precision=Precision(compute=torch.bfloat16))
-    job = ExplainedJob(
-        title="a GPU",
-        build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
-        loss=cross_entropy_sum,
-        optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
-        layout=layout,
-        degrees=degrees(config, 1),
-        device_type=cast(Any, kind),
-        local_batch_size=batch,
-        passes=1,
-        seq_len=seq_len,
-    )
+    layout = Layout(activation_checkpoint=checkpoint, precision=Precision(compute=torch.bfloat16))
+    job = explained(sizes, layout, 1, vocab_size=vocab_size, seq_len=seq_len, batch=batch, device_type=cast(Any, kind))
     [said] = ranks(job)
     with process_group(CommConfig()) as world:
         device = world.device.torch_device

@@ -16,7 +16,7 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
-from tools.explain.memory import Held, MeasuredStep, join, measure
+from tools.explain.memory import DeviceType, Held, MeasuredStep, join, measure
 from tools.explain.rank import ExplainedJob, RankProfile, axes_of, by_axis, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
@@ -51,7 +51,15 @@ def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Explain
 
 
 def explained(
-    sizes: llama.Config, layout: Layout, world_size: int, *, vocab_size: int, seq_len: int, batch: int, passes: int = 1
+    sizes: llama.Config,
+    layout: Layout,
+    world_size: int,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    batch: int,
+    passes: int = 1,
+    device_type: DeviceType = "cpu",
 ) -> ExplainedJob:
     return ExplainedJob(
         title="a.toml",
@@ -60,7 +68,7 @@ def explained(
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
         layout=layout,
         degrees=degrees(layout.parallelism, world_size),
-        device_type="cpu",
+        device_type=device_type,
         local_batch_size=batch,
         passes=passes,
         seq_len=seq_len,
@@ -98,6 +106,12 @@ def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes:
         assert rank.collectives == sent, case  # but for the pipeline's vote, which is of the first step alone
 
 
+def figures(step: MeasuredStep) -> tuple[int, int]:
+    """The most that activations come to at one instant, and the most that all comes to."""
+    held, (activations, with_gradients) = sum(step.held, Held()), join(step.stretches).most
+    return activations, held.parameters + held.optimizer + with_gradients
+
+
 def least(
     pool: Pool, said: list[RankProfile], bound: float, layout: str, *more: Any
 ) -> list[tuple[int, int, MeasuredStep]]:
@@ -110,8 +124,8 @@ def least(
     found: list[tuple[int, int, MeasuredStep]] = []
     for _ in range(8):
         steps = pool.run(world_size, real_steps, layout, *more, timeout_s=120)[:: world_size // len(said)]
-        before = found or [(step.activations, step.peak, step) for step in steps]
-        found = [(min(a, s.activations), min(p, s.peak), s) for s, (a, p, _) in zip(steps, before, strict=True)]
+        now = [(*figures(step), step) for step in steps]
+        found = [(min(a, b), min(p, q), s) for (a, p, s), (b, q, _) in zip(now, found or now, strict=True)]
         most = [(rank.activations * (1 + bound), rank.peak * (1 + bound)) for rank in said]
         if all(a <= most_a and p <= most_p for (a, p, _), (most_a, most_p) in zip(found, most, strict=True)):
             break

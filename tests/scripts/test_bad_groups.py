@@ -5,57 +5,37 @@ All of them start together: each costs an import of torch.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ft import LighthouseServer
-from tests.scripts.tiny_job import CONFIG
+from tests.scripts.tiny_job import WAIT_S, Started, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a" * 32
-WAIT_S = 240.0
 NOBODY = "http://127.0.0.1:1"  # no lighthouse listens there
 
 
-class Group:
+class Group(Started):
     def __init__(self, folder: Path, name: str, lighthouse: str, *arguments: str, **env: str) -> None:
         """In a folder of its own, as on a machine of its own."""
-        (folder / "text").mkdir(parents=True)
-        (folder / "text" / "a.txt").write_text("all work and no play\n" * 3000)
-        (folder / "tiny.toml").write_text(CONFIG)
-        self._out = folder / "out.txt"
+        folder.mkdir()
+        write_job(folder)
         said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": name, "PHAROS_TOKEN": TOKEN, **env}
         steps = ("--training.steps=100000", "--checkpoint.enable=false", "--fault_tolerance.enable=true")
-        with self._out.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "train.py"), "tiny.toml", *steps, *arguments],
-                cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **said},
-                stdout=out,
-                stderr=out,
-            )
-
-    @property
-    def text(self) -> str:
-        return self._out.read_text()
+        command = [sys.executable, ROOT / "train.py", "tiny.toml", *steps, *arguments]
+        super().__init__(command, folder / "out.txt", cwd=folder, **said)
 
     @property
     def steps(self) -> int:
         return len(re.findall(r"\] step \d+/", self.text))
 
     def until_steps(self, count: int) -> None:
-        end_s = time.monotonic() + WAIT_S
-        while self.steps < count:
-            assert self.process.poll() is None, self.text[-3000:]
-            assert time.monotonic() < end_s, self.text[-3000:]
-            time.sleep(0.05)
+        self.until(f"step {count}", lambda _: self.steps >= count)
 
     def refused(self) -> tuple[int, str]:
         """Its exit code, and the last line of what it said."""
@@ -69,9 +49,8 @@ def groups() -> Iterator[list[Group]]:
     made: list[Group] = []
     yield made
     for group in made:
-        if group.process.poll() is None:
-            group.process.kill()
-            group.process.wait()
+        group.process.kill()
+        group.process.wait()
 
 
 @pytest.mark.timeout(3 * WAIT_S)

@@ -6,46 +6,24 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scripts.samples import SampleRow, read
-from tests.scripts.tiny_job import ENV, assert_exact, newest, write_job
+from tests.scripts.tiny_job import ENV, WAIT_S, Started, assert_exact, newest, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "run_replicas.sh"
-WAIT_S = 240.0  # for what must come, on a busy machine
 
 
-class Job:
-    def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
+class Job(Started):
+    def __init__(self, folder: Path, *arguments: str) -> None:
         write_job(folder)
-        self.folder, self.run = folder, folder / "outputs" / "tiny"
-        self._out = folder / f"{time.monotonic_ns()}.txt"
-        command, environ = [SCRIPT, "tiny.toml", *arguments], {**os.environ, **ENV, **env}
-        with self._out.open("w") as out:
-            self.process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=out)
-
-    @property
-    def text(self) -> str:
-        return self._out.read_text()
-
-    def until(self, what: str, holds: Callable[[str], object]) -> str:
-        end_s = time.monotonic() + WAIT_S
-        while not holds(self.text):
-            ended = self.process.poll() is not None
-            assert time.monotonic() < end_s, f"{what} does not come:\n{self.text[-3000:]}"
-            assert not ended or holds(self.text), f"it ended before {what}:\n{self.text[-3000:]}"
-            time.sleep(0.02)
-        return self.text
-
-    def end(self) -> int:
-        self.until("its end", lambda text: self.process.poll() is not None)
-        return self.process.returncode
+        self.run = folder / "outputs" / "tiny"
+        super().__init__([SCRIPT, "tiny.toml", *arguments], folder / f"{time.monotonic_ns()}.txt", cwd=folder, **ENV)
 
     def steps(self) -> list[int]:
         return [json.loads(line)["step"] for line in (self.run / "metrics.jsonl").read_text().splitlines()]
@@ -64,11 +42,6 @@ class Job:
         else:  # one group was there alone, as when they leave a step apart
             row["slots"][slot] = "9:gone"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(WAIT_S)
 
 
 @pytest.fixture

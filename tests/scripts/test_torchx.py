@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from tests.rpc.peer import Unavailable, install
 from tests.scripts.slurm_cluster import free_ports
-from tests.scripts.tiny_job import assert_exact, write_job
+from tests.scripts.tiny_job import Started, assert_exact, write_job
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENT = ROOT / "contrib" / "torchx_component.py"
@@ -30,20 +28,18 @@ PINS = (
     "urllib3==1.26.20",
     "zipp==3.21.0",
 )
-WAIT_S = 240.0
 
 
 @pytest.fixture
-def torchx(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    made: list[subprocess.Popen[str]] = []
+def torchx(tmp_path: Path) -> Iterator[list[Started]]:
+    made: list[Started] = []
     yield made
-    for process in made:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # upon which it ends its replicas
-        process.wait(60)
+    for each in made:
+        each.process.send_signal(signal.SIGINT)  # upon which it ends its replicas
+        each.process.wait(60)
 
 
-def start(folder: Path, component: str, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, component: str, *arguments: str) -> Started:
     try:
         packages = install(ROOT / ".venv-torchx", PINS)
     except Unavailable as error:
@@ -57,13 +53,12 @@ def start(folder: Path, component: str, *arguments: str) -> subprocess.Popen[str
         f"{COMPONENT}:{component}",
         *arguments,
     ]
-    env = {**os.environ, "PYTHONPATH": str(packages), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    with (folder / f"{component}.txt").open("w") as out:
-        return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, stdout=out, stderr=out, text=True)
+    env = {"PYTHONPATH": str(packages), "PYTHON": sys.executable}
+    return Started([sys.executable, *command], folder / f"{component}.txt", cwd=folder, **env)
 
 
 @pytest.mark.timeout(600)
-def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_path: Path):
+def test_a_lighthouse_and_two_groups(torchx: list[Started], tmp_path: Path):
     write_job(tmp_path)
     (tmp_path / "token").write_text("t" * 32)
     [port] = free_ports(1)
@@ -71,6 +66,6 @@ def test_a_lighthouse_and_two_groups(torchx: list[subprocess.Popen[str]], tmp_pa
     torchx.append(start(tmp_path, "lighthouse", *common, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}"))
     words = ("--config", "tiny.toml", "--lighthouse", f"http://127.0.0.1:{port}", "--groups", "2")
     torchx.append(groups := start(tmp_path, "groups", *common, *words, "--", "--training.steps=20"))
-    assert groups.wait(WAIT_S) == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
+    assert groups.end() == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
     rows = assert_exact(tmp_path / "outputs" / "tiny", 20)
     assert {owner.partition(":")[0] for row in rows for owner in row.slots.values()} == {"0", "1"}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripts.samples import SampleProof, SampleRow, prove, read
@@ -11,6 +15,7 @@ from scripts.samples import SampleProof, SampleRow, prove, read
 ROOT = Path(__file__).resolve().parents[2]
 # Of run_train.sh and those that become it
 ENV = {"PYTHON": sys.executable, "PHAROS_NO_INSTALL": "1", "OMP_NUM_THREADS": "1"}
+WAIT_S = 240.0  # for what must come, on a busy machine
 CONFIG = """
 [model]
 dim = 32
@@ -36,6 +41,40 @@ enable_tensorboard = false
 interval = 10
 keep_latest_k = 2
 """
+
+
+class Started:
+    """A process whose output goes into a file, after what is there already."""
+
+    def __init__(self, command: Sequence[str | Path], out: Path, *, cwd: Path, **env: str) -> None:
+        self._out = out
+        with out.open("a") as file:
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+            self.process = subprocess.Popen(command, cwd=cwd, env=environ, stdout=file, stderr=file)
+
+    @property
+    def text(self) -> str:
+        return self._out.read_text()
+
+    def until(self, what: str, holds: Callable[[str], object]) -> str:
+        """Waits until `holds` is true of the output; returns that."""
+        end_s = time.monotonic() + WAIT_S
+        while not holds(self.text):
+            ended = self.process.poll() is not None
+            assert time.monotonic() < end_s, f"{what} does not come:\n{self.text[-3000:]}"
+            assert not ended or holds(self.text), f"it ended before {what}:\n{self.text[-3000:]}"
+            time.sleep(0.02)
+        return self.text
+
+    def end(self) -> int:
+        """The exit code."""
+        self.until("its end", lambda _: self.process.poll() is not None)
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(WAIT_S)
 
 
 def write_job(folder: Path, config: str = CONFIG) -> None:

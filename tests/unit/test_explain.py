@@ -16,7 +16,7 @@ from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tools.explain.command import job_of, main, ranks_asked
-from tools.explain.memory import Ruler, Stretch, join
+from tools.explain.memory import DeviceType, Ruler, Stretch, join
 from tools.explain.rank import ExplainedJob, ranks
 from tools.explain.report import WIDTH, explain
 
@@ -26,11 +26,10 @@ V, T = 70, 64
 UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
 
 
-def job(world_size: int, *, batch: int = 4, device_type: str = "cuda", **parallelism: object) -> ExplainedJob:
+def job(world_size: int, *, batch: int = 4, device_type: DeviceType = "cuda", **parallelism: object) -> ExplainedJob:
     config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
     layout = Layout(config, precision=Precision(compute=torch.bfloat16))
-    made = explained(SIZES, layout, world_size, vocab_size=V, seq_len=T, batch=batch)
-    return replace(made, device_type=device_type)  # type: ignore[arg-type]
+    return explained(SIZES, layout, world_size, vocab_size=V, seq_len=T, batch=batch, device_type=device_type)
 
 
 # The ruler

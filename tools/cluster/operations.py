@@ -172,10 +172,13 @@ def combined(team: Team, op: str, reduction: str) -> Results:
 
 
 MOVES = ("send/recv", "isend/irecv", "broadcast", "scatter", "gather", "all_gather", "all_to_all")
-CHECKS: dict[str, Check] = {op: functools.partial(moved, op=op) for op in MOVES} | {
-    f"{op} {reduction}": functools.partial(combined, op=op, reduction=reduction)
-    for op in ("reduce", "all_reduce", "reduce_scatter", "ring all_reduce")
-    for reduction in COMBINE
+CHECKS: dict[str, Check] = {
+    **{op: functools.partial(moved, op=op) for op in MOVES},
+    **{
+        f"{op} {reduction}": functools.partial(combined, op=op, reduction=reduction)
+        for op in ("reduce", "all_reduce", "reduce_scatter", "ring all_reduce")
+        for reduction in COMBINE
+    },
 }
 
 
@@ -203,10 +206,10 @@ def operations(team: Team, size_bytes: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def seconds(run: Callable[[], object], device: torch.device, *, rounds: int = ROUNDS) -> float:
-    """The median of `rounds`, after one that is not counted."""
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of ROUNDS, after one that is not counted."""
     taken = []
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         start = time.perf_counter()
         run()
         settle(device)

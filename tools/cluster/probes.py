@@ -9,7 +9,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,7 @@ class _Writer(dcp.FileSystemWriter):
     seconds = 0.0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        start = time.perf_counter()
-        done = super().write_data(plan, planner)
-        done.wait()
-        self.seconds = time.perf_counter() - start
+        done, self.seconds = _timed(super().write_data, plan, planner)
         if hasattr(os, "posix_fadvise"):
             for file in Path(self.path).glob("*.distcp"):
                 with file.open("rb") as opened:
@@ -192,8 +189,12 @@ class _Reader(dcp.FileSystemReader):
     seconds = 0.0
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        start = time.perf_counter()
-        done = super().read_data(plan, planner)
-        done.wait()
-        self.seconds = time.perf_counter() - start
+        done, self.seconds = _timed(super().read_data, plan, planner)
         return done
+
+
+def _timed(act: Callable[..., Future[Any]], *arguments: object) -> tuple[Future[Any], float]:
+    start = time.perf_counter()
+    done = act(*arguments)
+    done.wait()
+    return done, time.perf_counter() - start

@@ -40,9 +40,8 @@ def tell(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Seque
 def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
     """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
     some = next(iter(said.values()))
-    operations: dict[
-        str, dict[str, dict[str, float]]
-    ] = {}  # by operation and size: the slowest rank, and what the busiest link then carried
+    # By operation and size: the slowest rank, and what the busiest link then carried
+    operations: dict[str, dict[str, dict[str, float]]] = {}
     for op, sizes in ((op, sizes) for words in said.values() for op, sizes in words["figures"]["seconds"].items()):
         for bytes_, taken in sizes.items():
             row = operations.setdefault(op, {}).setdefault(bytes_, {"seconds": 0.0, "bus_bytes_s": 0.0})

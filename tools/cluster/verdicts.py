@@ -106,14 +106,12 @@ def slow_ranks(
     if len(rates) < 2:
         return []
     usual = median(rates.values())
+    told = {
+        rank: f"{rate:.4g} {unit}, where {usual:.4g} is usual" for rank, rate in rates.items() if rate < share * usual
+    }
     return [
-        Finding(
-            f"slow {what}",
-            (rank,),
-            f"{names.rank(rank)}: slow {what}: {rate:.4g} {unit}, where {usual:.4g} is usual{(notes or {}).get(rank, '')}",
-        )
-        for rank, rate in sorted(rates.items())
-        if rate < share * usual
+        Finding(f"slow {what}", (rank,), f"{names.rank(rank)}: slow {what}: {text}{(notes or {}).get(rank, '')}")
+        for rank, text in sorted(told.items())
     ]
 
 
@@ -141,16 +139,11 @@ def slow_links(names: Names, bytes_s: Mapping[Link, float], *, share: float, lea
 
 def late_links(names: Names, latency_s: Mapping[Link, float]) -> list[Finding]:
     """Links whose messages take several times as long as is usual, and milliseconds more."""
-    told = "{:.3g} ms, where {:.3g} is usual"
-    return _judged(
-        names,
-        "late link",
-        latency_s,
-        -1,
-        lambda s, usual: s > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S),
-        told,
-        1e-3,
-    )
+
+    def is_late(s: float, usual: float) -> bool:
+        return s > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S)
+
+    return _judged(names, "late link", latency_s, -1, is_late, "{:.3g} ms, where {:.3g} is usual", 1e-3)
 
 
 def _judged(

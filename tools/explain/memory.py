@@ -77,17 +77,6 @@ class MeasuredStep:
     stretches: tuple[Stretch, ...]  # in order
     labels: tuple[str, ...]  # what FSDP and the pipeline said they do, in order
 
-    @property
-    def activations(self) -> int:
-        """The most that activations, gathered weights and buffers come to at one instant."""
-        return join(self.stretches).most[0]
-
-    @property
-    def peak(self) -> int:
-        """The most that all comes to at one instant."""
-        held = sum(self.held, Held())
-        return held.parameters + held.optimizer + join(self.stretches).most[1]
-
 
 def join(stretches: Iterable[Stretch]) -> Stretch:
     """One after the other as one."""
@@ -226,7 +215,7 @@ def measure(
             # only now: the first step moves shards into padded storages
             tensors = ruler.serials([*part.parameters(), *part.buffers()])
             states = ruler.serials(tree_leaves([optimizer.state[p] for p in part.parameters()]))
-            held.append(Held(*map(ruler.total, (tensors, own, states))))
+            held.append(Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, own, states))))
             constant |= tensors | states
     stretches = ruler.stretches(set().union(*gradients), constant)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
@@ -245,7 +234,7 @@ class Ruler(TorchDispatchMode):
         # a storage's serial and bytes from now on; or a label
         self.events: list[tuple[int, int] | Collective | str] = []
         self._serials: dict[int, int] = {}  # address of a live storage: its serial
-        self._bytes: list[int] = []  # by serial, when it was last alive
+        self.bytes: list[int] = []  # by serial, when it was last alive
         self._watches: dict[int, weakref.ref[Any]] = {}  # by address
         self._resize: Any = None
         self._lock: Any = None  # torch's own
@@ -254,9 +243,6 @@ class Ruler(TorchDispatchMode):
     def serials(self, tensors: Iterable[Any]) -> set[int]:
         """Serial numbers of the storages behind the tensors' local parts."""
         return {self._see(local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
-
-    def total(self, serials: Iterable[int]) -> int:
-        return sum(self._bytes[serial] for serial in serials)
 
     def stretches(self, gradients: set[int], held: set[int]) -> list[Stretch]:
         """All that was seen, cut where the pipeline began another action, and where the optimizer began."""
@@ -316,11 +302,11 @@ class Ruler(TorchDispatchMode):
         address, size = storage._cdata, storage.nbytes()
         serial = self._serials.get(address)
         if serial is None:
-            serial = self._serials[address] = len(self._bytes)
-            self._bytes.append(0)
+            serial = self._serials[address] = len(self.bytes)
+            self.bytes.append(0)
             self._watches[address] = weakref.ref(storage, lambda _: self._gone(address))
-        if self._bytes[serial] != size:
-            self._bytes[serial] = size
+        if self.bytes[serial] != size:
+            self.bytes[serial] = size
             self.events.append((serial, size))
         return serial
 
