@@ -21,7 +21,7 @@ def generate(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_generate_reads_the_newest_whole_checkpoint(folder: Path):  # noqa: F811
     job = Job(folder, "--training.steps=4", "--checkpoint.interval=2", "--validation.enable=false", nproc=2)
-    assert job.end() == 0, job.output
+    assert job.end() == 0, job.text
     run = folder / "outputs" / "tiny"
 
     drawn = generate(run, "--prompt", "ab", "--tokens", "40", "--temperature", "0")

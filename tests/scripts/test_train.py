@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.tiny_job import ENV
+from tests.scripts.tiny_job import ENV, Started
 
 pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,41 +52,20 @@ prompt = "ab"
 """
 
 
-class Job:
-    """One start of the script in a folder of its own. Its processes carry a mark, so that what is left over can be found."""
+class Job(Started):
+    """One start of the script in a folder of its own. Its processes carry a mark, so that those that are left over can be found."""
 
     def __init__(self, folder: Path, *overrides: str, nproc: int = 1) -> None:
         self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            [str(ROOT / "scripts" / "run_train.sh"), "tiny.toml", *overrides],
-            cwd=folder,
-            env={**os.environ, **ENV, "NPROC": str(nproc), "PHAROS_TEST_MARK": self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.output = ""
-
-    def wait_for(self, text: str) -> None:
-        """Reads the output up to a line that holds `text`."""
-        for line in self._lines():
-            if text in line:
-                return
-        pytest.fail(f"never said {text!r}:\n{self.output}")
+        command = [ROOT / "scripts" / "run_train.sh", "tiny.toml", *overrides]
+        env = {**ENV, "NPROC": str(nproc), "PHAROS_TEST_MARK": self.mark}
+        super().__init__(command, folder / f"{self.mark}.txt", cwd=folder, **env)
 
     def end(self) -> int:
-        """The exit code, once the output is at its end. Nothing of the job lives on."""
-        for _ in self._lines():
-            pass
-        code = self.process.wait(timeout=60)
-        assert not list(self._left_over()), self.output
+        """The exit code. Nothing of the job lives on."""
+        code = super().end()
+        assert not list(self._left_over()), self.text
         return code
-
-    def _lines(self) -> Iterator[str]:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.output += line
-            yield line
 
     def _left_over(self) -> Iterator[str]:
         for environment in Path("/proc").glob("[0-9]*/environ"):
@@ -120,21 +97,21 @@ def checkpoints(folder: Path) -> set[str]:
 
 def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     first = Job(folder)
-    assert first.end() == 0, first.output
-    assert "the other 3 steps take about " in first.output
-    assert "a sample of text:\nab" in first.output and "finished step 6: 768 tokens" in first.output
+    assert first.end() == 0, first.text
+    assert "the other 3 steps take about " in first.text
+    assert "a sample of text:\nab" in first.text and "finished step 6: 768 tokens" in first.text
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and list(rows(folder, "validation_loss")) == [3, 6]
     assert checkpoints(folder) == {"step-4", "step-6"}
 
     again = Job(folder)
-    assert again.end() == 0 and "finished already: 6 of 6 steps; a larger training.steps goes on" in again.output
+    assert again.end() == 0 and "finished already: 6 of 6 steps; a larger training.steps goes on" in again.text
 
     other = Job(folder, "--training.seed=1")
-    assert other.end() == 2 and "training.seed" in other.output and "saved 0, now 1" in other.output
+    assert other.end() == 2 and "training.seed" in other.text and "saved 0, now 1" in other.text
 
     more = Job(folder, "--training.steps", "7", nproc=2)  # on two ranks, at the same place in the data
-    assert more.end() == 0, more.output
-    assert "finished step 7 (resumed at 6): 128 tokens" in more.output
+    assert more.end() == 0, more.text
+    assert "finished step 7 (resumed at 6): 128 tokens" in more.text
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6, 7]
     assert len(list((folder / "outputs" / "tiny" / "tb").iterdir())) == 2  # one folder, an event file of each start
 
@@ -143,21 +120,21 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
 def test_signals_save(folder: Path, nproc: int):
     endless = ("--training.steps=100000", "--checkpoint.interval=100000", "--validation.enable=false")
     job = Job(folder, *endless, nproc=nproc)
-    job.wait_for(" step 2/")
+    job.until("step 2", lambda text: " step 2/" in text)
     job.process.send_signal(signal.SIGUSR1)
-    job.wait_for("checkpoint: step")  # saved, and it goes on
+    job.until("the checkpoint, and it goes on", lambda text: "checkpoint: step" in text)
     job.process.send_signal(signal.SIGTERM)
-    assert job.end() == 0, job.output
-    assert "stopped at step" in job.output and "next: the same command goes on" in job.output
+    assert job.end() == 0, job.text
+    assert "stopped at step" in job.text and "next: the same command goes on" in job.text
     assert len(checkpoints(folder)) == 2
     assert f"step-{max(rows(folder, 'loss'))}" in checkpoints(folder)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_before_it_does_harm(folder: Path):
     job = Job(folder, "--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", nproc=2)
-    assert job.end() == 1, job.output
-    line = next(line for line in job.output.splitlines() if "not taken" in line)
+    assert job.end() == 1, job.text
+    line = next(line for line in job.text.splitlines() if "not taken" in line)
     assert "rank 0: loss nan at slot" in line and "rank 1: loss nan at slot" in line and "position" in line
-    assert "Traceback" not in job.output
+    assert "Traceback" not in job.text
     taken = max(rows(folder, "loss"))
     assert f"step {taken + 1} not taken" in line
