@@ -189,7 +189,7 @@ class DrillJob:
             group.short_lives = 0  # its deaths are ours
             if name in self.away and group.process is None:
                 group.again_at_s = time.monotonic() + 1
-            group.look(time.monotonic())
+            group.poll(time.monotonic())
             self.diaries[name].read()
             if group.code is not None and (name not in self.gone or group.code != 0):
                 raise self.failure(f"group {name} ended with exit code {group.code}")

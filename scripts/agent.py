@@ -162,7 +162,7 @@ class LocalRanks(Signals):
         super().close()
 
     def _send(self, number: signal.Signals) -> None:
-        # To the ranks alone: data workers and compilers in their process groups are theirs to end.
+        # To the ranks alone: data workers and compilers in their process groups are theirs to end
         for pid in self.pids.values():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -225,19 +225,14 @@ class Output(LogsSpecs):
         return str(self._folder)
 
     def last_written(self, rank: int) -> float:
-        try:
-            return self.path(rank).stat().st_mtime
-        except OSError:
-            return float("inf")
+        return self.path(rank).stat().st_mtime if self.path(rank).exists() else float("inf")
 
     def last_line(self, rank: int) -> str:
         """The last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which comes on the way out."""
-        try:
-            with self.path(rank).open("rb") as file:
-                file.seek(max(0, _size(self.path(rank)) - 16384))
-                lines = file.read().decode("utf-8", "replace").split("\n")
-        except OSError:
-            lines = []
+        lines = list[str]()
+        with suppress(OSError), self.path(rank).open("rb") as file:
+            file.seek(max(0, _size(self.path(rank)) - 16384))
+            lines = file.read().decode("utf-8", "replace").split("\n")
         said = (line.strip() for line in reversed(lines) if not re.match(r"\s*$|(\[rank\d+\]:)?\[[WIE]\d{4}", line))
         return next(said, "no output")
 
@@ -304,7 +299,4 @@ def _has_failed(pid: int) -> bool:
 
 
 def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return path.stat().st_size if path.exists() else 0

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +99,7 @@ class ReplicaSupervisor:
                         sys.stdout.flush()
                 log.write(line)
 
-    def look(self, now_s: float) -> str:
+    def poll(self, now_s: float) -> str:
         """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.code is not None:
             return ""
@@ -168,7 +168,7 @@ class LighthouseSupervisor:
         threading.Thread(target=self._show_page, args=(self.process,), daemon=True).start()
         return address
 
-    def look(self, now_s: float) -> str:
+    def poll(self, now_s: float) -> str:
         """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.process.poll() is None or now_s < self._again_at_s:
             return ""
@@ -232,20 +232,15 @@ def main(argv: list[str]) -> int:
         return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
 
 
-def tell_each(groups: Sequence[ReplicaSupervisor]) -> None:
-    for group in groups:
-        group.tell(signal.SIGTERM)
-
-
 def run(
     groups: Sequence[ReplicaSupervisor],
     lighthouse: LighthouseSupervisor,
     asked: PendingSignals,
     grace_s: float,
-    ask: Callable[[Sequence[ReplicaSupervisor]], object] = tell_each,
+    stop: Sequence[str] = (),
 ) -> int:
-    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave;
-    a second one, or the end of the grace, kills."""
+    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave,
+    by the command `stop` if there is one; a second one, or the end of the grace, kills."""
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     told = False
     try:
@@ -256,13 +251,16 @@ def run(
                 told = True
                 for group in groups:
                     group.restarts = 0
-                ask(groups)
+                    if not stop:
+                        group.tell(signal.SIGTERM)
+                if stop:
+                    subprocess.run(stop, check=False)
             if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
                 say("the groups did not end in time")
                 return 1
             for part in parts:
-                if word := part.look(time.monotonic()):
-                    say(word)
+                if line := part.poll(time.monotonic()):
+                    say(line)
             if any(group.code == 2 for group in groups):
                 return 2  # bad input is the same in all of them, and has been said
             time.sleep(POLL_S)

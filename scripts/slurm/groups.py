@@ -156,7 +156,7 @@ class SlurmStep(ReplicaSupervisor):
         # Of a node that died, srun says an error, and ends with 0 (22.05)
         return 1 if code == 0 and self._nodes.lost(self.name) else code
 
-    def look(self, now_s: float) -> str:
+    def poll(self, now_s: float) -> str:
         if self.code is None and self.process is None and self.restarts and now_s >= self.again_at_s:
             try:
                 moved = self._nodes.renew(self.name)
@@ -164,8 +164,8 @@ class SlurmStep(ReplicaSupervisor):
                 self.code = 1
                 return f"group {self.name} failed for good ({error})"
             if moved:
-                return f"group {self.name}: {moved}\n" + super().look(now_s)
-        return super().look(now_s)
+                return f"group {self.name}: {moved}\n" + super().poll(now_s)
+        return super().poll(now_s)
 
 
 def main(argv: list[str]) -> int:
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
     with closing(lock):
         # By Slurm to all steps: an srun that gets a SIGTERM kills its step
         stop = ("scancel", "--signal=TERM", nodes.job)
-        code = run(steps, lighthouse, pending_signals, grace_s, lambda _: subprocess.run(stop, check=False))
+        code = run(steps, lighthouse, pending_signals, grace_s, stop)
     asked = {number for number, _ in pending_signals.came}
     if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
         return code

@@ -20,6 +20,7 @@ from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from tests.multiproc.test_explain import explained
 from tools.explain.rank import ranks
+from training.loss import cross_entropy_sum
 
 SIZES = {  # GPU: 0.2 B parameters, so that weights, gradients, states and activations all count
     "cuda": (llama.Config(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, hidden_dim=2816), 32000, 4, 2048),
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         parallel = parallelize(
             job.model(),
             build_mesh(job.degrees, kind),
-            job.loss,
+            cross_entropy_sum,
             layout,
             local_batch_size=batch,
             seq_len=seq_len,

@@ -64,7 +64,6 @@ def explained(
     return ExplainedJob(
         title="a.toml",
         build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
-        loss=cross_entropy_sum,
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
         layout=layout,
         degrees=degrees(layout.parallelism, world_size),
@@ -82,7 +81,7 @@ def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> 
     parallel = parallelize(
         wanted.model(),
         mesh,
-        wanted.loss,
+        cross_entropy_sum,
         wanted.layout,
         local_batch_size=BATCH,
         seq_len=T,

@@ -51,6 +51,14 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def configured(**changes: Any) -> Callable[[Path], None]:
+    return lambda file: edit_config(file.parent, **changes)
+
+
+def text_of(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda file: (file.parent / name).write_text(text)
+
+
 def tampered_header(file: Path) -> None:
     """It is JSON of the right length all the same, but a shape does not cover its bytes."""
     length = int.from_bytes(file.read_bytes()[:8], "little")
@@ -78,31 +86,20 @@ def headed(file: Path, header: str) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
 
 
+NOT_WHOLE = "F: not a whole safetensors file: .*"
 OUT = "model.layers.0.self_attn.o_proj.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 GAIN = "model.layers.0.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tampered header": (
         tampered_header,
-        rf"F: not a whole safetensors file: .*; {OUT}: F32 \[64, 63\] takes 16,128 bytes, and its header gives it 16,384",
+        rf"{NOT_WHOLE}; {OUT}: F32 \[64, 63\] takes 16,128 bytes, and its header gives it 16,384",
     ),
-    "no header": (
-        lambda file: file.write_bytes(b"\xff" * 16),
-        "F: not a whole safetensors file: .*header too large; it has 16 bytes",
-    ),
-    "a list for a header": (
-        lambda file: headed(file, "[1, 2]"),
-        "F: not a whole safetensors file: .*; it has 14 bytes",
-    ),
-    "a bottomless header": (
-        lambda file: headed(file, "[" * 100_000),
-        "F: not a whole safetensors file: .*; it has 100,008 bytes",
-    ),
-    "empty": (lambda file: file.write_bytes(b""), "F: not a whole safetensors file: .*; it has 0 bytes"),
-    "truncated": (
-        truncated,
-        r"F: not a whole safetensors file: .*; it has [\d,]+ bytes, expected [\d,]+ by its header",
-    ),
+    "no header": (lambda file: file.write_bytes(b"\xff" * 16), f"{NOT_WHOLE}header too large; it has 16 bytes"),
+    "a list for a header": (lambda file: headed(file, "[1, 2]"), f"{NOT_WHOLE}; it has 14 bytes"),
+    "a bottomless header": (lambda file: headed(file, "[" * 100_000), f"{NOT_WHOLE}; it has 100,008 bytes"),
+    "empty": (lambda file: file.write_bytes(b""), f"{NOT_WHOLE}; it has 0 bytes"),
+    "truncated": (truncated, rf"{NOT_WHOLE}; it has [\d,]+ bytes, expected [\d,]+ by its header"),
     "missing tensor": (lambda file: edit(file, lambda c: c.pop(UP)), rf"F: {UP}: missing; expected F32 \[96, 64\]"),
     "wrong shape": (
         lambda file: edit(file, replaced(UP, lambda t: t[:95].clone())),
@@ -117,7 +114,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"F: model.layers.0.self_attn.q_proj.bias: F32 \[64\], which LlamaForCausalLM of 2 layers does not have",
     ),
     "a layer too many": (
-        lambda file: edit_config(file.parent, num_hidden_layers=1),
+        configured(num_hidden_layers=1),
         r"F: model.layers.1\..*, which LlamaForCausalLM of 1 layer does not have; .*; .*; and 6 more",
     ),
     "wrong dtype": (lambda file: edit(file, replaced(UP, Tensor.half)), f"F: {UP}: dtype F16, expected F32"),
@@ -128,31 +125,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "nothing": (lambda file: file.unlink(), "D: holds neither model.safetensors nor model.safetensors.index.json"),
     "no config": (lambda file: (file.parent / "config.json").unlink(), "D/config.json: no such file"),
-    "a bottomless config": (
-        lambda file: (file.parent / "config.json").write_text("[" * 100_000),
-        "D/config.json: nested too deeply",
-    ),
-    "a broken config": (lambda file: (file.parent / "config.json").write_text("{"), "D/config.json: not JSON: .*"),
+    "a bottomless config": (text_of("config.json", "[" * 100_000), "D/config.json: nested too deeply"),
+    "a broken config": (text_of("config.json", "{"), "D/config.json: not JSON: .*"),
     "another activation": (
-        lambda file: edit_config(file.parent, hidden_act="gelu"),
+        configured(hidden_act="gelu"),
         'D/config.json: hidden_act = "gelu": the feed-forward here is SwiGLU; what can be read: "silu"',
     ),
     "heads of odd width": (
-        lambda file: edit_config(file.parent, hidden_size=36, head_dim=9),
+        configured(hidden_size=36, head_dim=9),
         "D/config.json: model.n_heads = 4: must cut model.dim = 36 into heads of one even width.*",
     ),
     "another head than the embedding": (
-        lambda file: edit_config(file.parent, tie_word_embeddings=True),
+        configured(tie_word_embeddings=True),
         "F: lm_head.weight: other values than model.embed_tokens.weight, expected the same, .* tie_word_embeddings = true",
     ),
     "more ids than rows": (
         small_vocabulary,
         "D/tokenizer.json: 15 ids, and config.json says vocab_size = 12; it must be at least as large",
     ),
-    "a broken tokenizer": (
-        lambda file: (file.parent / "tokenizer.json").write_text("{}"),
-        "D/tokenizer.json is not a tokenizer.json: .*",
-    ),
+    "a broken tokenizer": (text_of("tokenizer.json", "{}"), "D/tokenizer.json is not a tokenizer.json: .*"),
 }
 
 

@@ -42,7 +42,7 @@ def ended(one: ReplicaSupervisor, now_s: float) -> str:
     """What is said of it once its process is gone."""
     assert one.process is not None
     one.process.wait()
-    return one.look(now_s)
+    return one.poll(now_s)
 
 
 def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tmp_path: Path):
@@ -52,8 +52,8 @@ def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tm
         if one.code is None:
             assert said == "group 0 died (exit code 1)"
             pauses.append(one.again_at_s - now_s)
-            assert one.look(now_s) == "", "not yet"
-            assert one.look(one.again_at_s).startswith("group 0 starts again (process ")
+            assert one.poll(now_s) == "", "not yet"
+            assert one.poll(one.again_at_s).startswith("group 0 starts again (process ")
     assert said == "group 0 failed for good (exit code 1)" and one.code == 1
     assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16] and len(pauses) == SHORT_LIVES - 1
 
@@ -61,7 +61,7 @@ def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tm
 def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
     one, now_s = group(tmp_path, "raise SystemExit(1)"), time.monotonic()
     ended(one, now_s)
-    one.look(one.again_at_s)
+    one.poll(one.again_at_s)
     assert ended(one, now_s + SHORT_LIFE_S + 60) == "group 0 died (exit code 1)"
     assert one.short_lives == 0
 
@@ -83,11 +83,11 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
     one.start()
     for _ in range(1000):
         now_s += RESTARTS_WITHIN_S
-        assert one.look(now_s) == "group 0 died (ended by SIGKILL)"
-        assert one.look(one.again_at_s) == "group 0 starts again (process 7)"
-    one.look(now_s + 3600)
-    one.look(one.again_at_s)
-    assert one.look(now_s + 7200) == (
+        assert one.poll(now_s) == "group 0 died (ended by SIGKILL)"
+        assert one.poll(one.again_at_s) == "group 0 starts again (process 7)"
+    one.poll(now_s + 3600)
+    one.poll(one.again_at_s)
+    assert one.poll(now_s + 7200) == (
         "group 0 failed for good (ended by SIGKILL; 2 restarts within 24 h, MAX_RESTARTS allows no more)"
     )
 
@@ -122,16 +122,16 @@ def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
     config: Any = Config(tmp_path)
     env = {**os.environ, "PHAROS_TOKEN_FILE": str(token_file(tmp_path))}
     with closing(LighthouseSupervisor(config, env)) as one:
-        assert one.look(0.0) == ""
+        assert one.poll(0.0) == ""
         first = one.process
         first.kill()
         first.wait()
-        assert re.fullmatch(r"the lighthouse died, and is there again \(process \d+\)", one.look(10.0))
+        assert re.fullmatch(r"the lighthouse died, and is there again \(process \d+\)", one.poll(10.0))
         assert one.process.pid != first.pid
         socket.create_connection(("127.0.0.1", one.port)).close()
         one.process.kill()
         one.process.wait()
-        assert one.look(10.5) == "", "not at once"
+        assert one.poll(10.5) == "", "not at once"
 
 
 def test_its_words_are_in_its_log_without_colours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -181,15 +181,13 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
 
 def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     """Each one's milliseconds at its smallest size, and its rate at its largest as a bar."""
-    left, width = 640, 130
     parts = [_text(480, TOP - 30, "operations: smallest message, ms; largest, MB/s", "head")]
     largest = {op: by[max(by, key=int)]["bus_bytes_s"] for op, by in operations.items()}
     best = max(largest.values(), default=1.0)
     for row, (op, rate) in enumerate(largest.items()):
         y, smallest = TOP + 30 * row, operations[op][min(operations[op], key=int)]["seconds"]
-        parts += [_text(480, y + 13, op), _text(left - 8, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
-        parts.append(_bar("good", left, y, width * rate / best, 17))
-        parts.append(_text(left + width + 8, y + 13, figure(rate / 1e6)))
+        parts += [_text(480, y + 13, op), _text(632, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
+        parts += [_bar("good", 640, y, 130 * rate / best, 17), _text(778, y + 13, figure(rate / 1e6))]
     return parts
 
 

@@ -129,7 +129,6 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     from parallelisms.layout import choose_precision
     from parallelisms.mesh import degrees
     from tools.explain.rank import ExplainedJob
-    from training.loss import cross_entropy_sum
     from training.optimizer import build_optimizer
     from training.tokenizer import build_tokenizer
 
@@ -149,7 +148,6 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
-        loss=cross_entropy_sum,
         optimizer=lambda parts: build_optimizer(config.optimizer, parts),
         layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,

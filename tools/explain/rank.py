@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from models.contract import Model
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import communication_groups
-from parallelisms.layout import CompileConfig, Layout, LossFunction
+from parallelisms.layout import CompileConfig, Layout
 from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
@@ -42,6 +42,7 @@ from tools.explain.memory import (
     stand_in,
     without_memory,
 )
+from training.loss import cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class ExplainedJob:
 
     title: str
     build: Callable[[], Model]  # the whole model, for the meta device
-    loss: LossFunction
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
     layout: Layout
     degrees: Degrees
@@ -145,7 +145,7 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> tuple[Stage, MeasuredStep]:
         parallel = parallelize(
             model,
             mesh,
-            job.loss,
+            cross_entropy_sum,
             _eager(job.layout),
             local_batch_size=job.local_batch_size,
             seq_len=job.seq_len,
