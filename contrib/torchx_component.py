@@ -33,19 +33,12 @@ def lighthouse(
         state_file: what a restart must know, on a disk that outlives the container; default outputs/lighthouse-PORT.json
         max_retries: how often it is started again
     """
+    state = ["--state_file", state_file] if state_file else []
     role = specs.Role(
         name="lighthouse",
         image=image,
         entrypoint=f"{root}/scripts/run_lighthouse.sh",
-        args=[
-            "--min_replicas",
-            str(min_replicas),
-            "--bind",
-            bind,
-            "--token_file",
-            token_file,
-            *(["--state_file", state_file] if state_file else []),
-        ],
+        args=["--min_replicas", str(min_replicas), "--bind", bind, "--token_file", token_file, *state],
         env={"PHAROS_NO_INSTALL": "1"},
         max_retries=max_retries,
         retry_policy=specs.RetryPolicy.REPLICA,

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,12 +83,11 @@ def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw:
         written=progress.add,
         chunk_bytes=chunk_bytes,
     )
-    with ExitStack() as cleanup:
-        cleanup.enter_context(closing(RunLock(config.run_folder)))
-        states = {"model": ModelState([model])}
-        checkpointer = cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log))
-        )
+    states = {"model": ModelState([model])}
+    with (
+        closing(RunLock(config.run_folder)),
+        closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log)) as checkpointer,
+    ):
         checkpointer.load()  # refuses a run that has begun, and clears away what a kill left
         if list_steps(checkpointer.folder):
             path = step_folder(checkpointer.folder, 0)

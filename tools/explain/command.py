@@ -16,23 +16,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from configs.schema import Config
-    from parallelisms.mesh import ParallelismConfig
-    from tools.explain.memory import DeviceType
-    from tools.explain.rank import ExplainedJob, RankProfile
+import torch
+
+from configs.check import check_settings, gradients_lie_on
+from configs.load import load
+from configs.schema import Config, model_module
+from ft.config import Environment
+from ft.memory import memory
+from parallelisms.device import Device
+from parallelisms.layout import choose_precision
+from parallelisms.mesh import ParallelismConfig, degrees
+from tools.explain.memory import DeviceType
+from tools.explain.rank import ExplainedJob, RankProfile
+from tools.explain.report import explain
+from training.optimizer import build_optimizer
+from training.tokenizer import build_tokenizer
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the text; 0, or 2 for bad input."""
-    from configs.check import check_settings
-    from configs.load import load
-    from tools.explain.report import explain
-
     try:
         argv, ranks, device = _options(argv)
         config = load(argv)
@@ -92,12 +97,6 @@ def _without_devices(config: Config) -> Config:
 def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
     """Memory of a rank that groups take. Raises ValueError where the environment says nothing of the groups, or the process group is of
     another device."""
-    import torch
-
-    from configs.check import gradients_lie_on
-    from ft.config import Environment
-    from ft.memory import memory
-
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
@@ -122,16 +121,6 @@ def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile]
 
 def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
-    import torch
-
-    from configs.schema import model_module
-    from parallelisms.device import Device
-    from parallelisms.layout import choose_precision
-    from parallelisms.mesh import degrees
-    from tools.explain.rank import ExplainedJob
-    from training.optimizer import build_optimizer
-    from training.tokenizer import build_tokenizer
-
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     build = model_module(model.name).build
