@@ -127,7 +127,7 @@ def start_ranks(settings: CheckSettings, plan: Plan) -> int:
 
 
 def become(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
-    """The rest of a forked process' life."""
+    """Runs a rank in a process that was just forked, to its end."""
     code = 1
     try:
         follow(parent)

@@ -64,15 +64,15 @@ class ReplicaSupervisor:
     ) -> ReplicaSupervisor:
         """A group of this machine, yet to be started. `argv`: of launch.py; `folder`: for its log; `devices`: all that it may see. NCCL
         refuses two ranks of one machine on one device, so groups that share theirs look like machines of their own to it."""
-        command, its = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv], {**env, "REPLICA_GROUP_ID": name}
+        command, own = [sys.executable, str(ROOT / "scripts" / "launch.py"), *argv], {**env, "REPLICA_GROUP_ID": name}
         if devices:
-            its["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             if os.environ.get(SHARED) == "1":
-                its["NCCL_HOSTID"] = os.environ.get("NCCL_HOSTID", f"pharos-{name}")
-        return ReplicaSupervisor(name, command, its, folder / f"{name}.log", restarts)
+                own["NCCL_HOSTID"] = os.environ.get("NCCL_HOSTID", f"pharos-{name}")
+        return ReplicaSupervisor(name, command, own, folder / f"{name}.log", restarts)
 
     def start(self) -> int:
-        """Its process number."""
+        """Returns the process number."""
         self.started_s = time.monotonic()
         self.process = process = subprocess.Popen(
             self.command,
@@ -90,7 +90,7 @@ class ReplicaSupervisor:
         return process.pid
 
     def _show(self, lines: IO[str]) -> None:
-        """A line in one write, so those of several groups don't mix. A full disk does not cost the group its pipe."""
+        """Writes each line at once, so that lines of several groups do not mix. With a full disk the pipe is still read."""
         with lines, closing(LogFile(self.log)) as log:
             for line in lines:
                 if self.shown:
@@ -100,7 +100,7 @@ class ReplicaSupervisor:
                 log.write(line)
 
     def poll(self, now_s: float) -> str:
-        """Starts it again where that is due. Returns a line for the user, or nothing."""
+        """Starts the group again where that is due. Returns a line for the user, or nothing."""
         if self.code is not None:
             return ""
         if self.process is None:
@@ -125,7 +125,7 @@ class ReplicaSupervisor:
         return f"group {self.name} died ({how})"
 
     def ended(self) -> int | None:
-        """The exit code of its process; None: it runs."""
+        """Returns the exit code of the process; None: it runs."""
         assert self.process is not None
         return self.process.poll()
 
@@ -226,8 +226,8 @@ def main(argv: list[str]) -> int:
         lighthouse = LighthouseSupervisor(config, env, opens=OPEN in argv)
         env["TORCHFT_LIGHTHOUSE"], folder = lighthouse.address, config.run_folder / "groups"
         groups = [
-            ReplicaSupervisor.here(str(name), [*rest, ENABLED], env, folder, restarts, its)
-            for name, its in enumerate(devices)
+            ReplicaSupervisor.here(str(name), [*rest, ENABLED], env, folder, restarts, visible)
+            for name, visible in enumerate(devices)
         ]
         return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
 

@@ -18,7 +18,6 @@ import ast
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -168,11 +167,6 @@ def tree(calls: list[TracedCall]) -> list[str]:
             lines.append(last + (f"  x{count}" if count > 1 else ""))
         last, count = line, 1
     return lines
-
-
-def functions_of(page: str) -> set[tuple[str, str]]:
-    """(file, function) of each line of its tree."""
-    return {(file, function) for function, file in re.findall(r"^ *(\S+)  (\S+\.py)(?:  x\d+)?$", page, re.MULTILINE)}
 
 
 def digest_of(functions: Iterable[tuple[str, str]]) -> str:

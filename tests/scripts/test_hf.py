@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +29,7 @@ from tests.scripts.hf_world import (
     their_logits,
     tokenizers_of,
 )
+from tests.scripts.tiny_job import python
 from training.checkpoint_files import read_manifest, verify
 from training.log import Log
 from training.tokenizer import ByteTokenizer, FileTokenizer
@@ -147,19 +145,9 @@ def test_training_begins_with_what_was_imported_and_what_it_came_to_goes_out_wit
     assert run("import", "published", "base", "--config", "tiny.toml") == 0
     assert "hf.py export RUN ... --max-positions 128" in capsys.readouterr().out
     assert {path.name for path in Path("base/tokenizer").iterdir()} == {*files, "generation_config.json"}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "base/config.toml",
-        "--training.steps=2",
-        "--training.seq_len=16",
-    ]
-    done = subprocess.run(
-        [*command, "--optimizer.lr=1e-5"], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "model loaded from base/checkpoint/step-0" in done.stdout and "finished" in done.stdout
+    settings = ("--training.steps=2", "--training.seq_len=16", "--optimizer.lr=1e-5")
+    said = python(ROOT / "train.py", "base/config.toml", *settings)
+    assert "model loaded from base/checkpoint/step-0" in said and "finished" in said
     assert read_manifest(Path("outputs/base/checkpoint/step-2")).kind == "full"
     begun, ended = (
         saved(Path(path, "checkpoint", step)) for path, step in (("base", "step-0"), ("outputs/base", "step-2"))
@@ -173,8 +161,8 @@ def test_training_begins_with_what_was_imported_and_what_it_came_to_goes_out_wit
         assert Path("theirs", name).read_text() == text
     theirs = their_logits(transformers, Path("theirs"))
     assert (our_logits(Path("outputs/base"), Path("outputs/base/checkpoint/step-2")) - theirs).abs().max() <= 1e-5
-    said = json.loads(Path("theirs/config.json").read_text())
-    assert (said["max_position_embeddings"], said["bos_token_id"], said["eos_token_id"]) == (16, 1, 2)
+    config = json.loads(Path("theirs/config.json").read_text())
+    assert (config["max_position_embeddings"], config["bos_token_id"], config["eos_token_id"]) == (16, 1, 2)
 
 
 def test_the_built_in_bytes_go_out_as_a_tokenizer_that_gives_the_same_ids(transformers: Any):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 from contrib.interchange.weights import INDEX, Planned, index_json, shards, write_file
 from models import llama, llama_hf
+from tests.scripts.tiny_job import python
 
 pytestmark = [
     pytest.mark.timeout(900),  # the large one, on a slow disk
@@ -51,11 +51,7 @@ def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: 
 
 def peak_bytes(*arguments: object) -> int:
     """Of a process that runs the script: all that it maps counts, also the files of tensors."""
-    command = [sys.executable, "-c", MEASURE, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return int(done.stdout.split("peak ")[-1]) << 10
+    return int(python("-c", MEASURE, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
 
 
 def both_ways(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> tuple[int, list[int]]:

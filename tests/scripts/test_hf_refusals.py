@@ -30,6 +30,7 @@ from tests.scripts.hf_world import (
     run,
     tokenizers_of,
 )
+from tests.scripts.tiny_job import python
 from training.checkpoint_files import list_steps
 
 # transformers is imported, and some tests start processes, each with an import of torch
@@ -325,9 +326,7 @@ def ready(command: str, published: Path) -> list[str]:
 @pytest.mark.parametrize("command", READERS)
 def test_a_kill_leaves_nothing_that_looks_complete(command: str, published: Path):
     arguments = ready(command, published)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILL, *arguments], env=environment, capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    python("-c", KILL, *arguments, code=-signal.SIGKILL)
     assert not Path("out").exists()
     left = [str(path.relative_to("out.partial")) for path in Path("out.partial").rglob("*")]
     assert left and "config.json" not in left and "config.toml" not in left

@@ -6,7 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from models.contract import Model
 from models.init import draw
 from scripts import make_seed_checkpoint as script
 from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
+from tests.scripts.tiny_job import python
 from training.checkpoint_files import list_steps, read_manifest, verify
 from training.log import Log
 
@@ -42,14 +42,6 @@ def seed(*overrides: str, draw: script.Draw = draw) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(*command: str) -> str:
-    """Another process of this Python: its output, if it ends well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def step_0(job: str) -> Path:
     return Path("outputs", job, "checkpoint", "step-0")
 
@@ -61,7 +53,7 @@ def metadata(path: Path) -> Any:
 def test_it_is_the_seed_of_train_py_byte_for_byte_and_train_py_goes_on_from_it():
     settings = ("--training.dtype=bfloat16", "--training.steps=2", "--validation.enable=false")
     train = (str(ROOT / "train.py"), "tiny.toml", *settings)
-    run(*train, "--job.name=theirs", "--checkpoint.create_seed_checkpoint=true")
+    python(*train, "--job.name=theirs", "--checkpoint.create_seed_checkpoint=true")
     assert seed(*settings, "--job.name=ours") == 0
     theirs, ours = step_0("theirs"), step_0("ours")
     assert sorted(file.name for file in ours.iterdir()) == sorted(file.name for file in theirs.iterdir())
@@ -72,7 +64,7 @@ def test_it_is_the_seed_of_train_py_byte_for_byte_and_train_py_goes_on_from_it()
     for part in ("step", "kind", "states", "world_size", "torch", "config_digest"):
         assert getattr(manifests[0], part) == getattr(manifests[1], part), part
     verify(ours, manifests[0])
-    said = run(*train, "--job.name=ours")
+    said = python(*train, "--job.name=ours")
     assert "model loaded from outputs/ours/checkpoint/step-0" in said and "finished" in said
 
 
@@ -100,7 +92,7 @@ print([int(line.split()[1]) for line in open("/proc/self/status") if line.starts
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
 def test_memory_is_that_of_a_tensor_not_of_the_model():
-    peaks = [int(run("-c", MEASURE, layers).splitlines()[-1]) << 10 for layers in ("1", "16")]
+    peaks = [int(python("-c", MEASURE, layers).splitlines()[-1]) << 10 for layers in ("1", "16")]
     size_bytes = read_manifest(step_0("16")).size_bytes
     shutil.rmtree("outputs")
     assert size_bytes > 220 << 20
@@ -177,9 +169,7 @@ seed(draw=draw_that_kills(5, signal.SIGKILL))
 
 
 def test_a_kill_leaves_nothing_that_is_taken_for_a_checkpoint():
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    killed = subprocess.run([sys.executable, "-c", KILL], env=environment, capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    python("-c", KILL, code=-signal.SIGKILL)
     there = Path("outputs/tiny/checkpoint")
     assert [path.name for path in there.iterdir()] == ["step-0.partial"] and list_steps(there) == []
     assert seed() == 0

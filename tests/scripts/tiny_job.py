@@ -77,6 +77,15 @@ class Started:
             self.process.wait(WAIT_S)
 
 
+def python(*arguments: str | Path, code: int = 0, timeout_s: float = 120) -> str:
+    """Output of another process of this Python, which imports this repository and ends with `code`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
 def write_job(folder: Path, config: str = CONFIG) -> None:
     """tiny.toml and its text."""
     (folder / "text").mkdir(exist_ok=True)

@@ -43,7 +43,7 @@ class Team:
         return len(self.ranks)
 
     def beside(self, distance: int) -> int:
-        """The global rank so many places on in the circle."""
+        """The global rank that is `distance` places further in the ring."""
         return self.ranks[(self.ranks.index(self.rank) + distance) % self.size]
 
     def parts(self, whole: Tensor, root: int) -> list[Tensor] | None:
@@ -51,7 +51,7 @@ class Team:
         return list(whole.chunk(self.size)) if self.rank == root else None
 
 
-# Whose block it is (-1: all ranks' numbers are in it), what arrived, and what must.
+# The source rank of a block (-1: all ranks' numbers are in it), the block that arrived, and the expected one.
 Results = Iterator[tuple[int, Tensor, Tensor]]
 Check = Callable[[Team], Results]
 

@@ -311,7 +311,7 @@ def finish(work: Work, store: dist.Store) -> int:
         store.set("given up", "")
     with suppress(dist.DistError, RuntimeError):  # who is missing is seen below
         awaited = [f"end/{other}" for other in range(size) if other not in work.silent]
-        store.wait(awaited, timedelta(seconds=settings.words_s))
+        store.wait(awaited, timedelta(seconds=0.5 * settings.timeout_s))
     said = {other: json.loads(store.get(f"end/{other}")) for other in range(size) if store.check([f"end/{other}"])}
     code = 1
     if rank == min(said) and store.add("teller", 1) == 1:

@@ -59,11 +59,6 @@ class CheckSettings:
         """How long one collective may take, in which a rank went silent, say."""
         return 0.4 * self.timeout_s
 
-    @property
-    def words_s(self) -> float:
-        """How long the last words of the others are then waited for."""
-        return 0.5 * self.timeout_s
-
     @staticmethod
     def parse(argv: Sequence[str]) -> CheckSettings:
         """Raises ValueError; on --help, and on flags that there are not, argparse ends the process (0, 2)."""
