@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.drill_machines import SUBNET, Network
+from bench.job import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK, FAULTS = ROOT / "scripts" / "check_cluster.py", ROOT / "tests" / "scripts" / "cluster_faults.py"
@@ -60,7 +61,7 @@ def run(faults: str, nproc: int, *flags: str, folder: Path) -> Ran:
     )
     peak, seen = 0.0, {process.pid}
     while process.poll() is None:
-        family = [process.pid, *_children(process.pid)]
+        family = [process.pid, *descendants(process.pid)]
         seen |= set(family)
         peak = max(peak, sum(map(_pss, family)))
         time.sleep(0.1)
@@ -259,13 +260,6 @@ def on_hosts(network: Network, folder: Path) -> tuple[list[int], dict[str, Any]]
     logs = "".join((folder / f"{name}.log").read_text() for name in HOSTS)
     written = folder / "check_cluster" / "report.json"
     return codes, json.loads(written.read_text()) if written.exists() else {"findings": [], "logs": logs}
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def _pss(pid: int) -> float:
