@@ -165,7 +165,7 @@ class Run(Components):
             self.optimizer.zero_grad()
             return False
         step = self.manager.step  # may exceed deal.step + 1, if this group has healed meanwhile
-        grad_norm, lr = local.taken or self.optimizer_step.take(step - 1, commit.divisor)
+        grad_norm, lr = local.taken or self.optimizer_step.step(step - 1, commit.divisor)
         if not isfinite(grad_norm):
             raise self.nonfinite(local)
         self.progress.settle()
@@ -208,7 +208,7 @@ class Run(Components):
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-            counted = losses if at.counts else ()  # of the ranks that see the same sequences one counts them
+            counted = losses if at.counts_tokens else ()  # of the ranks that see the same sequences one counts them
             tokens = [
                 sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in deal.slots
             ]
@@ -235,7 +235,7 @@ class Run(Components):
                 self.tokenizer,
                 self.device,
                 slots=range(0, self.config.validation.steps * self.slot_size, self.slot_size),
-                counts=self.coordinate.counts,
+                counts_tokens=self.coordinate.counts_tokens,
             )
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
@@ -275,7 +275,7 @@ class SemiSyncRun(Run):
         for step, slot in enumerate(deal.slots, deal.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
             [tokens] = local.tokens_per_slot
-            taken = self.optimizer_step.take(step, tokens if local.finite else 0)
+            taken = self.optimizer_step.step(step, tokens if local.finite else 0)
             window = window._replace(step=step, losses=local.losses)
             if not (local.finite and isfinite(taken[0])):
                 window = window._replace(finite=False)

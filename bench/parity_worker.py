@@ -229,7 +229,7 @@ class Rank:
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
-            tokens += int((y != IGNORED).sum()) if self.coordinate.counts else 0
+            tokens += int((y != IGNORED).sum()) if self.coordinate.counts_tokens else 0
         sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
         dist.all_reduce(sums)
         loss, divisor = sums.tolist()

@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, H, D], k and v [
 def apply_context_parallel(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, seq_len: int
 ) -> Callable[[Tensor], Tensor]:
-    """Makes the part compute on this rank's tokens; returns the cut that takes tokens [B, S] to them [B, T]."""
+    """Makes the part compute on this rank's tokens; returns the function that takes tokens [B, S] to them [B, T]."""
     pieces = pieces_of_ranks(mesh.size(), config.context_parallel_load_balancer)
     make = ring_attention if config.context_parallel_rotate_method == "ring" else gathering_attention
     attend = make(mesh, pieces)

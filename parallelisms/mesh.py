@@ -128,7 +128,7 @@ class MeshCoordinate:
     tp_rank: int
 
     @cached_property
-    def counts(self) -> bool:
+    def counts_tokens(self) -> bool:
         """True when this rank is the one that counts what its sequences hold: several may see the same."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 

@@ -23,9 +23,9 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
-from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
+from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import DataState, open_data
-from training.data.loader import Cut
+from training.data.loader import MicrobatchSampler
 from training.drill import Corruption
 from training.log import Log
 from training.loss import cross_entropy_sum
@@ -96,7 +96,7 @@ class Components:
         self.log.info("data      %s", self.data.summary())
         open_loader = partial(
             self.data.loader,
-            cut=Cut(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
+            sampler=MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
             pin_memory=world.device.differences.pins_batches,
         )
         self.loader = self.cleanup.enter_context(closing(open_loader("train")))
@@ -193,20 +193,20 @@ class Components:
         )
         writer = LeaderMetricsWriter(folder, lambda: self.manager.writes, sinks, self.scribe, shared=shared)
         if shared:
-            states[FIGURES] = writer
-        for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
+            states[METRICS_STATE] = writer
+        for name in (*self.HEALED, "meter", *([METRICS_STATE] if shared else [])):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
-        claim = WriterLease(folder, lambda: self.manager.writes) if shared else None
+        lease = WriterLease(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, lease=lease))
         )
         self.saver = Saver(
             self.checkpointer,
             self.manager,
             self.progress,
             sync=self.meter.sync,
-            tell=self.report_storage if first else lambda words: None,
-            say=self.log.info,
+            report=self.report_storage if first else lambda words: None,
+            info=self.log.info,
         )
         self.exported = (
             self.checkpointer.exported_step() or 0

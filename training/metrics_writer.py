@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
-from training.writer_lease import Quorum, claim, is_over
+from training.writer_lease import Quorum, acquire, has_expired
 
 ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
 SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
@@ -208,7 +208,7 @@ class LeaderMetricsWriter:
         if self.sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
-        if self._shared and not claim(self._folder, quorum):
+        if self._shared and not acquire(self._folder, quorum):
             return False
         try:
             missing = self._take_over(quorum, rows[0].row.step, rows[-1].number)
@@ -219,7 +219,7 @@ class LeaderMetricsWriter:
     def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
         assert self.sinks is not None
         with self.sinks.held():
-            if self.sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
+            if self.sinks.replaced() or (self._shared and has_expired(self._folder, quorum)):
                 return False
             for row in rows:
                 self.sinks.write(*row)
@@ -236,7 +236,7 @@ class LeaderMetricsWriter:
         def resumed_step() -> int | None:
             """The files are held: whoever has claimed them since comes after this, and cuts what it finds then."""
             nonlocal first
-            if self._shared and is_over(self._folder, quorum):
+            if self._shared and has_expired(self._folder, quorum):
                 raise _Over
             written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
             first = min(row.step for row in known if row.step >= step or not written(row))

@@ -151,7 +151,7 @@ class OptimizerStep:
             schedule.decay_length(training.steps),
         )
 
-    def take(self, step: int, divisor: float) -> tuple[float, float]:
+    def step(self, step: int, divisor: float) -> tuple[float, float]:
         """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
         mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
         with self._progress.phase("reduce"):

@@ -44,14 +44,14 @@ def validate(
     device: torch.device,
     *,
     slots: Iterable[int],
-    counts: bool,
+    counts_tokens: bool,
 ) -> ValidationLoss:
-    """The loss on `slots` of the held-out documents, over all ranks. Of the ranks that see the same sequences one `counts` them."""
+    """The loss on `slots` of the held-out documents, over all ranks. Of the ranks that see the same sequences one counts them."""
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)  # [V] int64; 0 for BOS, EOS, PAD
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, valid tokens, bytes
     for batch in loader.load(slots):
         inputs, labels = batch.inputs.to(device), batch.labels.to(device)
-        valid = labels[labels != IGNORED] if counts else labels.new_empty(0)
+        valid = labels[labels != IGNORED] if counts_tokens else labels.new_empty(0)
         nats = model.evaluate(inputs, labels)
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     if dist.get_world_size() > 1:

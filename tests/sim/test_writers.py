@@ -42,7 +42,7 @@ SEEN = (
 # Seeds that failed once, and why.
 REGRESSIONS = {
     11: "rows were missing, for the role moved after the last one",
-    67: "a save waited twice for rows, over slow storage, and an async one read the claim in the step's own thread",
+    67: "a save waited twice for rows, over slow storage, and an async one read the lease in the step's own thread",
 }
 
 
@@ -157,11 +157,11 @@ def syncs_each_kind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(relay.LeaderMetricsWriter, "sync", each)
 
 
-def claims_in_the_step(patch: pytest.MonkeyPatch) -> None:
+def acquires_in_the_step(patch: pytest.MonkeyPatch) -> None:
     real = checkpoint.Checkpointer.save
 
     def save(self: checkpoint.Checkpointer, *args: Any, **named: Any) -> float:
-        self._claim.take()
+        self._lease.acquire()
         return real(self, *args, **named)
 
     patch.setattr(checkpoint.Checkpointer, "save", save)
@@ -185,7 +185,7 @@ BUGS = (
     Bug(settles_nothing_anew, 5, "not over after"),
     Bug(hears_by_rows_only, 11, "steps are committed"),
     Bug(syncs_each_kind, 67, "held up the step"),
-    Bug(claims_in_the_step, 67, "held up the step"),
+    Bug(acquires_in_the_step, 67, "held up the step"),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.data_corpus import Lines, files_config, write_jsonl
 from training.config import TrainingConfig
 from training.data.dataset import Dataset, DataState, open_data, short
-from training.data.loader import Cut
+from training.data.loader import MicrobatchSampler
 from training.tokenizer import ByteTokenizer
 
 
@@ -35,7 +35,7 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     data = open_it(config, tmp_path / "cache")
     for split in ("train", "validation"):
         order = data.order(split, seed=5, seq_len=16)
-        with closing(data.loader(split, Cut(4, config.local_batch_size, 1, 2))) as loader:
+        with closing(data.loader(split, MicrobatchSampler(4, config.local_batch_size, 1, 2))) as loader:
             (batch,) = loader.load([8])
         assert batch.inputs.tolist() == [order.sequence(position)[:-1].tolist() for position in (10, 11)]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from training.config import TrainingConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchSource, Cut, open_loader
+from training.data.loader import BatchSource, MicrobatchSampler, open_loader
 from training.data.order import SPLITS, Order, in_split
 from training.data.sources import find_source
 from training.data.streaming import StreamingLoader, open_stream
@@ -35,10 +35,10 @@ class StoredData:
         """Random access to a split ("train", "validation"). Raises ValueError when it is too small, or the source has no positions."""
         return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
 
-    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
-        """By [training]'s keys; the caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        """The caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         order = self.order(split, seed=self._config.seed, seq_len=self._config.seq_len)
-        return open_loader(order, cut, self._config.dataloader, pin_memory=pin_memory)
+        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
 
 
 class StreamedData:
@@ -60,9 +60,9 @@ class StreamedData:
             'legal where they are needed: "stdlib", "files", "tokens"'
         )
 
-    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
-        stream = open_stream(self._config, dp_rank=cut.dp_rank, dp_size=cut.dp_size)
-        return StreamingLoader(stream, self._tokenizer, self._config, cut, split=split, pin_memory=pin_memory)
+    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
+        return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
 
 
 Dataset = StoredData | StreamedData
@@ -71,9 +71,7 @@ Dataset = StoredData | StreamedData
 def open_data(
     config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: BarLog, vocab_size: int = 0
 ) -> Dataset:
-    """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait. `vocab_size`: of the
-    model, where it is more than the tokenizer's. Raises ValueError that begins with the setting (bad input), or RuntimeError (the cache
-    cannot be written)."""
+    """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer)
     source = find_source(config)

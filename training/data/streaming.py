@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import Batch, BatchSource, Cut, Task, end_workers, iterate, make_batch
+from training.data.loader import Batch, BatchSource, MicrobatchSampler, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.tokenizer import Tokenizer
@@ -114,18 +114,25 @@ class StreamingLoader(BatchSource):
     """A loader of a stream. For validation every load gives the same first batches, kept in memory."""
 
     def __init__(
-        self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, cut: Cut, *, split: str, pin_memory: bool
+        self,
+        stream: Stream,
+        tokenizer: Tokenizer,
+        config: TrainingConfig,
+        sampler: MicrobatchSampler,
+        *,
+        split: str,
+        pin_memory: bool,
     ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        super().__init__(cut, pin_memory=pin_memory)
+        super().__init__(sampler, pin_memory=pin_memory)
         self._repeats, self._kept = split == "validation", list[np.ndarray]()
-        self._key = f"rank {cut.dp_rank} of {cut.dp_size}"
+        self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         workers = config.dataloader.num_workers
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
-            batch_size=cut.local_batch_size,
+            batch_size=sampler.local_batch_size,
             collate_fn=np.stack,
             num_workers=workers,
             prefetch_factor=config.dataloader.prefetch_factor if workers else None,
