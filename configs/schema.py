@@ -95,7 +95,7 @@ def model_module(name: str) -> ModuleType:
         section = getattr(module, "Config", None)
         if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
             return module
-        cause = f"models/{name}.py holds no model: that takes `Config`, a ModelConfig, and `build`"
+        cause = f"models/{name}.py defines no model: it needs `Config`, a subclass of ModelConfig, and `build`"
     raise ValueError(f'model.name = "{name}": {cause}; there are: {", ".join(_model_names())}')
 
 

@@ -1,8 +1,5 @@
-"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context
-parallel, activation checkpoints, compile, master dtype, FSDP, materialise, initial values.
-
-`parallelize` always returns the same thing, so the training loop never asks how the model is laid out.
-"""
+"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context parallel, activation
+checkpoints, compile, master dtype, FSDP, materialise, initial values."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def parallelize(
     seed: int,
 ) -> Parallelized:
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
-    # Here and not above: they take half as long to import as torch, and checking the settings needs none of it.
+    # Here: they take half as long to import as torch, and checking the settings needs none of it.
     from parallelisms.context import apply_context_parallel
     from parallelisms.fsdp import apply_fsdp
     from parallelisms.loss import head_loss

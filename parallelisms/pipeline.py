@@ -1,9 +1,8 @@
 """Pipeline parallelism: the layers one rank after the other, microbatches on their way through them.
 
 `split` makes the stages of this rank; once they are parallelized in every other way (parallelisms/parallelize.py), `Pipeline` runs
-the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The loss is computed by the head,
-in the last stage, so only hidden states [B, T, C] and their gradients travel, in the compute dtype.
-"""
+the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The head, in the last stage, computes
+the loss, so only hidden states [B, T, C] and their gradients travel, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """For any number of microbatches. What the training keeps between steps is not touched: this has stages of its own, for one
-        call, over the same modules."""
+        """For any number of microbatches, by stages of its own for one call, over the same modules."""
         inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
         n_microbatches, rest = divmod(inputs.shape[0], self._microbatch_size)
         assert rest == 0, "whole microbatches"
@@ -107,8 +105,8 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """Builds the runner of the table on this rank, for batches that look like `tokens` [B, T]. Given its shapes, torch runs no forward
-        to find them out."""
+        """Builds torch's runtime of the table on this rank, for batches of the shape of `tokens` [B, T]. With the shapes of all stages
+        given, torch runs no forward to find them out."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [

@@ -87,7 +87,7 @@ class CheckpointConfig:
         if not self.folder.strip("/. "):
             raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
         if self.create_seed_checkpoint and self.load_only:
-            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
+            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
             raise ValueError(
                 f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '

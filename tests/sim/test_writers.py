@@ -144,7 +144,7 @@ def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(relay.LeaderMetricsWriter, "_hear", lambda self: None)
+    patch.setattr(relay.LeaderMetricsWriter, "_check_role", lambda self: None)
 
 
 def syncs_each_kind(patch: pytest.MonkeyPatch) -> None:
