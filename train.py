@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's own part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
-    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method alone."""
+    """This group's part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
+    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid ones
     loss_sum: float  # nats
@@ -189,13 +189,13 @@ class Run(Components):
         return True
 
     def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
-        """Forward and backward of each batch; gradients go out to other groups from the last backward of a slot on. Then one small
-        all-reduce, and one sync, for all that the ranks must agree on; any rank's pending signals ride along."""
+        """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
+        all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
         losses, at = list[tuple[Batch, Tensor]](), self.coordinate
         for batch in batches or self.progress.timed("data", self.loader.load(deal.slots)):
             if not losses or losses[-1][0].slot != batch.slot:
-                # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones.
-                # Tensor-parallel ranks draw the same: what they hold in common must stay equal (DTensor has its own generator for parts).
+                # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
+                # tensors must stay equal (DTensor has its own generator for parts).
                 place = f"{self.config.training.seed}/{deal.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
@@ -229,7 +229,7 @@ class Run(Components):
     def validate(self) -> None:
         with self.progress.phase("validation"):
             began = self.progress.total()
-            look = validate(
+            result = validate(
                 self.model,
                 self.held_out,
                 self.tokenizer,
@@ -239,8 +239,8 @@ class Run(Components):
             )
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
-        loss, bits = look.nats_per_token, look.bits_per_byte
-        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
+        loss, bits = result.nats_per_token, result.bits_per_byte
+        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=result.tokens, seconds=seconds)
 
     def leave(self, going: Going) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""

@@ -45,9 +45,7 @@ from training.writer_lease import WriterLease
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
-TRACES = (
-    "comm_traces"  # of collectives before a hang, by the flight recorder; inside the folder of the run, or of its group
-)
+TRACES = "comm_traces"  # of collectives before a hang, by the flight recorder; in the folder of the run, or its group
 
 
 class Components:
@@ -208,15 +206,11 @@ class Components:
             report=self.report_storage if first else lambda words: None,
             info=self.log.info,
         )
-        self.exported = (
-            self.checkpointer.exported_step() or 0
-        )  # a finished run may have kept its exported weights alone
+        self.exported = self.checkpointer.exported_step() or 0  # a finished run may have exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
-        if not (
-            finished or healed
-        ):  # with replica groups another group sends the state, or the manager calls `restore`
+        if not (finished or healed):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
@@ -228,7 +222,7 @@ class Components:
         return {"model": ModelState(self.model.parts)}
 
     def restore(self) -> None:
-        """Loads the newest checkpoint: no group holds a state, so there is none to heal from. Raises BadInput."""
+        """Loads the newest checkpoint, where no group has a state to heal from. Raises BadInput."""
         with self.progress.phase("checkpoint"):
             try:
                 self.checkpointer.load()
@@ -236,7 +230,7 @@ class Components:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
     def report_storage(self, words: str) -> None:
-        """Reports trouble with files, and its end: log, events, live page. Called in the scribe's thread, mostly."""
+        """Reports trouble with files, and its end: log, events, live page. Called mostly in the scribe's thread."""
         self.log.warning("storage: %s", words)
         self.events("storage", self.log.step or 0, words=words)
         if hasattr(self, "manager"):  # else it has yet to be made

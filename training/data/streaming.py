@@ -1,10 +1,7 @@
-"""Hugging Face data sets, streamed: text that comes in its own order, so there are no positions to ask for.
+"""Hugging Face data sets, streamed in their own order, not shuffled, held out by content like all others.
 
-The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault
-tolerance refuses such a source.
-
-Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others. With num_workers = 0
-a rank reads while it would compute: give a remote stream at least one worker."""
+The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can resume from it, and fault
+tolerance refuses such a source. With num_workers = 0 a rank reads in its step: give a remote stream at least one worker."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place counts for every
-    later `iter`; {} stands for the beginning. `state_dict` knows only the place of the newest iterator. (`set_epoch` is not used: workers
-    share the epoch, and a place saved in another is ignored.)"""
+    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place is that of every
+    later `iter`; {} is the beginning. `state_dict` is the place of the newest iterator. (`set_epoch` is not used: workers share the epoch,
+    and a place saved in another is ignored.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -62,13 +59,13 @@ class PackedStream(IterableDataset[np.ndarray]):
 
 
 class _Packer:
-    """The place in a stream, and the tokens that were read but not yet given out."""
+    """The place in a stream, and the tokens that were read but not yet returned."""
 
     def __init__(self, source: PackedStream) -> None:
         self._source = source
         self._waiting = np.empty(0, dtype=np.int64)
         self._records: Iterator[dict[str, Any]] | None = None
-        self._start: dict[str, Any] = {}  # where the next iterator over the records begins
+        self._start: dict[str, Any] = {}  # the place of the next iterator over the records
         self._found = False  # a document of the split, in this pass over the records or one before
 
     def __iter__(self) -> _Packer:
@@ -94,7 +91,7 @@ class _Packer:
         self._records = None
 
     def _next_document(self) -> np.ndarray:
-        """Tokens of the split's next document. Ends when all records hold none (a worker without a shard)."""
+        """Tokens of the split's next document. Ends when no record has one (a worker without a shard)."""
         source = self._source
         while True:
             if self._records is None:
