@@ -1,8 +1,7 @@
 """Checks before a process or a device is started: sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check` on what load.py gave. Each section
-checks itself in its own check(); what only shows at tokenising is told by `open_data`.
-"""
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check`. Each section has a check() of its own; errors that only
+show at tokenising are `open_data`'s."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ SMALL_BYTES = 1 << 20
 
 
 def check(config: Config, *, world_size: int, device_type: str | None = None) -> None:
-    """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files. `device_type`: the ranks';
-    None: this machine's."""
+    """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
+    ranks'; None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), *_of_sections(config, "check_files")])
 
@@ -61,7 +60,7 @@ def check_settings(config: Config, *, world_size: int, device_type: str | None =
     )
 
 
-# A rule of one section or of several: it raises ValueError, or gives every message that it has
+# A rule of one section or of several: it raises ValueError, or yields messages
 Rule = Callable[[], Iterable[str] | None]
 
 

@@ -25,7 +25,7 @@ _KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a Config's settings: the file, the line of each key, and the keys set by overrides."""
+    """The file of a Config's settings, the line of each key, and the keys set by overrides."""
 
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -64,7 +64,10 @@ def read(file: str) -> Document:
     try:
         raw = Path(file).read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file{_beside(Path(file))}") from None
+        names = list(map(str, Path(file).parent.glob("*.toml"))) or list(map(str, Path("configs").glob("*.toml")))
+        close = difflib.get_close_matches(file, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else _inside(Path(file).parent)
+        raise ConfigError(f"{file}: no such file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder, not a TOML file{_inside(Path(file))}") from None
     except OSError as error:
@@ -89,15 +92,9 @@ def parse(text: str, file: str) -> Document:
         number = int(numbers[1]) if numbers else len(lines)
         shown = lines[number - 1].strip() if number <= len(lines) else ""
         hint = "; no value" if shown.endswith("=") else "; strings need quotes"
-        said = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
-        raise ConfigError(f"{file}:{number}: not TOML: {said}: {shown[:80] or 'end of file'}") from None
+        why = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
+        raise ConfigError(f"{file}:{number}: not TOML: {why}: {shown[:80] or 'end of file'}") from None
     return Document(file, tables, key_lines(text))
-
-
-def _beside(path: Path) -> str:
-    names = list(map(str, path.parent.glob("*.toml"))) or list(map(str, Path("configs").glob("*.toml")))
-    close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else _inside(path.parent)
 
 
 def _inside(folder: Path) -> str:

@@ -100,6 +100,6 @@ def model_module(name: str) -> ModuleType:
 
 
 def _model_names() -> list[str]:
-    """The files of models/ that hold a model, told by their text: importing a fork's unfinished file could fail."""
+    """The files of models/ that define a model, by their text: importing a fork's unfinished file could fail."""
     files = sorted(Path(models.__path__[0]).glob("*.py"))
     return [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]

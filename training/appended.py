@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -52,20 +53,13 @@ class AppendedFile:
     def held(self) -> Iterator[bool]:
         """Locks the file for this process; False: the file system has no locks. Raises BlockingIOError where another process has not
         released it within LOCK_S."""
-        end_s, is_locked = time.monotonic() + LOCK_S, None
-        while is_locked is None:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_locked = True
-            except BlockingIOError as error:
-                if time.monotonic() >= end_s:
-                    raise BlockingIOError(error.errno, error.strerror, str(self.path)) from None
-            except OSError:
-                is_locked = False
-            if is_locked is None:
-                time.sleep(0.02)
+        end_s = time.monotonic() + LOCK_S
+        while (is_locked := try_lock(self._fd)) is False:
+            if time.monotonic() >= end_s:
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(self.path))
+            time.sleep(0.02)
         try:
-            yield is_locked
+            yield bool(is_locked)
         finally:
             if is_locked and self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -92,6 +86,18 @@ class AppendedFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Locks an open file for this process, until its end at the latest. False: another process has it; None: the file system has no
+    locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP
+        return None
 
 
 def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
@@ -154,18 +160,14 @@ class RunLock:
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = (run_folder / "lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if try_lock(self._file.fileno()) is False:  # without locks: better an unguarded run than none
             self._file.seek(0)
             owner = self._file.read().strip() or "another process"
             self._file.close()
             raise ValueError(
                 f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
                 "--job.name NAME"
-            ) from None
-        except OSError:  # a file system without locks: better an unguarded run than none
-            return
+            )
         with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}")

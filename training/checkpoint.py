@@ -261,7 +261,7 @@ class Checkpointer:
         return {name: values for name, state in self._states.items() if (values := state.state_dict())}
 
     def _prepared(self) -> tuple[DefaultStager, ThreadPoolExecutor]:
-        """Memory and a thread for saves in the background. The interpreter waits for the thread at exit."""
+        """Memory and a thread for saves in the background."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self._stager is None or self._background is None:
@@ -418,10 +418,9 @@ class Checkpointer:
         whole = isinstance(found, Manifest) and found.kind == "full"
         if not config.initial_load_model_only and not whole and not isinstance(found, str):
             raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
-        whole_run = tuple(
-            name for name in self._states if name != METRICS_STATE
-        )  # another run's files are not this one's
-        names = ("model",) if config.initial_load_model_only else whole_run
+        names = ["model"]
+        if not config.initial_load_model_only:
+            names = [name for name in self._states if name != METRICS_STATE]  # another run's files are not this one's
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
@@ -575,21 +574,17 @@ class ModelState:
 
 class OptimizerState:
     """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
-    flattened optimizer state dicts; but one optimizer may span several model parts, and a part may have several optimizers."""
+    flattened optimizer state dicts; but the optimizer may span several model parts."""
 
     # which kernel does the update is the machine's business
     _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
-    def __init__(
-        self, parts: Sequence[nn.Module], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._parts = parts
-        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self._parts, self._optimizer = parts, optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
-        for optimizer in self._optimizers:
-            materialise(optimizer)
+        materialise(self._optimizer)
         entries: dict[str, Any] = {}
         for name, group, state in self._walk():
             entries.update({f"state.{name}.{key}": value for key, value in state.items()})
@@ -610,13 +605,12 @@ class OptimizerState:
                         target[key].copy_(state[full])
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """For every parameter that is optimized: its name, its group, its state."""
+        """Name, group and state of every parameter that is optimized."""
         names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    # optimizer.state is a defaultdict: looking up would make an entry
-                    yield names[parameter], group, optimizer.state.get(parameter, {})
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                # optimizer.state is a defaultdict: looking up would make an entry
+                yield names[parameter], group, self._optimizer.state.get(parameter, {})
 
 
 def plain_name(name: str) -> str:

@@ -24,7 +24,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
 from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState
-from training.data.dataset import DataState, open_data
+from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.drill import Corruption
 from training.log import Log
@@ -178,7 +178,7 @@ class Components:
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,  # step, commit ids and ledger of the data; the key is the checkpoint format's
             "meter": self.meter,
-            "data": DataState(self.data),
+            "data": self.data,
             "loader": self.loader,
         }
         metrics = config.metrics

@@ -5,14 +5,13 @@ OUT/tokenizer, which model.tokenizer_path names."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from training.appended import sync_path
+from training.appended import sync_path, try_lock
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -38,12 +37,8 @@ def landing(out: Path) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-        except BlockingIOError:
-            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder") from None
-        except OSError:  # a file system without locks: better an unguarded folder than none
-            pass
+        if try_lock(descriptor) is False:
+            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder")
         refuse(out)  # the other process may have ended in between
         try:
             for path in partial.iterdir():

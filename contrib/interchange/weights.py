@@ -95,8 +95,10 @@ class Weights:
         if expected is None:
             return
         problems = [f"{file}: {name}: missing; {INDEX} says that it is in there" for name in sorted(expected - names)]
-        for name in sorted(names - expected):
-            problems.append(f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there")
+        problems += [
+            f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there"
+            for name in sorted(names - expected)
+        ]
         raise_all(problems)
 
 

@@ -14,7 +14,6 @@ folders) two starts at once both build, and the second to finish takes what the 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.appended import replace_file, sync_path
+from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
 from training.progress import Bar, BarLog
 from training.tokenizer import Tokenizer
@@ -329,15 +328,11 @@ class _BuildLock:
 
     def acquire(self) -> bool:
         """True when held, or when this file system has no locks; False while another process holds it."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP: the rename alone decides
-            return True
-        self.held = True
-        os.ftruncate(self._descriptor, 0)
-        return True
+        is_locked = try_lock(self._descriptor)
+        self.held = bool(is_locked)
+        if self.held:
+            os.ftruncate(self._descriptor, 0)
+        return is_locked is not False
 
     def begin(self, label: str, total_bytes: int) -> None:
         self.close()

@@ -16,8 +16,26 @@ from training.progress import BarLog
 from training.tokenizer import Tokenizer
 
 
-class StoredData:
-    """A corpus in the cache. `digest` names content and tokenizer: with (seed, epoch, position) it decides every sequence."""
+class _Data:
+    """Its state in a checkpoint is the digest of content and tokenizer, which with (seed, epoch, position) decides every sequence."""
+
+    digest = ""
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raises ValueError when the text or its tokenizer changed under the run."""
+        if state["digest"] != self.digest:
+            raise ValueError(
+                "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
+                f"{state['digest'][:8]}, now {self.digest[:8]}), so its place in the data means nothing here; put the text back, or "
+                "start another run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+            )
+
+
+class StoredData(_Data):
+    """A corpus in the cache."""
 
     def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
         self._config, self._corpus, self.digest = config, corpus, corpus.key
@@ -41,10 +59,8 @@ class StoredData:
         return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
 
 
-class StreamedData:
-    """A Hugging Face data set, read as it comes."""
-
-    digest = ""
+class StreamedData(_Data):
+    """A Hugging Face data set, in its own order."""
 
     def __init__(self, config: TrainingConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -77,26 +93,6 @@ def open_data(
     source = find_source(config)
     corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
     return StoredData(config, corpus)
-
-
-class DataState:
-    """The data in a checkpoint, by its digest: a position means something under one digest only."""
-
-    def __init__(self, data: Dataset) -> None:
-        self._data = data
-
-    def state_dict(self) -> dict[str, str]:
-        return {"digest": self._data.digest}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        """Raises ValueError when the text or its tokenizer changed under the run."""
-        saved, now = state["digest"], self._data.digest
-        if saved != now:
-            raise ValueError(
-                f"training.dataset: the text or its tokenizer changed since this run's checkpoint (digest {saved[:8]}, "
-                f"now {now[:8]}), so its place in the data means nothing here; put the text back, or start another "
-                "run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
-            )
 
 
 def short(count: int, unit: str = "") -> str:
