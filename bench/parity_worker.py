@@ -214,10 +214,10 @@ class Rank:
             local(value).fill_(nan)  # what the checkpoint does not fill will be seen
         folder = self.folder(step)
         metadata = checkpoint_dcp.read_metadata(folder)
-        fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):
+        filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
+        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=self.group):
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
-        state.load_state_dict(fit.states["model"])
+        state.load_state_dict(filled["model"])
 
     def forward_backward(self, step: int) -> StepSeen:
         """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""

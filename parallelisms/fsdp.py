@@ -26,7 +26,8 @@ def apply_fsdp(
     by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
-    reshard = reshards(config, shards=shards, stages=mesh[PP].size())
+    by_default = shards > 1 and mesh[PP].size() == 1
+    reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
     options: dict[str, Any] = {
         "mesh": axes,
         # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
@@ -77,11 +78,6 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
-    """True when gathered parameters are freed between forward and backward."""
-    return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]
 
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +26,6 @@ from parallelisms.device import DIFFERENCES
 from parallelisms.layout import CompileConfig, LossFunction
 
 
-class LossByParts(Protocol):
-    """A loss function that can also work on this rank's part of the vocabulary."""
-
-    def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
-        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients."""
-        ...
-
-
 def head_loss(
     loss: LossFunction, *, chunk_tokens: int, loss_parallel: bool, compile: CompileConfig
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -44,7 +35,7 @@ def head_loss(
     wanted = compile.enable and "loss" in compile.components
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     by_parts: Callable[..., Tensor] | None = None
-    if loss_parallel and hasattr(loss, "of_part"):  # a LossByParts
+    if loss_parallel and hasattr(loss, "of_part"):  # as training/loss.py's
         by_parts = torch.compile(loss.of_part, backend=compile.backend) if wanted else loss.of_part
 
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -129,7 +129,10 @@ class Checkpointer:
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
         self._lease = lease or SoleWriter()
-        self._ranks, self._in_thread, self._on_stage = ranks or Ranks(), in_thread or start_thread, on_stage
+        self._ranks, self._on_stage = ranks or Ranks(), on_stage
+        self._in_thread = in_thread or (
+            lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
+        )
         self._writes = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
@@ -452,18 +455,18 @@ class Checkpointer:
             return problem
         wanted = {*names, *(found.states if found is not None and not initial else ())}
         exclude = config.exclude_from_loading if initial else ()
-        fit = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
+        filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
+        everywhere = set.intersection(*ranks.gather(unknown))  # a rank may hold a part of the model only
         # once each: ranks that hold parts of one tensor say the same of it
-        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(fit.misfits) for misfit in listed))
+        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(unfit) for misfit in listed))
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'
             raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
-        if problem := dcp.read(fit.states, path, group=ranks.group):
+        if problem := dcp.read(filled, path, group=ranks.group):
             return problem
-        for name, values in fit.states.items():
+        for name, values in filled.items():
             stateful[name].load_state_dict(values)
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
@@ -520,10 +523,6 @@ class Ranks:
             raise outcome[1]
         result: T = outcome[0]
         return result
-
-
-def start_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
 
 
 def survey(path: Path) -> Manifest | str:

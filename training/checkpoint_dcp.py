@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedWriter, FileIO
 from os import PathLike
 from pathlib import Path
@@ -93,19 +93,13 @@ def read_metadata(path: Path) -> Metadata:
     return FileSystemReader(path).read_metadata()
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The part of some states that a checkpoint can fill."""
-
-    states: States  # to be given to `read`
-    misfits: list[str]  # one phrase for each name that cannot be filled
-    unknown: set[str]  # names of the checkpoint that these states do not have
-
-
-def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
-    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names. Names that are, or
-    begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings
-    of the optimizer that another version of torch does not know and the metrics of groups may be missing."""
+def fit(
+    states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
+) -> tuple[States, list[str], set[str]]:
+    """Returns the states that the checkpoint can fill, for `read`; a phrase for each name that cannot be filled; and the names that the
+    checkpoint alone has. Compares names and sizes (`exact`: dtypes too) with those of the states in `wanted`. Names that are, or begin
+    with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings of
+    the optimizer that another version of torch does not know and the metrics of groups may be missing."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [
         f'exclude_from_loading: no name begins with "{prefix}"'
@@ -128,10 +122,12 @@ def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude:
         for state, values in states.items()
     }
     states = {state: values for state, values in wanted_states.items() if values}
-    present = _flat(states)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(states))
+    present = dict(planner.state_dict)  # under the joined names that DCP saves them by
     misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
     unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
-    return Fit(states, misfits, unknown)
+    return states, misfits, unknown
 
 
 class Streamed(DefaultSavePlanner):
@@ -259,13 +255,6 @@ def _parts(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:
 def _quiet() -> None:
     """DCP warns each time a single process saves or loads that it does so alone: that is what was asked for."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def _flat(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The states under the joined names that DCP saves them by."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(states))
-    return dict(planner.state_dict)
 
 
 def _has_prefix(name: str, prefixes: Iterable[str]) -> bool:

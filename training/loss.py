@@ -23,7 +23,8 @@ class CrossEntropySum:
         return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
 
     def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """With a part of the vocabulary on each rank: parallelisms.loss.LossByParts."""
+        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
+        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients."""
         return ops.cross_entropy_sum_of_part(logits, labels, ignore_index=IGNORED, first=first, gather=gather)
 
 

@@ -44,7 +44,7 @@ class Signals:
         self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*_STOPPING, signal.SIGUSR1)}
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._forget_in_child)
+        os.register_at_fork(after_in_child=self._restore)  # else a signal to a child would be taken for the parent's
 
     def take(self) -> int:
         """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
@@ -103,12 +103,8 @@ class Signals:
                     self.received(number)
 
     def _restore(self) -> None:
-        signal.set_wakeup_fd(self._old_wakeup_fd)
+        if self._old_handlers:
+            signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self._old_handlers = {}
-
-    def _forget_in_child(self) -> None:
-        """A forked child shares the socket: a signal to it would be taken for the parent's."""
-        if self._old_handlers:
-            self._restore()

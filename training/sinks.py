@@ -204,19 +204,16 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
     """Start, text and step of each valid line, the last first. Lines behind a later step are left out: a former writer wrote them, on a
     file system whose locks are each machine's own."""
-    found = ((start, line, _journal_step(line)) for start, line in lines_from_end(file))
-    lines = (entry for entry in found if entry[2] < math.inf)
+
+    def parsed() -> Iterator[tuple[int, bytes, float]]:
+        for start, line in lines_from_end(file):
+            with suppress(ValueError, TypeError, KeyError):
+                yield start, line, float(json.loads(line)["step"])
+
+    lines = parsed()
     ahead = deque(islice(lines, BEHIND))
     while ahead:
         entry = ahead.popleft()
         ahead.extend(islice(lines, 1))
         if all(before <= entry[2] for _, _, before in ahead):
             yield entry
-
-
-def _journal_step(line: bytes) -> float:
-    """The step of a line; infinity, past every step, where it has none."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return math.inf

@@ -109,7 +109,12 @@ class Watchdog:
             self._since = now  # when the phase is over, the step's time starts anew
             waited_s, limit_s = long_phase[1], self._long_timeout_s
         if self._suspected is not None and (self._steps != self._steps_then or confirmed_s > self._suspected):
-            self._call_off(now)
+            self._abort.cancel()
+            what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
+            self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
+            self._suspected = None
+            with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
+                self._store.delete_key(self._key(self._global_rank))
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
 
@@ -147,15 +152,6 @@ class Watchdog:
             self._record()
         except Exception as error:  # noqa: BLE001 (nothing must end this thread, which may have to call the end off)
             self._log.warning("the flight recorder is not saved: %s", error)
-
-    def _call_off(self, now: float) -> None:
-        assert self._suspected is not None
-        self._abort.cancel()
-        what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
-        self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
-        self._suspected = None
-        with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
-            self._store.delete_key(self._key(self._global_rank))
 
     def _whereabouts(self) -> str:
         phases = self._progress.open_phases()
