@@ -286,18 +286,20 @@ def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
     assert acquire(tmp_path, ("epoch", 3)) and (tmp_path / LEASE_FILE).read_text() == '["epoch", 3]'
 
 
-def test_two_threads_of_a_rank_note_the_same_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The scribe's, for figures, between the write and the rename of the trainer's."""
-    replace = Path.replace
+def test_two_threads_of_a_rank_note_the_same_lease(tmp_path: Path):
+    """The scribe's, for metrics, and the trainer's, each at the same moment."""
+    together, noted = threading.Barrier(2), list[bool]()
 
-    def meets(self: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "replace", replace)
-        other = threading.Thread(target=lambda: noted.append(acquire(tmp_path, (EPOCH, 3))))
-        other.start()
-        other.join(WAIT_S)
-        return replace(self, target)
+    def note() -> None:
+        for number in range(50):
+            together.wait(WAIT_S)
+            noted.append(acquire(tmp_path, (EPOCH, number)))
+            together.wait(WAIT_S)
 
-    noted: list[bool] = []
-    monkeypatch.setattr(Path, "replace", meets)
-    assert acquire(tmp_path, (EPOCH, 3)) and noted == [True]
+    threads = [threading.Thread(target=note) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert noted == [True] * 100
     assert [path.name for path in tmp_path.iterdir()] == [LEASE_FILE]
