@@ -201,16 +201,16 @@ def _nearest(key: Key, value: Any) -> Any:
         one = dataclasses.replace(key, type=key.element)
         alone = None if isinstance(value, (list, dict)) else _accepted(one, value)
         return None if alone is None else [alone]
-    said = value if isinstance(value, str) else to_text(value)
+    given = value if isinstance(value, str) else to_text(value)
     if key.choices:
         by_text = {str(choice).lower(): choice for choice in key.choices}
-        close = difflib.get_close_matches(said.lower(), by_text, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(given.lower(), by_text, n=1, cutoff=0.5)
         return by_text[close[0]] if close else None
     if key.type is bool:
-        return _MEANT_AS_BOOL.get(said.lower())
+        return _MEANT_AS_BOOL.get(given.lower())
     if key.type is str:
-        return None if isinstance(value, (str, list, dict)) else said
-    number = _float_or_text(said)
+        return None if isinstance(value, (str, list, dict)) else given
+    number = _float_or_text(given)
     if isinstance(number, str) or not math.isfinite(number) or isinstance(value, bool):
         return None
     if key.type is int:

@@ -173,12 +173,6 @@ class Bar:
         """Removes the bar from the terminal."""
         self._log.overwrite("")
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
 _ACCOUNTS = {

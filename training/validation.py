@@ -1,4 +1,4 @@
-"""Loss on held-out documents: a fixed number of sequences, the same at every look and for every layout."""
+"""Loss on held-out documents: a fixed number of sequences, the same each time and for every layout."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ValidationConfig:
     """[validation]: loss on documents that are never trained on."""
 
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
-    freq: Annotated[int, "steps between two looks; the last step always looks", ">= 1"] = 100
-    steps: Annotated[int, "batches of one look, each of training's global size", ">= 1"] = 10
+    freq: Annotated[int, "steps from one validation to the next; the last step is always validated", ">= 1"] = 100
+    steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ def validate(
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    nats, tokens, byte_count = on_host(sums).tolist()  # the one sync of a look
+    nats, tokens, byte_count = on_host(sums).tolist()  # the one sync
     per_byte = nats / max(byte_count, 1)
     return ValidationLoss(nats / max(tokens, 1), per_byte / math.log(2), round(tokens))

@@ -51,7 +51,7 @@ class Order:
     """Random access to the packed sequences of one split. Safe from any thread; pickles small."""
 
     def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
-        """`validation` is never shuffled: every look sees the same. Raises ValueError when `split` has no sequence."""
+        """`validation` is never shuffled: every validation sees the same. Raises ValueError when `split` has no sequence."""
         self._arguments = (corpus, split, held_out, seed, seq_len)
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
