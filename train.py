@@ -98,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's own part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
-    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method alone."""
+    """This group's part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
+    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid ones
     loss_sum: float  # nats
@@ -165,7 +165,7 @@ class Run(Components):
             self.optimizer.zero_grad()
             return False
         step = self.manager.step  # may exceed deal.step + 1, if this group has healed meanwhile
-        grad_norm, lr = local.taken or self.optimizer_step.take(step - 1, commit.divisor)
+        grad_norm, lr = local.taken or self.optimizer_step.step(step - 1, commit.divisor)
         if not isfinite(grad_norm):
             raise self.nonfinite(local)
         self.progress.settle()
@@ -189,13 +189,13 @@ class Run(Components):
         return True
 
     def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
-        """Forward and backward of each batch; gradients go out to other groups from the last backward of a slot on. Then one small
-        all-reduce, and one sync, for all that the ranks must agree on; any rank's pending signals ride along."""
+        """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
+        all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
         losses, at = list[tuple[Batch, Tensor]](), self.coordinate
         for batch in batches or self.progress.timed("data", self.loader.load(deal.slots)):
             if not losses or losses[-1][0].slot != batch.slot:
-                # A resumed or repeated step draws the same numbers; ranks that compute different things draw different ones.
-                # Tensor-parallel ranks draw the same: what they hold in common must stay equal (DTensor has its own generator for parts).
+                # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
+                # tensors must stay equal (DTensor has its own generator for parts).
                 place = f"{self.config.training.seed}/{deal.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
@@ -208,7 +208,7 @@ class Run(Components):
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-            counted = losses if at.counts else ()  # of the ranks that see the same sequences one counts them
+            counted = losses if at.counts_tokens else ()  # of the ranks that see the same sequences one counts them
             tokens = [
                 sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in deal.slots
             ]
@@ -229,18 +229,18 @@ class Run(Components):
     def validate(self) -> None:
         with self.progress.phase("validation"):
             began = self.progress.total()
-            look = validate(
+            result = validate(
                 self.model,
                 self.held_out,
                 self.tokenizer,
                 self.device,
                 slots=range(0, self.config.validation.steps * self.slot_size, self.slot_size),
-                counts=self.coordinate.counts,
+                counts_tokens=self.coordinate.counts_tokens,
             )
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
-        loss, bits = look.nats_per_token, look.bits_per_byte
-        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=look.tokens, seconds=seconds)
+        loss, bits = result.nats_per_token, result.bits_per_byte
+        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=result.tokens, seconds=seconds)
 
     def leave(self, going: Going) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
@@ -275,7 +275,7 @@ class SemiSyncRun(Run):
         for step, slot in enumerate(deal.slots, deal.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
             [tokens] = local.tokens_per_slot
-            taken = self.optimizer_step.take(step, tokens if local.finite else 0)
+            taken = self.optimizer_step.step(step, tokens if local.finite else 0)
             window = window._replace(step=step, losses=local.losses)
             if not (local.finite and isfinite(taken[0])):
                 window = window._replace(finite=False)

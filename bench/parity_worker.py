@@ -214,10 +214,10 @@ class Rank:
             local(value).fill_(nan)  # what the checkpoint does not fill will be seen
         folder = self.folder(step)
         metadata = checkpoint_dcp.read_metadata(folder)
-        fit = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(fit.misfits) or checkpoint_dcp.read(fit.states, folder, group=self.group):
+        filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
+        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=self.group):
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
-        state.load_state_dict(fit.states["model"])
+        state.load_state_dict(filled["model"])
 
     def forward_backward(self, step: int) -> StepSeen:
         """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
@@ -229,7 +229,7 @@ class Rank:
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
-            tokens += int((y != IGNORED).sum()) if self.coordinate.counts else 0
+            tokens += int((y != IGNORED).sum()) if self.coordinate.counts_tokens else 0
         sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
         dist.all_reduce(sums)
         loss, divisor = sums.tolist()

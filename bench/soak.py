@@ -151,8 +151,8 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 manager.register("figures", relay.state_dict, relay.load_state_dict)
                 manager.attach([model])
                 checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
-                claim = WriterLease(folder, lambda: manager.writes)
-                checkpointer = Checkpointer(checkpoints, folder, states, log=Log(global_rank=1), claim=claim)
+                lease = WriterLease(folder, lambda: manager.writes)
+                checkpointer = Checkpointer(checkpoints, folder, states, log=Log(global_rank=1), lease=lease)
                 cleanup.enter_context(closing(checkpointer))
                 cleanup.enter_context(closing(manager))
                 self.manager, self.size = manager, 0

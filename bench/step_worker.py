@@ -92,7 +92,7 @@ def pharos(
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         parallel.forward_backward(inputs, labels)
-        optimizer_step.take(0, labels.numel())
+        optimizer_step.step(0, labels.numel())
 
     return step
 

@@ -1,8 +1,7 @@
 """Checks before a process or a device is started: sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check` on what load.py gave. Each section
-checks itself in its own check(); what only shows at tokenising is told by `open_data`.
-"""
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check`. Each section has a check() of its own; errors that only
+show at tokenising are `open_data`'s."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ SMALL_BYTES = 1 << 20
 
 
 def check(config: Config, *, world_size: int, device_type: str | None = None) -> None:
-    """Raises ConfigError with all that is wrong: in sections; if nothing, between them; if nothing, in files. `device_type`: the ranks';
-    None: this machine's."""
+    """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
+    ranks'; None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), *_of_sections(config, "check_files")])
 
@@ -61,7 +60,7 @@ def check_settings(config: Config, *, world_size: int, device_type: str | None =
     )
 
 
-# A rule of one section or of several: it raises ValueError, or gives every message that it has
+# A rule of one section or of several: it raises ValueError, or yields messages
 Rule = Callable[[], Iterable[str] | None]
 
 
@@ -86,7 +85,7 @@ def _gather(config: Config, rules: Iterable[Rule]) -> None:
 
 
 def multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, as a message offers them: "8 or 16"."""
+    """The multiples of `unit` next to `value`: "8 or 16"."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
@@ -112,11 +111,11 @@ def _check_tensor_parallel(config: Config) -> None:
         compiled = _compiled_blocks(config) and compile.backend == "inductor"
         reasons = {
             "parallelism.tensor_parallel_degree = 1 leaves nothing to overlap": tp == 1,
-            "the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor": not compiled,
+            "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not compiled,
             f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
         }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; nearest: false")
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; set it to false")
 
 
 def _compiled_blocks(config: Config) -> bool:
@@ -124,7 +123,7 @@ def _compiled_blocks(config: Config) -> bool:
 
 
 def _layouts(config: Config, device_type: str) -> Iterator[str]:
-    """Checks that the sequence, other techniques and the device suit the layout."""
+    """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     # Ranks have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in between blocks
@@ -145,18 +144,17 @@ def _layouts(config: Config, device_type: str) -> Iterator[str]:
         )
     if config.float8.enable and tp > 1:
         yield (
-            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} cuts layers in ways that torchao's do not know; "
-            "nearest: false"
+            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} cuts layers, which torchao's layers do not support; "
+            "set it to false"
         )
     if device_type != "cuda" and parallelism.context_parallel_rotate_method == "ring":
         yield (
-            'parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA '
-            'device here; nearest: "allgather"'
+            'parallelism.context_parallel_rotate_method = "ring": torch implements it for CUDA\'s attention kernels alone, and there is no '
+            'CUDA device here; nearest: "allgather"'
         )
     if device_type != "cuda" and config.training.enable_cpu_offload:
         yield (
-            "training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; "
-            "nearest: false"
+            "training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false"
         )
 
 
@@ -245,7 +243,7 @@ def check_offloaded_gradients(config: Config, version: str) -> None:
     if config.training.enable_cpu_offload and TorchVersion(version) < "2.13":
         raise ValueError(
             f"training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is {version}: before, their sums begin "
-            "while gradients are still being copied; nearest: false"
+            "while gradients are still being copied; set it to false"
         )
 
 
@@ -266,7 +264,7 @@ def _rounds(config: Config) -> Iterator[str]:
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
         yield (
             f"checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after {every} steps "
-            "(fault_tolerance.sync_steps / num_fragments); nearest: false"
+            "(fault_tolerance.sync_steps / num_fragments); set it to false"
         )
     for key, steps, matters in (
         ("training.steps", config.training.steps, True),

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ _KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a Config's settings: the file, the line of each key, and the keys set by overrides."""
+    """The file of a Config's settings, the line of each key, and the keys set by overrides."""
 
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -63,7 +64,10 @@ def read(file: str) -> Document:
     try:
         raw = Path(file).read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file{_beside(Path(file))}") from None
+        names = list(map(str, Path(file).parent.glob("*.toml"))) or list(map(str, Path("configs").glob("*.toml")))
+        close = difflib.get_close_matches(file, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else _inside(Path(file).parent)
+        raise ConfigError(f"{file}: no such file{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{file}: a folder, not a TOML file{_inside(Path(file))}") from None
     except OSError as error:
@@ -88,15 +92,9 @@ def parse(text: str, file: str) -> Document:
         number = int(numbers[1]) if numbers else len(lines)
         shown = lines[number - 1].strip() if number <= len(lines) else ""
         hint = "; no value" if shown.endswith("=") else "; strings need quotes"
-        said = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
-        raise ConfigError(f"{file}:{number}: not TOML: {said}: {shown[:80] or 'end of file'}") from None
+        why = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
+        raise ConfigError(f"{file}:{number}: not TOML: {why}: {shown[:80] or 'end of file'}") from None
     return Document(file, tables, key_lines(text))
-
-
-def _beside(path: Path) -> str:
-    names = list(map(str, path.parent.glob("*.toml"))) or list(map(str, Path("configs").glob("*.toml")))
-    close = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else _inside(path.parent)
 
 
 def _inside(folder: Path) -> str:
@@ -104,89 +102,37 @@ def _inside(folder: Path) -> str:
     return f"; there are {', '.join(names[:5])}" if names else ""
 
 
-# ---- lines of keys: tomllib gives values without positions, and a message without a line is a riddle
-
-
-_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-_SPACE = re.compile(r"[ \t]*")
-_KEY_PART = re.compile(r""" "(?:\\.|[^"\\])*" | '[^']*' | [A-Za-z0-9_-]+ """, re.VERBOSE)
-_STRING = re.compile(
-    r"""
-    \"{3} (?:\\.|[^\\])*? \"{3,5} | '{3} .*? '{3,5}     # up to two quotes may stand before the closing three
-    | "(?:\\.|[^"\\])*" | '[^']*'
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-_HEADER = re.compile(r"\[{0,2}")
-_SCALAR = re.compile(r"[^,\]}#\n]+")
+# ---- lines of keys: tomllib gives values without positions
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every table and key of a valid TOML text: {"training": 3, "training.steps": 4, "a.list[0].b": 9}.
+    """The line of every table and key of a valid TOML text: {"training": 3, "training.steps": 4, "a.list[0].b": 9}. A key that several
+    statements build up (dotted keys, sub-tables) has the line where it is first named."""
+    lines, array_lengths = dict[str, int](), Counter[str]()
+    header, statement, start = "", "", 1  # start: the first line that is not read yet
 
-    A key that several statements build up (dotted keys, sub-tables) has the line where it is first named.
-    """
-    at, lines = 0, dict[str, int]()
-    elements = Counter[str]()  # how many [[headers]] an array of tables has had
+    def note(value: Any, path: str = "", *, starts_element: bool = False) -> None:
+        if path:
+            lines.setdefault(path, start)
+        array_lengths[path] += starts_element and isinstance(value, list)
+        if array_lengths[path]:  # an array of tables: in its newest element
+            path, value = f"{path}[{array_lengths[path] - 1}]", value[0] if isinstance(value, list) else value
+            lines.setdefault(path, start)
+        for name, item in value.items() if isinstance(value, dict) else ():
+            note(item, f"{path}.{name}" if path else name, starts_element=starts_element)
+        for index, item in enumerate(value) if isinstance(value, list) else ():
+            note(item, f"{path}[{index}]")
 
-    def skip(pattern: re.Pattern[str]) -> str:
-        nonlocal at
-        match = pattern.match(text, at)
-        assert match, f"not TOML at line {text.count(chr(10), 0, at) + 1}: {text[at : at + 20]!r}"
-        at = match.end()
-        return match.group()
-
-    def note(path: str) -> None:
-        lines.setdefault(path, text.count("\n", 0, at) + 1)
-
-    def key(path: str, header: str = "") -> str:
-        """Reads a dotted key below `path`, and notes each table on the way."""
-        nonlocal at
-        while True:
-            skip(_SPACE)
-            part = skip(_KEY_PART).strip("\"'")
-            path = f"{path}.{part}" if path else part
-            note(path)
-            skip(_SPACE)
-            is_last = text[at] != "."
-            elements[path] += is_last and header == "[["
-            if elements[path]:
-                path = f"{path}[{elements[path] - 1}]"
-                note(path)
-            if is_last:
-                return path
-            at += 1
-
-    def pair(table: str) -> None:
-        nonlocal at
-        path = key(table)
-        at = text.index("=", at) + 1
-        skip(_SPACE)
-        value(path)
-
-    def value(path: str) -> None:
-        nonlocal at
-        if text[at] not in "[{":
-            skip(_STRING if text[at] in "\"'" else _SCALAR)
-            return
-        closing, index = "]" if text[at] == "[" else "}", 0
-        at += 1
-        while skip(_BLANK) is not None and text[at] != closing:
-            if closing == "}":
-                pair(path)
-            else:
-                note(f"{path}[{index}]")
-                value(f"{path}[{index}]")
-                index += 1
-            skip(_BLANK)
-            at += text[at] == ","
-        at += 1
-
-    table = ""
-    while skip(_BLANK) is not None and at < len(text):
-        if header := skip(_HEADER):
-            table = key("", header)
-            at = text.index("]" * len(header), at) + len(header)
-        else:
-            pair(table)
+    for number, line in enumerate(text.split("\n"), 1):
+        if not statement and line.lstrip().startswith("["):
+            header = f"{line}\n"
+            note(tomllib.loads(header), starts_element=line.lstrip().startswith("[["))
+            start = number + 1
+            continue
+        statement += f"{line}\n"
+        for closing in ("", "]"):  # a statement, or the elements so far of a list
+            with suppress(ValueError):
+                note(tomllib.loads(header + statement + closing))
+                statement, start = statement if closing else "", number + 1
+                break
     return lines

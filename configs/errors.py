@@ -14,7 +14,7 @@ class ConfigError(ValueError):
 
 
 class Problems:
-    """Gathers one-line problems, each with its line in the file, and raises them together in the order of the file."""
+    """One-line problems, each with its line in the file, which are raised together in the order of the file."""
 
     def __init__(self) -> None:
         self._found: list[tuple[int, str]] = []

@@ -1,7 +1,6 @@
 """The text of `train.py --help [section]` and of docs/config.md: every key, its default, meaning and legal values.
 
-`python -m configs.help` (make docs) writes docs/config.md; a test fails when the file is stale.
-"""
+`python -m configs.help` (make docs) writes docs/config.md."""
 
 from __future__ import annotations
 
@@ -31,12 +30,10 @@ default below. The keys of `[model]` are those of `models/llama.py`; another `mo
 """
 
 
-def help_text(section: str | None = None, *, sections: Mapping[str, type] | None = None) -> str:
-    """The keys of one section, or of all (also where `section` is a config file: `train.py configs/llama.toml --help`).
-
-    Raises ConfigError naming the nearest if there is no such section.
-    """
-    sections = sections or _all_sections()
+def help_text(section: str | None = None) -> str:
+    """The keys of one section, or of all (also where `section` is a config file: `train.py configs/llama.toml --help`). Raises ConfigError
+    with the nearest if there is no such section."""
+    sections = _all_sections()
     if section is None or section.endswith(".toml"):
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
     name = section.strip("[]").split(".")[0]

@@ -1,9 +1,7 @@
 """The keys of a section, read from its dataclass: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
 
-The sections are plain frozen dataclasses beside the code they belong to; everything generic (reading, checking, help,
-docs) goes through here. A field is Annotated[type, help with its unit, bounds ...]; the type is bool, int, float, str,
-Literal, another such dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables).
-"""
+A section is a frozen dataclass beside the code it belongs to. A field is Annotated[type, help with its unit, bounds ...]; the type is bool,
+int, float, str, Literal, another such dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables)."""
 
 from __future__ import annotations
 
@@ -132,10 +130,8 @@ _MEANT_AS_BOOL = {
 
 
 def convert(key: Key, value: Any) -> Any:
-    """The value as the dataclass holds it: an int becomes a float where one is due, a list a tuple. No tables.
-
-    Raises ValueError with what is legal and the nearest legal value: "must be an integer >= 1; did you mean 20?".
-    """
+    """The value as the dataclass holds it: an int becomes a float where one is due, a list a tuple. No tables. Raises ValueError with the
+    legal values and the nearest one: "must be an integer >= 1; did you mean 20?"."""
     accepted = _accepted(key, value)
     if accepted is not None:
         return accepted
@@ -205,16 +201,16 @@ def _nearest(key: Key, value: Any) -> Any:
         one = dataclasses.replace(key, type=key.element)
         alone = None if isinstance(value, (list, dict)) else _accepted(one, value)
         return None if alone is None else [alone]
-    said = value if isinstance(value, str) else to_text(value)
+    given = value if isinstance(value, str) else to_text(value)
     if key.choices:
         by_text = {str(choice).lower(): choice for choice in key.choices}
-        close = difflib.get_close_matches(said.lower(), by_text, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(given.lower(), by_text, n=1, cutoff=0.5)
         return by_text[close[0]] if close else None
     if key.type is bool:
-        return _MEANT_AS_BOOL.get(said.lower())
+        return _MEANT_AS_BOOL.get(given.lower())
     if key.type is str:
-        return None if isinstance(value, (str, list, dict)) else said
-    number = _float_or_text(said)
+        return None if isinstance(value, (str, list, dict)) else given
+    number = _float_or_text(given)
     if isinstance(number, str) or not math.isfinite(number) or isinstance(value, bool):
         return None
     if key.type is int:

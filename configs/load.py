@@ -1,7 +1,5 @@
-"""From the command line to a Config: TOML, overrides on top, every value checked, every problem told at once.
-
-train.py -> load -> (document) -> here -> check.py. What spans sections or touches files is check.py's.
-"""
+"""From the command line to a Config: TOML, overrides on top, every value checked, every problem reported at once. check.py checks sections
+against each other, and files."""
 
 from __future__ import annotations
 
@@ -146,10 +144,8 @@ class _Reader:
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
-    """The config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true.
-
-    Raises ConfigError for what is neither, and for a key given twice.
-    """
+    """The config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true. Raises
+    ConfigError for other words, and for a key given twice."""
     if not argv:
         raise ConfigError(f"no config file; wanted {USAGE}")
     path, *rest = argv
@@ -167,7 +163,7 @@ def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
         if text is None and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
         if key in found:
-            first, second = ("without a value" if said is None else said for said in (found[key], text))
+            first, second = ("without a value" if value is None else value for value in (found[key], text))
             problems.add(f"--{key}: given twice, {first} and {second}; keep one")
         found[key] = text
     problems.raise_any()

@@ -1,7 +1,7 @@
 """<run>/config.toml: all settings of a run, written when it starts and compared when it starts again.
 
-A second start goes on from the checkpoints of the first. With another model, other data, another update rule or
-another seed it would go on as something else under the same name and in the same curve; that is refused.
+A second start goes on from the checkpoints of the first. Another model, other data, another update rule or another seed would change
+the run under the same name; they are refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "config.toml"
 BATCH = "training.global_batch_size"
-# What a run is: with another value of these, what follows would be another run. All else may change between two starts:
-# length, layout, number of ranks, checkpoints, validation, watching, compute precision.
+# Another value of these would make another run. All else may change between two starts: length, layout, number of ranks, checkpoints, ...
 _IDENTITY = (
     "model.",
     "optimizer.",
@@ -54,38 +53,37 @@ _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def to_toml(config: Config) -> str:
-    """Every setting, defaults included, as TOML that loads back as an equal Config."""
+    """Every setting, defaults included, as TOML that loads back as an equal Config. Lists of tables are written inline."""
+    tables = dict[str, str]()
+    for key, text in _texts(config):
+        table, _, name = key.rpartition(".")
+        tables[table] = tables.get(table, f"[{table}]\n") + f"{name} = {text}\n"
+    return "\n".join(tables.values())
 
-    def tables(path: str, section: Any) -> Iterator[str]:
-        """[path] with its keys, then its nested tables. Lists of tables are written in line, which no order can break."""
+
+def _texts(config: Config) -> Iterator[tuple[str, str]]:
+    """Every setting: its whole key and its value as the saved file has it."""
+
+    def keys(section: Any, path: str) -> Iterator[tuple[str, str]]:
         kind: type = type(section)
-        values = [(key, getattr(section, key.name)) for key in keys_of(kind).values()]
-        own = (f"{key.name} = {to_text(value)}\n" for key, value in values if not key.table)
-        yield f"[{path}]\n" + "".join(own)
-        for key, value in values:
-            if key.table:
-                yield from tables(f"{path}.{key.name}", value)
+        for key in keys_of(kind).values():
+            value, full = getattr(section, key.name), f"{path}.{key.name}"
+            yield from keys(value, full) if key.table else [(full, to_text(value))]
 
-    return "\n".join(table for name in section_types(type(config)) for table in tables(name, getattr(config, name)))
+    for name in section_types(type(config)):
+        yield from keys(getattr(config, name), name)
 
 
-def _flat(config: Config) -> dict[str, Any]:
-    """Every setting by its whole key, as the saved file has it."""
-    return dict(_flattened(document.parse(to_toml(config), FILE_NAME).tables))
-
-
-def _flattened(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _saved_texts(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
+        yield from (
+            _saved_texts(value, f"{path}{name}.") if isinstance(value, dict) else [(f"{path}{name}", to_text(value))]
+        )
 
 
 def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
-    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. `batch`: sequences of a step, where
-    training.global_batch_size = -1 leaves that to the ranks. What is there already is not written again, so a group that starts anew on
-    a full disk needs no room. Raises OSError."""
+    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. `batch`: sequences of a step, saved in place
+    of -1. An equal file is not written again, so a group that starts anew on a full disk needs no room. Raises OSError."""
     if batch is not None:
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,8 +95,8 @@ def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
 def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
     """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
     return tuple(
-        (key, hashlib.sha256(to_text(value).encode()).hexdigest()[:16])
-        for key, value in _flat(config).items()
+        (key, hashlib.sha256(text.encode()).hexdigest()[:16])
+        for key, text in _texts(config)
         if _matters(key, config) or (key.startswith(_LAYOUT) and key not in _OWN)
     )
 
@@ -126,10 +124,10 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
 
 def _differences(config: Config, before: Document, world_size: int | None) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
-    saved, now = dict(_flattened(before.tables)), _flat(config)
-    other_model = saved.get("model.name", config.model.name) != config.model.name
-    old = {**_flat(type(config)(model=type(config.model)())), **saved}
-    batch = old[BATCH]
+    saved, now = dict(_saved_texts(before.tables)), dict(_texts(config))
+    other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
+    old = {**dict(_texts(type(config)(model=type(config.model)()))), **saved}
+    batch = int(old[BATCH])
     # -1: saved as what it came to when the run began; how it is cut may change
     if config.training.global_batch_size == -1 and batch != -1:
         for key in (BATCH, "training.local_batch_size"):
@@ -147,9 +145,9 @@ def _differences(config: Config, before: Document, world_size: int | None) -> It
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
         if key not in now:
-            yield key, to_text(saved[key]), "no such key"
+            yield key, saved[key], "no such key"
         elif old[key] != now[key]:
-            yield key, to_text(old[key]), to_text(now[key])
+            yield key, old[key], now[key]
 
 
 def _matters(key: str, config: Config) -> bool:

@@ -95,11 +95,8 @@ def model_module(name: str) -> ModuleType:
         section = getattr(module, "Config", None)
         if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
             return module
-        cause = f"models/{name}.py holds no model: that takes `Config`, a ModelConfig, and `build`"
-    raise ValueError(f'model.name = "{name}": {cause}; there are: {", ".join(_model_names())}')
-
-
-def _model_names() -> list[str]:
-    """The files of models/ that hold a model, told by their text: importing a fork's unfinished file could fail."""
+        cause = f"models/{name}.py defines no model: it needs `Config`, a subclass of ModelConfig, and `build`"
     files = sorted(Path(models.__path__[0]).glob("*.py"))
-    return [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]
+    # by their text: importing a fork's unfinished file could fail
+    names = [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]
+    raise ValueError(f'model.name = "{name}": {cause}; there are: {", ".join(names)}')

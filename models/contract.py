@@ -47,10 +47,8 @@ class Model(nn.Module):
         """Tokens [B, T] int64, or the hidden state [B, T, C] of the stage before -> logits [B, T, V] in the compute dtype (the loss
         upcasts), or a hidden state, or the sum of the losses against `labels` [B, T] if they are given and the head is here.
 
-        `cache`: of `new_cache`, to be extended by these tokens. `positions` [T] int64: where in the sequence these tokens stand;
-        None: one after the other, from the start or behind the cache. Each attention looks keys and values up by calling
-        `self.attend(q, k, v)`, ops.causal_attention unless context parallelism has put another function there.
-        """
+        `cache`: of `new_cache`, to be extended by these tokens. `positions` [T] int64: of these tokens in the sequence; None: one after the
+        other, from the start or behind the cache. Each attention calls `self.attend(q, k, v)`, which context parallelism replaces."""
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:
@@ -67,8 +65,8 @@ class Model(nn.Module):
 
 
 class Head(nn.Linear):
-    """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and so that
-    whoever shards the weight has it gathered exactly while the loss is computed."""
+    """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and FSDP has the
+    weight gathered exactly while the loss is computed."""
 
     # hidden [B, T, C], weight [V, C], labels [B, T] -> sum
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None

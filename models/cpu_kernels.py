@@ -26,11 +26,8 @@ def _row_blocks(rows: int, width: int) -> Iterator[slice]:
 
 
 class BlockedCausalAttention(Function):
-    """Exact attention by blocks of queries. The backward computes the probabilities again.
-
-    The scores leave the product rounded to q's dtype, as in any unfused attention; their softmax is in fp32. Heads that
-    share a key head are rows of one product, so keys and values are never repeated.
-    """
+    """Exact attention by blocks of queries; the backward computes the probabilities again. The scores are rounded to q's dtype, their
+    softmax is in fp32. Heads that share a key head are rows of one product, so keys and values are never repeated."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """Initial values that do not depend on the layout.
 
 Each parameter is cut into blocks of BLOCK_ROWS rows. Block b of parameter `name` is drawn on the CPU by a generator seeded with
-(seed, name, b), so a rank draws only the blocks that it holds a piece of, and one process, any sharding, any device and a seed
-checkpoint agree bit for bit.
-"""
+(seed, name, b): a rank draws only its blocks, and one process, any sharding and any device agree bit for bit."""
 
 from __future__ import annotations
 
@@ -22,10 +20,8 @@ BLOCK_ROWS = 128
 
 @torch.no_grad()
 def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = math.inf) -> None:
-    """Fills `parameter` (a tensor, or the local part of a DTensor) with N(0, std^2), truncated at `cut` standard deviations.
-
-    `name` is the fully qualified name in the whole model. The draw is fp32; the result is cast to the parameter's dtype.
-    """
+    """Fills `parameter` (a tensor, or the local part of a DTensor) with N(0, std^2), truncated at `cut` standard deviations, drawn in fp32.
+    `name` is the fully qualified name in the whole model."""
     if parameter.is_meta:
         return  # nothing to fill: `draw` has given memory to another one
     # Here and not above: they take half as long to import as torch, and checking the settings needs none of them.
@@ -55,10 +51,7 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
 
 
 def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
-    """The values that `init_weights` gives to one parameter or buffer of a model on the meta device: it alone takes memory.
-
-    `model` is afterwards as it was before.
-    """
+    """The values that `init_weights` gives to one parameter or buffer of a model on the meta device, which stays as it is."""
     real = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)

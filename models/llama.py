@@ -5,9 +5,7 @@ Letters: B batch, T tokens (of this rank), C model width, H query heads, K key/v
 V vocabulary. A line that changes a shape ends with it.
 
 Three things keep the model pipeline-friendly: the top-level forward is a loop over children; the layers live in a ModuleDict, so
-that their names survive when a stage deletes the others; embedding, norm and output may be None. `freqs_cis` is a persistent
-buffer, cut inside the attention by the length that the attention sees, so a stage or a checkpoint carries all it needs.
-"""
+that their names survive when a stage deletes the others; embedding, norm and output may be None."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Llama as Hugging Face publishes it: the names and the order of rows in its files, and config.json, to ours and back.
 
-Flow: scripts/hf.py -> contrib/interchange/ (files) -> this. No file is touched here; a fork that changes models/llama.py changes
-what is refused here.
+Flow: scripts/hf.py -> contrib/interchange/ (files) -> this. A fork that changes models/llama.py changes what is refused here.
 
 Rotary positions turn pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's own files; theirs are (i, i + D/2). So the
-rows of each head of the query and key projections stand in another order in their files, and nothing else differs.
-"""
+rows of each head of the query and key projections are in another order in their files."""
 
 from __future__ import annotations
 
@@ -90,8 +88,7 @@ class Published:
 
 
 def read_config(body: Mapping[str, Any]) -> Published:
-    """config.json's settings as ours. Raises ValueError ("key = value: ...") for what this model cannot express: nothing that would
-    change a logit is left out in silence."""
+    """config.json's settings as ours. Raises ValueError ("key = value: ...") for settings that this model cannot express."""
     kind, architectures = body.get("model_type"), body.get("architectures")
     if kind != "llama":
         raise ValueError(f'model_type = {_shown(kind)}: another architecture; what can be read: "llama"')

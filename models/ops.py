@@ -1,9 +1,7 @@
-"""The arithmetic of a transformer block and of its loss, as functions of tensors; models/llama.py is built on them.
+"""The arithmetic of a transformer block and of its loss, as functions of tensors.
 
-Each function is one formula with one contract on every device. CUDA, DTensors and anything under `torch.compile` take
-torch's own kernels, which fuse. A CPU in eager mode takes those of models/cpu_kernels.py; `_in_blocks` is the one place that chooses.
-
-Matrix products take bf16 and accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
+CUDA, DTensors and anything under `torch.compile` take torch's own kernels. A CPU in eager mode takes those of models/cpu_kernels.py;
+`_in_blocks` chooses. Matrix products accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
 (tokens of the whole batch), V vocabulary.
@@ -26,20 +24,15 @@ _BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded to x's dtype.
-
-    Zhang and Sennrich 2019, arXiv 1910.07467.
-    """
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded to x's dtype (Zhang and Sennrich 2019, arXiv 1910.07467)."""
     if _in_blocks(x):
         return cast(Tensor, cpu_kernels.BlockedRMSNorm.apply(x, weight, eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Turns each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle, in fp32.
-
-    freqs_cis [T, D/2, 2] fp32 holds (cos, sin). Returned in x's dtype. RoFormer, Su et al. 2021, arXiv 2104.09864.
-    """
+    """Turns each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle, in fp32 (RoFormer, Su et al. 2021, arXiv 2104.09864).
+    freqs_cis [T, D/2, 2] fp32 holds (cos, sin). Returned in x's dtype."""
     pairs = x.float().reshape(*x.shape[:-1], -1, 2)  # [B, T, H, D/2, 2]
     freqs_cis = freqs_cis.unsqueeze(1)  # [T, 1, D/2, 2]
     if torch.compiler.is_compiling():  # the compiler fuses real arithmetic only
@@ -51,22 +44,17 @@ def rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v -> [B, T, H, D] with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K.
-
-    The T queries are the last T of the S positions (S > T when keys come from a cache, or when other ranks hold the
-    queries before); each sees itself and what is before it. Query head h reads key head h // (H / K). Memory is linear
-    in T and S, except where a kernel must be given a mask [T, S]: S > T compiled for a CPU, or in fp32 on CUDA.
-    """
+    """softmax(q k^T / sqrt(D)) v -> [B, T, H, D] with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K. The T queries are the
+    last T of the S positions; each sees itself and what is before it. Query head h reads key head h // (H / K). Memory is linear in T
+    and S, except where a kernel must be given a mask [T, S]: S > T compiled for a CPU, or in fp32 on CUDA."""
     t, s = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
     if (t == s <= _BLOCKS_UP_TO or 1 < t < s) and _in_blocks(q):
         out = cast(Tensor, cpu_kernels.BlockedCausalAttention.apply(q, k, v))
     elif t == s:
-        # On Hopper and Blackwell torch itself tries cuDNN's attention first, the fastest there, from cuDNN 9.15.1 on, which the wheels of
-        # torch 2.11 for CUDA 13 have: check_prefer_cudnn_attention and priority_order, from line 78 of
-        # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. Else flash is first: older ones fail for lengths that are no multiple
-        # of 128, and an order that is set here (torch.nn.attention.sdpa_kernel) would overrule that guard.
+        # torch itself tries cuDNN's attention first where it is the fastest (Hopper and Blackwell, from cuDNN 9.15.1 on), else flash:
+        # priority_order in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. An order that is set here would overrule its guards.
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     elif t > 1 and aligns_last_rows(q.device.type, q.dtype, q.shape[-1]):
         # What torch.nn.attention.bias.causal_lower_right ends in; its tensor subclass cannot be made inside a compiled graph
@@ -90,11 +78,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, fp32 scalar.
-
-    logits [..., V] of any float dtype, labels [...] int64. The upcast to fp32 is in here: no fp32 copy of the logits
-    outlives a block (eager, CPU) or exists at all (compiled).
-    """
+    """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, fp32 scalar. logits [..., V] of any float dtype,
+    labels [...] int64. The upcast to fp32 is in here: compiled, or by blocks on a CPU, no fp32 copy of the logits exists."""
     logits, labels = logits.flatten(0, -2), labels.flatten()  # [N, V], [N]
     if _in_blocks(logits):
         return cast(Tensor, cpu_kernels.BlockedCrossEntropySum.apply(logits, labels, ignore_index))
@@ -104,11 +89,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 def cross_entropy_sum_of_part(
     logits: Tensor, labels: Tensor, ignore_index: int, *, first: int, gather: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """cross_entropy_sum of a vocabulary that is cut over ranks, the same on each, with the gradient of this rank's logits.
-
-    logits [..., V of this rank] of the tokens `first`, `first` + 1, ...; `gather` stacks the values of all ranks along a new
-    dim 0. A label that no rank holds makes the loss infinite.
-    """
+    """cross_entropy_sum of a vocabulary that is cut over ranks, the same on each, with the gradient of this rank's logits [..., V of this
+    rank] of the tokens `first`, `first` + 1, ... `gather` stacks the values of all ranks along a new dim 0. A label that no rank holds
+    makes the loss infinite."""
     logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
     valid, column = labels != ignore_index, labels - first
     here = (column >= 0) & (column < logits.shape[-1])

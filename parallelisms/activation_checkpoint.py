@@ -1,8 +1,7 @@
-"""Activation checkpointing: which activations are computed again in the backward instead of being kept.
+"""Activation checkpointing: activations that are computed again in the backward instead of being kept.
 
-parallelize() applies it before compiling and sharding. A block's forward is replaced, not wrapped in a module: names stay as they
-are, and FSDP's hooks, which stand around the block, gather its weights once for the backward and what it computes again.
-"""
+parallelize() applies it before compiling and sharding. A block's forward is replaced, not wrapped in a module: names stay as they are, and
+FSDP's hooks around the block gather its weights once for the backward and the recomputation."""
 
 from __future__ import annotations
 
@@ -82,12 +81,8 @@ def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Cal
 
 
 def _keep_expensive_results() -> tuple[Any, Any]:
-    """The contexts of one block's forward and of its repetition: half of the matrix products, all of attention and the collectives
-    that make tensors smaller are kept, the rest is computed again.
-
-    Half of the products: keeping all would cost about as much memory as no checkpointing. A gather's result is not kept:
-    it is the largest tensor around.
-    """
+    """The contexts of one block's forward and of its repetition. Half of the matrix products (all would cost about as much memory as no
+    checkpointing), attention and the collectives that make tensors smaller are kept; the rest is computed again."""
     numbers = {False: count(), True: count()}  # of the products; some versions of torch ask in the repetition again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
 """Context parallelism: every rank holds a part of each sequence, and attention fetches the keys and values of the others.
 
-parallelize() applies it to each part of the model: positions into its forward, another function in place of each attention's
-`attend` (models/contract.py). Everything else in a model looks at one token at a time and needs no change.
+parallelize() applies it to each part of the model: positions go into its forward, and each attention's `attend` (models/contract.py) is
+replaced. Everything else in a model computes token by token.
 
 Letters as in models/ops.py; here T is the tokens of this rank, S those of the whole sequence.
 """
@@ -29,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B, T, H, D], k and v [
 def apply_context_parallel(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, seq_len: int
 ) -> Callable[[Tensor], Tensor]:
-    """Makes the part compute on this rank's tokens; returns the cut that takes tokens [B, S] to them [B, T]."""
+    """Makes the part compute on this rank's tokens; returns the function that takes tokens [B, S] to them [B, T]."""
     pieces = pieces_of_ranks(mesh.size(), config.context_parallel_load_balancer)
     make = ring_attention if config.context_parallel_rotate_method == "ring" else gathering_attention
     attend = make(mesh, pieces)
@@ -49,18 +49,16 @@ def attentions(part: Model, degree: int) -> list[Any]:
     found = [module for module in part.modules() if hasattr(module, "attend")]
     if len(part.layers) and not found:
         raise ValueError(
-            f"parallelism.context_parallel_degree = {degree}: {type(part).__name__} looks keys and values up without "
-            "`self.attend` (models/contract.py), where context parallelism would put its own; nearest: 1"
+            f"parallelism.context_parallel_degree = {degree}: {type(part).__name__} computes attention without `self.attend` "
+            "(models/contract.py), which context parallelism replaces; nearest: 1"
         )
     return found
 
 
 def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:
-    """Which pieces of a sequence each rank holds, when it is cut into as many equal ones as there are numbers here.
-
-    A causal query costs as many products as there are tokens before it. So "headtail" gives rank r one piece from the head, r,
-    and one from the tail, 2 cp - 1 - r: the same work for all. "none": piece r, and the last rank waits for nobody.
-    """
+    """The pieces of a sequence that each rank holds, by number; all pieces have the same length. A causal query costs as many products as
+    there are tokens before it, so "headtail" gives rank r one piece from the head, r, and one from the tail, 2 cp - 1 - r: the same work
+    for all. "none": piece r."""
     return [[rank, 2 * cp - 1 - rank] if load_balancer == "headtail" else [rank] for rank in range(cp)]
 
 
@@ -71,12 +69,9 @@ def positions(pieces: list[list[int]], seq_len: int) -> list[Tensor]:
 
 
 def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
-    """Exact causal attention on any device: one collective brings the keys and values of the whole sequence (few under grouped
-    queries), then each local piece attends to what is before and in it, by the same kernel as without context parallelism.
-
-    The backward sums the gradients of keys and values over the ranks that used them, in the compute dtype, and hands each rank
-    those of its tokens.
-    """
+    """Exact causal attention on any device: one collective gathers the keys and values of the whole sequence, then each local piece attends
+    to the tokens before and in it. The backward sums the gradients of keys and values over the ranks, in the compute dtype, and gives
+    each rank those of its tokens."""
     mine, cp, group = pieces[mesh.get_local_rank()], mesh.size(), mesh.get_group().group_name
     as_gathered = [piece for rank_pieces in pieces for piece in rank_pieces]
     in_order = [as_gathered.index(piece) for piece in range(len(as_gathered))]
@@ -98,9 +93,7 @@ def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
 
 class _GatherSequence(Function):
     """x [T, ...] of each rank -> [cp * T, ...], in the order of the ranks. Its gradient is the sum over ranks of each one's rows.
-
-    Functional collectives, so that a compiler sees them; by their names in the dispatcher, since the Python ones change theirs.
-    """
+    Functional collectives, so that a compiler sees them; by their names in the dispatcher, which are stable."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cp: int, group: str) -> Tensor:
@@ -116,8 +109,8 @@ class _GatherSequence(Function):
 
 
 def ring_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
-    """torch's ring attention (an experiment of torch's; the idea is Liu et al. 2023, arXiv 2310.01889): keys and values go from
-    rank to rank while each attends to what it has. Never holds those of the whole sequence; CUDA's fused kernels only."""
+    """torch's experimental ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go from rank to rank, and no rank holds
+    those of the whole sequence. CUDA's fused kernels only."""
     from torch.distributed.tensor.experimental import _context_parallel as torch_cp
 
     torch_cp.set_rotate_method("alltoall")

@@ -1,8 +1,6 @@
-"""The process group of a replica group: who am I, how many are we, how do we talk; and the rendezvous, `comm.init_method`, read and turned
-into the store that the ranks meet in (also for the check of a new cluster, tools/cluster/).
+"""The process group of a replica group, and its rendezvous: `comm.init_method` and the store that the ranks meet in.
 
-The only place beside train.py that reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK).
-"""
+The only place beside train.py that reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK)."""
 
 from __future__ import annotations
 
@@ -101,11 +99,9 @@ def parse_init_method(text: str) -> SplitResult:
 def open_store(
     init_method: str, *, global_rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> dist.Store:
-    """The store in which `world_size` ranks meet. Returns as soon as it can be reached, whoever else is there already.
-
-    For env:// torchelastic's launchers hold the store themselves, and say so; else rank 0 does. Waits at most `timeout_s`
-    for it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, or RuntimeError (a port that is taken).
-    """
+    """The store in which `world_size` ranks meet. Returns as soon as it can be reached, within `timeout_s`. For env:// torchelastic's
+    launchers may hold the store themselves; else rank 0 does. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's
+    DistError, or RuntimeError (a port that is taken)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
         # A restart must not read the addresses of the ranks that died.
@@ -150,10 +146,8 @@ def launched_world_size() -> int:
 
 @contextmanager
 def process_group(config: CommConfig) -> Iterator[World]:
-    """Joins the process group that the launcher's variables describe (alone, without any network, where there are none).
-
-    The group's own timeout is a backstop: the watchdog tells a hang and ends it sooner (training/watchdog.py).
-    """
+    """Joins the process group that the launcher's variables describe (alone, without any network, where there are none). The group's own
+    timeout is a backstop: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = pick_device(local_rank)
@@ -181,8 +175,8 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
 
 
 def host_group(world: World, *, timeout_s: float) -> dist.ProcessGroup | None:
-    """A process group of all ranks for small tensors of the CPU, beside the one that trains; None for one rank alone. To be called by all
-    ranks. timeout_s: of a collective; that of the world lies beyond it."""
+    """A gloo group of all ranks for small tensors, beside the one that trains; None for one rank alone. To be called by all ranks.
+    `timeout_s`: of a collective."""
     if world.world_size == 1:
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

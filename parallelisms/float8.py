@@ -1,8 +1,7 @@
 """float8: the products of linear layers in 8-bit floats, by torchao (the extra `float8`). For CUDA devices that multiply them.
 
-parallelize() applies it before any cutting. Parameters, optimizer and everything between the products stay as wide as they are, and
-so does the head. torchao is imported only where it is used.
-"""
+parallelize() applies it before any cutting. Parameters, optimizer, everything between the products and the head stay as wide as they are.
+torchao is imported only where it is used."""
 
 from __future__ import annotations
 
@@ -44,11 +43,11 @@ class Float8Config:
         if self.enable_fsdp_float8_all_gather and self.recipe_name != "tensorwise":
             raise ValueError(
                 f'float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "{self.recipe_name}" has no scale before rows '
-                "are gathered; nearest: false"
+                "are gathered; set it to false"
             )
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.enable_fsdp_float8_all_gather:
             raise ValueError(
-                "float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false"
+                "float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; set it to false"
             )
         if not self.enable:
             return
@@ -63,7 +62,7 @@ class Float8Config:
             )
             reason = f"needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or more, {has}"
         if reason:
-            raise ValueError(f"float8.enable = true: {reason}; nearest: false")
+            raise ValueError(f"float8.enable = true: {reason}; set it to false")
 
 
 def apply_float8(part: Model, config: Float8Config) -> None:

@@ -1,9 +1,7 @@
 """FSDP2, HSDP and DDP: the data-parallel axes of the mesh, and bf16 compute over fp32 parameters.
 
-One axis that shards: FSDP. Copies of shards: HSDP. Copies alone: DDP, as torch's `replicate`, which is FSDP without the sharding.
-It is applied with one rank too: it is then the mixed-precision wrapper (one cast of the weights per step), and every tensor of
-every run is a DTensor, so checkpoints and clipping know one case only.
-"""
+One axis that shards: FSDP. Copies of shards: HSDP. Copies alone: DDP, as torch's `replicate`. It is applied with one rank too, for mixed
+precision, and so that every parameter of every run is a DTensor."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel
 def apply_fsdp(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
 ) -> None:
-    """Communication groups: the embedding, every fsdp_blocks_per_group blocks, [norm + output], and the root for what is left.
-
-    Gradients come out as the plain sum over ranks: training/optimizer.py divides once, by the global number of valid tokens.
-    """
+    """Communication groups: see `communication_groups`. Gradients come out as the plain sum over ranks: training/optimizer.py divides once,
+    by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
-    reshard = reshards(config, shards=shards, stages=mesh[PP].size())
+    by_default = shards > 1 and mesh[PP].size() == 1
+    reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
     options: dict[str, Any] = {
         "mesh": axes,
         # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
@@ -76,33 +73,25 @@ def apply_fsdp(
 
 
 def reshard_all(parts: Iterable[nn.Module]) -> None:
-    """Frees what a forward without a backward has gathered. Weights are written to the shards, by a heal for one; a forward that
-    finds whole weights in place would not look there."""
+    """Frees the weights that a forward without a backward has gathered: a later forward would not see what a heal writes to the shards."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def reshards(config: ParallelismConfig, *, shards: int, stages: int) -> bool:
-    """True when gathered parameters are freed between forward and backward."""
-    return {"default": shards > 1 and stages == 1, "always": True, "never": False}[config.fsdp_reshard_after_forward]
-
-
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
-    """Which dim FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where those pieces are equal, else the
-    columns, which must then be even; None: neither is possible.
-
-    Of unequal pieces that are cut again torch's layout may name the wrong rows, when a tensor is gathered, saved or loaded: so it is
-    with 259 rows on 2 ranks and then 3 shards (torch 2.13).
-    """
+    """The dim that FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where those pieces are equal, else the
+    columns, which must then be even; None: neither is possible. Of unequal pieces that are cut again, such as 259 rows on 2 ranks and
+    3 shards, torch 2.13 gathers, saves and loads wrong rows."""
     if shards == 1 or shape[0] % tp == 0:
         return 0
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
 
 
 def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
-    """The modules whose parameters travel together, in the order of the forward pass; the root takes what is in none."""
+    """The modules whose parameters travel together, in the order of the forward pass: the embedding, every `blocks_per_group` blocks, norm
+    and output. The root takes the rest."""
     if part.tok_embeddings is not None:
         yield [part.tok_embeddings]
     blocks = list(part.layers.values())

@@ -1,13 +1,10 @@
-"""The loss at the head: from the hidden state, so that the logits need not exist as a whole.
-
-`head_loss` is called once by parallelize; what it returns hangs at models.contract.Head. Two things compose:
+"""The loss at the head: from the hidden state, so that the logits need not exist as a whole. Two techniques compose:
 
     in chunks                  the logits of `chunk_tokens` tokens exist at once. A chunk's loss and its gradients of hidden state
                                and weight are made together, in the forward; the backward only scales them (Wijmans et al. 2024,
                                arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989). Works for any loss that is a sum over tokens.
     by parts of a vocabulary   under tensor parallelism each rank keeps the logits of its own rows of the weight, and the ranks
-                               exchange two numbers per token. Only for a loss that offers `of_part`; the logits of any other one
-                               are gathered first, and it runs on every rank.
+                               exchange two numbers per token. For a loss with `of_part`; for others the logits are gathered.
 
 Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, n tokens of a chunk.
 """
@@ -17,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,29 +26,16 @@ from parallelisms.device import DIFFERENCES
 from parallelisms.layout import CompileConfig, LossFunction
 
 
-class LossByParts(Protocol):
-    """A loss function that can also work on this rank's part of the vocabulary."""
-
-    def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
-        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients.
-        """
-        ...
-
-
 def head_loss(
     loss: LossFunction, *, chunk_tokens: int, loss_parallel: bool, compile: CompileConfig
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The loss that models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar.
-
-    `chunk_tokens`: tokens whose logits exist at once; 0: all. A chunk reaches `loss` as one sequence, [1, n, V]. Under tensor
-    parallelism the weight is a DTensor of [Shard(0)] and the hidden state has all tokens on every rank; the gradient of the
-    hidden state is then this rank's term of a sum over the ranks.
-    """
+    """The loss that models.contract.Head calls: hidden [B, T, C], weight [V, C], labels [B, T] -> loss sum, fp32 scalar. `chunk_tokens`:
+    tokens whose logits exist at once; 0: all. A chunk reaches `loss` as one sequence, [1, n, V]. Under tensor parallelism the weight is a
+    DTensor of [Shard(0)], and the gradient of the hidden state is this rank's term of a sum over the ranks."""
     wanted = compile.enable and "loss" in compile.components
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     by_parts: Callable[..., Tensor] | None = None
-    if loss_parallel and hasattr(loss, "of_part"):  # a LossByParts
+    if loss_parallel and hasattr(loss, "of_part"):  # as training/loss.py's
         by_parts = torch.compile(loss.of_part, backend=compile.backend) if wanted else loss.of_part
 
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -72,9 +56,8 @@ def head_loss(
 
 
 def equal_chunks(tokens: int, most: int) -> int:
-    """The size of the fewest equal chunks of up to `most` tokens, so that a compiled loss has one shape: `most` itself, a power of two on
-    CUDA, where it divides them. `most`, too, where equal ones would be more than twice as many, as with a prime number of tokens: the last
-    chunk is then smaller, and a compiled loss is compiled a second time, once for the whole run."""
+    """The size of the fewest equal chunks of up to `most` tokens, so that a compiled loss has one shape. `most`, where equal ones would be
+    more than twice as many: the last chunk is then smaller."""
     least = -(-tokens // most)
     return next((tokens // count for count in range(least, 2 * least + 1) if tokens % count == 0), most)
 

@@ -6,9 +6,8 @@
     cp            parts of every sequence
     tp            parts of every matrix
 
-FSDP shards over dp_shard and cp together: context-parallel ranks see other tokens of the same sequences, so to the parameters they
-are data parallel. Fault tolerance adds no axis here: replica groups are data parallel to each other outside of the mesh (ft/).
-"""
+FSDP shards over dp_shard and cp together: to the parameters, context-parallel ranks are data parallel. Fault tolerance adds no axis:
+replica groups are data parallel to each other outside of the mesh (ft/)."""
 
 from __future__ import annotations
 
@@ -128,7 +127,7 @@ class MeshCoordinate:
     tp_rank: int
 
     @cached_property
-    def counts(self) -> bool:
+    def counts_tokens(self) -> bool:
         """True when this rank is the one that counts what its sequences hold: several may see the same."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 

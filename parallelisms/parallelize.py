@@ -1,8 +1,5 @@
-"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context
-parallel, activation checkpoints, compile, master dtype, FSDP, materialise, initial values.
-
-`parallelize` always returns the same thing, so the training loop never asks how the model is laid out.
-"""
+"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context parallel, activation
+checkpoints, compile, master dtype, FSDP, materialise, initial values."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def parallelize(
     seed: int,
 ) -> Parallelized:
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
-    # Here and not above: they take half as long to import as torch, and checking the settings needs none of it.
+    # Here: they take half as long to import as torch, and checking the settings needs none of it.
     from parallelisms.context import apply_context_parallel
     from parallelisms.fsdp import apply_fsdp
     from parallelisms.loss import head_loss
@@ -56,7 +53,7 @@ def parallelize(
 
     config, compile = layout.parallelism, layout.compile
     parts = split(model, mesh[PP].get_local_rank(), config) if mesh[PP].size() > 1 else [model]
-    cut: Callable[[Tensor], Tensor] = nn.Identity()  # whole sequences
+    shard_sequence: Callable[[Tensor], Tensor] = nn.Identity()  # whole sequences
     for part in parts:
         if part.output is not None:
             by_parts = not config.disable_loss_parallel
@@ -67,7 +64,7 @@ def parallelize(
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
         if mesh[CP].size() > 1:
-            cut = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
+            shard_sequence = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
         apply_activation_checkpoint(part, layout.activation_checkpoint)
         if compile.enable and "model" in compile.components:
             for block in part.layers.values():
@@ -79,39 +76,39 @@ def parallelize(
         part.init_weights(seed)
         for buffer in part.buffers():  # offloading is for parameters alone
             buffer.data = buffer.data.to(device)
-    counts = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
+    adds_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
     if mesh[PP].size() > 1:
         return Pipeline(
             parts,
             mesh[PP],
             config,
-            cut,
-            counts=counts,
+            shard_sequence,
+            adds_loss=adds_loss,
             local_batch_size=local_batch_size,
             hidden_tokens=seq_len // (mesh[CP].size() * mesh[TP].size()),
             dtype=layout.precision.compute,
             device=device,
         )
-    return NoPipeline(parts, cut, counts=counts)
+    return NoPipeline(parts, shard_sequence, adds_loss=adds_loss)
 
 
 class NoPipeline:
     """A model without a pipeline: every rank holds all layers."""
 
-    def __init__(self, parts: list[Model], cut: Callable[[Tensor], Tensor], *, counts: bool) -> None:
-        """`cut` takes tokens [B, T] to this rank's part of them, along the sequence."""
-        self.parts, self.counts, self._cut = parts, counts, cut
+    def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, adds_loss: bool) -> None:
+        """`shard_sequence` takes tokens [B, T] to this rank's part of them, along the sequence."""
+        self.parts, self.adds_loss, self._shard_sequence = parts, adds_loss, shard_sequence
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
-        return loss_sum.detach() if self.counts else torch.zeros_like(loss_sum)
+        return loss_sum.detach() if self.adds_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         loss_sum = self._loss_sum(inputs, labels)
-        return loss_sum if self.counts else torch.zeros_like(loss_sum)
+        return loss_sum if self.adds_loss else torch.zeros_like(loss_sum)
 
     def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
         [model] = self.parts
-        return model(self._cut(inputs), labels=self._cut(labels))
+        return model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))

@@ -1,9 +1,8 @@
 """Pipeline parallelism: the layers one rank after the other, microbatches on their way through them.
 
 `split` makes the stages of this rank; once they are parallelized in every other way (parallelisms/parallelize.py), `Pipeline` runs
-the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The loss is computed by the head,
-in the last stage, so only hidden states [B, T, C] and their gradients travel, in the compute dtype.
-"""
+the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The head, in the last stage, computes
+the loss, so only hidden states [B, T, C] and their gradients travel, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -54,9 +53,9 @@ class Pipeline:
         parts: list[Model],
         mesh: DeviceMesh,
         config: ParallelismConfig,
-        cut: Callable[[Tensor], Tensor],
+        shard_sequence: Callable[[Tensor], Tensor],
         *,
-        counts: bool,
+        adds_loss: bool,
         local_batch_size: int,
         hidden_tokens: int,
         dtype: torch.dtype,
@@ -64,7 +63,7 @@ class Pipeline:
     ) -> None:
         """`hidden_tokens`: of the hidden state [B, T, C] that travels between stages, whose dtype is `dtype`."""
         self.parts = parts
-        self._mesh, self._cut, self._counts, self._device = mesh, cut, counts, device
+        self._mesh, self._shard_sequence, self._adds_loss, self._device = mesh, shard_sequence, adds_loss, device
         self._local_batch_size, self._microbatch_size = local_batch_size, config.pipeline_parallel_microbatch_size
         self._hidden = torch.empty(
             self._microbatch_size, hidden_tokens, parts[0].dim, dtype=dtype, device="meta", requires_grad=True
@@ -76,7 +75,7 @@ class Pipeline:
         self._training: _PipelineScheduleRuntime | None = None
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        inputs, labels = self._cut(inputs), self._cut(labels)
+        inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
         assert inputs.shape[0] == self._local_batch_size, "the table was made for this many microbatches"
         if self._training is None:
             self._training = self._runtime(inputs, self._table)
@@ -86,9 +85,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """For any number of microbatches. What the training keeps between steps is not touched: this has stages of its own, for one
-        call, over the same modules."""
-        inputs, labels = self._cut(inputs), self._cut(labels)
+        """For any number of microbatches, by stages of its own for one call, over the same modules."""
+        inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
         n_microbatches, rest = divmod(inputs.shape[0], self._microbatch_size)
         assert rest == 0, "whole microbatches"
         rows: Table = [
@@ -102,13 +100,13 @@ class Pipeline:
 
     def _share(self, losses: list[Tensor]) -> Tensor:
         """`losses`: one per microbatch where the last stage is, else none."""
-        if not (losses and self._counts):
+        if not (losses and self._adds_loss):
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """Builds the runner of the table on this rank, for batches that look like `tokens` [B, T]. Given its shapes, torch runs no forward
-        to find them out."""
+        """Builds torch's runtime of the table on this rank, for batches of the shape of `tokens` [B, T]. With the shapes of all stages
+        given, torch runs no forward to find them out."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [

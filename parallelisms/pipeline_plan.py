@@ -1,8 +1,7 @@
-"""Which modules make a stage, on which rank it lives, and what is asked of both before anything is started.
+"""The modules of each pipeline stage, its rank, and the checks of both before a process is started.
 
-configs/check.py calls `check_pipeline` before a process exists; parallelisms/pipeline.py builds what is planned here. A model is
-given by the names of its layers, since all else has one name in every model (models/contract.py).
-"""
+configs/check.py calls `check_pipeline`; parallelisms/pipeline.py builds the stages. A model is given by the names of its layers, since all
+else has one name in every model (models/contract.py)."""
 
 from __future__ import annotations
 
@@ -41,11 +40,8 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 
 def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list[str]]:
-    """The modules of each stage by name, in the order of the model.
-
-    By layer count, the embedding counts as so many blocks, norm and output as so many; every stage gets the same number or, the
-    first ones, one more.
-    """
+    """The modules of each stage by name, in the order of the model. By layer count, every stage gets the same number of blocks or, the
+    first ones, one more; pipeline_parallel_..._less_layers says for how many blocks embedding and head count."""
     if config.module_fqns_per_model_part:
         return [text.split() for text in config.module_fqns_per_model_part]
     blocks = [f"layers.{name}" for name in layers]
@@ -72,8 +68,7 @@ def stage_count(config: ParallelismConfig, n_layers: int) -> int:
 
 
 def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
-    """Each rank's stages, in the order of the layers: round after round; down and up again for a V; or as the CSV file says,
-    whatever `n_stages` is."""
+    """Each rank's stages, in the order of the layers: round after round; down and up again for a V; or as the CSV file says."""
     pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
         return stages_by_rank(read_csv(schedule))
@@ -98,8 +93,6 @@ def check_pipeline(
     config: ParallelismConfig, *, layers: Sequence[str], local_batch_size: int, compiled_blocks: bool
 ) -> None:
     """Raises ValueError ("section.key = value: ...") for a pipeline that could not run; `layers` by name, in order."""
-    if config.pipeline_parallel_degree == 1:
-        return
     _check_microbatches(config, local_batch_size)
     if path := config.pipeline_parallel_schedule_csv:  # readable, complete, free of deadlock
         n_microbatches = local_batch_size // config.pipeline_parallel_microbatch_size
@@ -119,7 +112,7 @@ def check_pipeline(
         why = f"{schedule_of(config)} computes the backward in two halves"
         if compiled_blocks:
             raise ValueError(
-                f"compile.enable = true: {why}, and a compiled block would compute all of it twice; nearest: false, or {_OTHER}"
+                f"compile.enable = true: {why}, and a compiled block would compute all of it twice; set it to false, or {_OTHER}"
             )
         if config.fsdp_reshard_after_forward == "always":
             raise ValueError(

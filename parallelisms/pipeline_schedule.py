@@ -1,9 +1,8 @@
 """The table of a pipeline schedule: which rank computes what, and when, from torch's schedules or a CSV file; its picture and its bubble.
 
 A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B the
-backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. What the picture shows
-is what parallelisms/pipeline.py runs. Needs no process group, and torch only to fill in the tables of its own schedules.
-"""
+backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. parallelisms/pipeline.py
+runs it. Needs no process group, and torch only for the tables of torch's own schedules."""
 
 from __future__ import annotations
 
@@ -42,10 +41,8 @@ Timeline = list[list[tuple[int, Action]]]  # by rank: the time slot in which eac
 
 
 def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
-    """The actions of a schedule by name, or of a CSV file by path; the numbers must be legal for it: parallelisms/pipeline_plan.py.
-
-    Raises ValueError for a file that cannot be read.
-    """
+    """The actions of a schedule by name, or of a CSV file by path; the numbers must be legal for it (parallelisms/pipeline_plan.py). Raises
+    ValueError for a file that cannot be read."""
     if schedule not in SCHEDULES:
         return read_csv(schedule)
     if schedule in ONE_STAGE:
@@ -168,8 +165,11 @@ def timeline(rows: Table) -> Timeline:
 
 def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
     """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
-    times = timeline(table(schedule, pp, n_stages, n_microbatches))
-    return 1 - sum(_LENGTH[action.kind] for row in times for _, action in row) / (pp * _slots(times))
+    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
+
+
+def _bubble(times: Timeline) -> float:
+    return 1 - sum(_LENGTH[action.kind] for row in times for _, action in row) / (len(times) * _slots(times))
 
 
 def _slots(times: Timeline) -> int:
@@ -192,7 +192,7 @@ def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
         cells = [[*row[:half], "...", *row[-half:]] for row in cells]
     kinds = {action.kind for row in times for _, action in row}
     legend = ", ".join(meaning for kind, meaning in _MEANING.items() if kind in kinds)
-    share = bubble(schedule, pp, n_stages, n_microbatches)
+    share = _bubble(times)
     return "\n".join(
         (
             f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",

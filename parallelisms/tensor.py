@@ -10,9 +10,8 @@ Korthikanti et al. 2022, arXiv 2205.05198). How each module is cut is data besid
     row         nn.Linear: some of the input features   all tokens, this rank's features    this rank's tokens
     head        Head: each rank has some rows           this rank's tokens, labels of all   the loss: parallelisms/loss.py
 
-Parameters become DTensors on the tp axis; FSDP adds its own axes later. What goes from a module to the next is a plain tensor, so
-attention and gate run as on one process, on some of the heads and features, and a pipeline hands on plain hidden states.
-"""
+Parameters become DTensors on the tp axis; FSDP adds its own axes later. Plain tensors go from a module to the next, so attention and gate
+run as on one process, on some of the heads and features."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ from parallelisms.mesh import Degrees
 
 
 class _Embedding(ParallelStyle):
-    """As torch's RowwiseParallel, but waits for what it returns: of a tensor that is still on its way a compiled block loses the
-    gradient, without a word (torch 2.13). And returns no view, of which FSDP, which hangs a hook on it, would warn."""
+    """As torch's RowwiseParallel, but waits for its output: a compiled block silently loses the gradient of a tensor that is still in
+    flight (torch 2.13). And returns no view, for FSDP, which registers a hook on it, would warn."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut_rows(module, device_mesh)
@@ -93,11 +92,9 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
 
 
 def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> None:
-    """Cuts the modules of `part`, a model or a stage of one on the meta device, over the tp axis `mesh`.
-
-    `overlap`: the compiler may fuse products with the collectives beside them (async tensor parallelism, Wang et al. 2023,
-    doi 10.1145/3567955.3567959). RuntimeError where the devices cannot reach each other's memory.
-    """
+    """Cuts the modules of `part`, a model or a stage of one on the meta device, over the tp axis `mesh`. `overlap`: the compiler may fuse
+    products with the collectives beside them (async tensor parallelism, Wang et al. 2023, doi 10.1145/3567955.3567959); RuntimeError where
+    the devices cannot reach each other's memory."""
     for name, module in list(part.named_modules()):
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 BLOCK_BYTES = 64 << 10  # of a file that is read from its end, at a time
-LOCK_S = 2.0  # who writes, and lives, holds a file for one write
+LOCK_S = 2.0  # a live writer locks a file for one write
 
 
 class AppendedFile:
@@ -22,11 +23,11 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.size_bytes = path, 0
-        self._open()
+        self.open()
 
-    def _open(self) -> None:
+    def open(self) -> None:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.look()
+        self.read_size()
 
     def append(self, piece: bytes) -> None:
         """Adds a piece, in one write where the system takes it whole."""
@@ -37,7 +38,7 @@ class AppendedFile:
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
-            with suppress(OSError):  # else whoever opens it next cuts it
+            with suppress(OSError):  # else the next one to open it cuts it
                 os.ftruncate(self._fd, self.size_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.size_bytes += len(piece)
@@ -49,32 +50,19 @@ class AppendedFile:
             self.size_bytes = end
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the file for this process alone, as far as the file system knows locks. Raises BlockingIOError where another keeps it."""
-        is_locked = self.hold()
-        try:
-            yield
-        finally:
-            if is_locked:
-                self.let_go()
-
-    def hold(self) -> bool:
-        """Locks it; False: the file system has no locks. Raises BlockingIOError where another process has not let go within LOCK_S."""
+    def held(self) -> Iterator[bool]:
+        """Locks the file for this process; False: the file system has no locks. Raises BlockingIOError where another process has not
+        released it within LOCK_S."""
         end_s = time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            except BlockingIOError as error:
-                if time.monotonic() >= end_s:
-                    raise BlockingIOError(error.errno, error.strerror, str(self.path)) from None
-            except OSError:
-                return False
+        while (is_locked := try_lock(self._fd)) is False:
+            if time.monotonic() >= end_s:
+                raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(self.path))
             time.sleep(0.02)
-
-    def let_go(self) -> None:
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        try:
+            yield bool(is_locked)
+        finally:
+            if is_locked and self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def replaced(self) -> bool:
         """True when another process has replaced the file, since it could not lock it (`replace_by_copy`)."""
@@ -86,8 +74,8 @@ class AppendedFile:
     def sync(self) -> None:
         os.fsync(self._fd)
 
-    def look(self) -> None:
-        """Takes the file's size as it is now for what was written."""
+    def read_size(self) -> None:
+        """Takes the file's size now as that of what was written."""
         self.size_bytes = os.fstat(self._fd).st_size
 
     def read(self, start: int, end: int) -> bytes:
@@ -98,6 +86,18 @@ class AppendedFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Locks an open file for this process, until its end at the latest. False: another process has it; None: the file system has no
+    locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP
+        return None
 
 
 def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
@@ -124,13 +124,13 @@ def sync_path(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Whoever opens `path` finds the old content or all of the new; not even a power cut leaves a part. Raises OSError."""
+    """Replaces the content in one instant, on the disk: not even a power cut leaves a part. Raises OSError."""
     with _replacement(path) as file:
         file.write(content)
 
 
 def replace_by_copy(path: Path, size_bytes: int) -> None:
-    """Replaces the file by a copy of its first bytes; whoever had it open has the old file. Raises OSError."""
+    """Replaces the file by a copy of its first bytes; a process that had it open keeps the old file. Raises OSError."""
     with path.open("rb") as source, _replacement(path) as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.truncate(size_bytes)
@@ -138,8 +138,8 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` at the end. Its name is nobody else's: in containers all processes have the same number, and a
-    rank's scribe and trainer note the same claim."""
+    """A file that takes the place of `path` at the end. Its name is unique: in containers all processes have the same number, and a rank's
+    scribe and trainer note the same lease."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:
@@ -148,30 +148,26 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        with suppress(OSError):  # on a full disk the piece that fitted is in everybody's way
+        with suppress(OSError):  # on a full disk the piece that fitted takes room
             temporary.unlink()
         raise
 
 
 class RunLock:
-    """Locks a run's folder: two starts at once would take each other's checkpoints for leftovers. Held until `close`, or to the
-    death of the process, however it dies. Raises ValueError if another has it."""
+    """Locks a run's folder, for two starts at once would take each other's checkpoints for leftovers, until `close` or the end of the
+    process. Raises ValueError if another has it."""
 
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = (run_folder / "lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if try_lock(self._file.fileno()) is False:  # without locks: better an unguarded run than none
             self._file.seek(0)
             owner = self._file.read().strip() or "another process"
             self._file.close()
             raise ValueError(
                 f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
                 "--job.name NAME"
-            ) from None
-        except OSError:  # a file system without locks: better an unguarded run than none
-            return
+            )
         with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}")

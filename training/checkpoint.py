@@ -1,8 +1,7 @@
 """Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
 
 Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_dcp.py moves states to files and back,
-checkpoint_files.py makes files appear at once or not at all. Of fault tolerance it knows the writer's lease alone; the
-ledger is one more state."""
+checkpoint_files.py makes files appear at once or not at all."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ from torch import nn
 
 from ft.materialise import materialise
 from training import checkpoint_files as files
-from training.checkpoint_files import FIGURES, CheckpointFailed, Damaged, FileRecord, Manifest
+from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.progress import BarLog, Clock
-from training.writer_lease import Alone, Aside, WriterLease
+from training.writer_lease import SoleWriter, UnsettledWriter, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
@@ -81,19 +80,14 @@ class CheckpointConfig:
     ] = False
 
     def check(self) -> None:
-        wishes = {
-            "initial_load_path": self.initial_load_path,
-            "load_only": self.load_only,
-            "create_seed_checkpoint": self.create_seed_checkpoint,
-        }
-        for key, value in wishes.items():
-            if value and not self.enable:
+        for key in ("initial_load_path", "load_only", "create_seed_checkpoint"):
+            if (value := getattr(self, key)) and not self.enable:
                 shown = "true" if value is True else f'"{value}"'
                 raise ValueError(f"checkpoint.{key} = {shown}: needs checkpoint.enable = true")
         if not self.folder.strip("/. "):
             raise ValueError(f'checkpoint.folder = "{self.folder}": must be a folder of its own; nearest: "checkpoint"')
         if self.create_seed_checkpoint and self.load_only:
-            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; nearest: false")
+            raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
             raise ValueError(
                 f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
@@ -110,10 +104,10 @@ class CheckpointConfig:
 
 
 class Checkpointer:
-    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one. Guarantees: a kill at
-    any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded (while verify_digests
-    holds); a run that has checkpoints never begins from nothing unasked; all ranks raise the same error. `states` must
-    contain "model", which exports and seeds save. Every method is called by all ranks."""
+    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one and calls every method.
+    Guarantees: a kill at any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded
+    (with verify_digests); a run that has checkpoints never begins from nothing unasked; all ranks raise the same error. `states` must
+    contain "model", which exports and seeds save."""
 
     def __init__(
         self,
@@ -123,19 +117,22 @@ class Checkpointer:
         *,
         log: BarLog,
         ranks: Ranks | None = None,
-        claim: WriterLease | None = None,
+        lease: WriterLease | None = None,
         clock: Clock = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`claim`: set where several groups share the folder: one saves at a time, and only that one removes leftovers, not one that
-        loads. `in_thread`: starts work that nobody waits for. `on_stage`: is told before a save makes its folder ("begin"),
-        writes its files ("write") and gives them their name ("publish"); of the first and the last on rank 0."""
+        """`lease`: set where several groups share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that
+        nobody waits for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes its files ("write") and gives the
+        folder its name ("publish", rank 0)."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._claim = claim or Alone()
-        self._ranks, self._in_thread, self._on_stage = ranks or Ranks(), in_thread or start_thread, on_stage
+        self._lease = lease or SoleWriter()
+        self._ranks, self._on_stage = ranks or Ranks(), on_stage
+        self._in_thread = in_thread or (
+            lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
+        )
         self._writes = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
@@ -156,17 +153,17 @@ class Checkpointer:
 
     def overdue(self, step: int) -> bool:
         """True on rank 0, after `step`, when a save that was due is missing: it failed RETRY_S ago, or the group that was to make it died.
-        The caller tells the other ranks, as all save at the same step. Waits for no storage."""
+        Waits for no storage."""
         if not self._writes or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
             return True
-        has_role, had_role = self._claim.has_role, self._had_role
+        has_role, had_role = self._lease.has_role, self._had_role
         if self._failed_at is not None:
             return has_role and self._clock() - self._failed_at >= RETRY_S
         self._had_role = has_role
-        if has_role and not had_role and self._claim.shared:
-            self._in_thread(self._look)
+        if has_role and not had_role and self._lease.shared:
+            self._in_thread(self._find_newest)
         if self._found_step is None or not has_role:
             return False
         found, self._found_step = self._found_step, None
@@ -184,16 +181,16 @@ class Checkpointer:
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
-        Not `settled`: this group goes, and others may have another history of the step (Aside); nothing can be saved after it. Does nothing
-        when checkpoints are off or hold this step already, or another group saves. In an async mode all but the last is written in the
-        background; what fails there is raised by the next `save`, `wait` or `close`. Raises CheckpointFailed."""
+        Not `settled`: see UnsettledWriter; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
+        or another group saves. In an async mode all but the last is written in the background; a failure there is raised by the next
+        `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # unless it succeeds
         self.wait()
         alone = last and self._config.last_save_model_only
         if self._writes and (alone or step != self._held_step):
             if not settled:
-                self._claim = Aside()
+                self._lease = UnsettledWriter()
             if alone:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
@@ -208,19 +205,18 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: what gives the values of a model on the meta
-        device, one tensor at a time."""
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.Streamed."""
         self.wait()
-        self._claim = Alone()  # no quorum is needed to write it
+        self._lease = SoleWriter()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
-        go on from; None: the run begins (with another run's weights, maybe). Raises ValueError for what the user must change,
-        CheckpointFailed when there are checkpoints and none is whole."""
+        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed when none of its checkpoints
+        is whole."""
         if not self._config.enable:
             return None
-        if not self._config.load_only and not self._claim.shared:
+        if not self._config.load_only and not self._lease.shared:
             self._ranks.first(self._tidy)
         steps = self._ranks.first(self._own_steps)
         if self._config.create_seed_checkpoint:
@@ -249,14 +245,13 @@ class Checkpointer:
         return self._ranks.first(lambda: files.newest(self.folder))
 
     def wait(self) -> None:
-        """Returns when nothing is being written, however long that takes: a disk's time has no bound, and waiting for other ranks has one
-        of its own. Raises what a save in the background failed with, once."""
+        """Returns when nothing is being written, however long that takes. Raises the failure of a save in the background, once."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
             saving.result()
 
     def close(self) -> None:
-        """Waits like `wait`, and raises like it; then nothing can be saved any more. May be called twice."""
+        """As `wait`; then nothing can be saved any more. May be called twice."""
         try:
             self.wait()
         finally:
@@ -269,7 +264,7 @@ class Checkpointer:
         return {name: values for name, state in self._states.items() if (values := state.state_dict())}
 
     def _prepared(self) -> tuple[DefaultStager, ThreadPoolExecutor]:
-        """Memory and a thread for saves in the background. The interpreter waits for the thread at exit."""
+        """Memory and a thread for saves in the background."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self._stager is None or self._background is None:
@@ -282,16 +277,16 @@ class Checkpointer:
         return self._stager, self._background
 
     def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: Streamed | None = None) -> None:
-        """One save from begin to end. In the background too: its process group is used by nobody else meanwhile."""
+        """One save from begin to end, in the background too."""
         from training import checkpoint_dcp as dcp
 
-        began, claim = time.perf_counter(), self._claim
+        began, lease = time.perf_counter(), self._lease
 
         def begin() -> Path | None:
-            if not claim.take():  # reads a file: not before, in the step's own thread
+            if not lease.acquire():  # reads a file: not before, in the step's own thread
                 return None
             self._on_stage("begin")
-            return files.begin(self.folder, step, claim.name)
+            return files.begin(self.folder, step, lease.name)
 
         try:
             partial = self._ranks.first(begin)
@@ -311,19 +306,19 @@ class Checkpointer:
         if kind == "full":
             self._held_step = step
         self._damaged.pop(step, None)
-        what = ", the weights alone," if kind != "full" else "" if claim.settled else ", unsettled,"
+        what = ", the weights alone," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
 
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
-        """Rank 0: publishes what all have written and returns its bytes, or takes it back and raises CheckpointFailed. None: a writer that
-        came after this one has cleared it away, or has saved as much."""
-        claim, records = self._claim, tuple(record for report in reports for record in report.records)
-        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, claim.settled)
+        """Rank 0: publishes the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. None: a later
+        writer has removed them, or has saved as much."""
+        lease, records = self._lease, tuple(record for report in reports for record in report.records)
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
 
         def is_late() -> bool:
             """Another group saves by now, and has saved this step, or a later one."""
-            return claim.is_over() and self._newest() >= step
+            return lease.has_expired() and self._newest() >= step
 
         try:
             if problems := sorted((report for report in reports if report.problem), key=lambda report: not report.own):
@@ -331,9 +326,9 @@ class Checkpointer:
             if is_late():
                 raise OSError("another has saved")
             self._on_stage("publish")
-            files.publish(self.folder, manifest, claim.name)
+            files.publish(self.folder, manifest, lease.name)
         except OSError as error:
-            files.discard(self.folder, step, claim.name)
+            files.discard(self.folder, step, lease.name)
             with suppress(OSError):  # failing storage may not be able to tell which group is the writer, either
                 if is_late():
                     return None
@@ -344,15 +339,15 @@ class Checkpointer:
             files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=self._damaged.keys() - {step})
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
-        if claim.shared:
+        if lease.shared:
             self._tidy(until=step)
         return manifest.size_bytes
 
     def _tidy(self, until: int | None = None) -> None:
-        """Rank 0: clears away what a killed process left. until: only of steps up to this one, which has been saved, and of no newer
-        writer: another group may be at work there."""
+        """Rank 0: removes the leftovers of a killed process. `until`: only of steps up to this one, for another group may be at work
+        there."""
         try:
-            notes = files.tidy(self.folder, until, self._claim.clears)
+            notes = files.tidy(self.folder, until, self._lease.may_remove)
         except OSError as error:
             notes = [f"could not clear away what was left ({files.reason(error)})"]
         if notes:
@@ -362,7 +357,7 @@ class Checkpointer:
         """Newest step of all that were saved, the weights alone, too; 0: none."""
         return max(files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
 
-    def _look(self) -> None:
+    def _find_newest(self) -> None:
         self._found_step = self._newest()
 
     # ------------------------------------------------------------------------------------------------ loading
@@ -426,16 +421,17 @@ class Checkpointer:
         whole = isinstance(found, Manifest) and found.kind == "full"
         if not config.initial_load_model_only and not whole and not isinstance(found, str):
             raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
-        whole_run = tuple(name for name in self._states if name != FIGURES)  # another run's files are not this one's
-        names = ("model",) if config.initial_load_model_only else whole_run
+        names = ["model"]
+        if not config.initial_load_model_only:
+            names = [name for name in self._states if name != METRICS_STATE]  # another run's files are not this one's
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
 
     def _restore(self, path: Path, found: Manifest | str | None, names: Sequence[str], *, initial: str = "") -> str:
-        """Verifies a checkpoint and reads the states `names` from it, by name and size. `found`: see `survey`; None: there is nothing to
-        verify. `initial`: the setting that asked for it, where it is not this run's own checkpoint: then dtypes may differ, and it may hold
-        other states. Returns why it cannot be read, or "", on all ranks. Raises ValueError where it does not fit."""
+        """Verifies a checkpoint and reads the states `names` from it, by name and size. `found`: see `survey`; None: it has no manifest.
+        `initial`: the setting that asked for another run's checkpoint, which may have other dtypes and states. Returns why it cannot be
+        read, or "", on all ranks. Raises ValueError where it does not fit."""
         from training import checkpoint_dcp as dcp
 
         if isinstance(found, str):
@@ -459,18 +455,18 @@ class Checkpointer:
             return problem
         wanted = {*names, *(found.states if found is not None and not initial else ())}
         exclude = config.exclude_from_loading if initial else ()
-        fit = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        everywhere = set.intersection(*ranks.gather(fit.unknown))  # a rank may hold a part of the model only
+        filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
+        everywhere = set.intersection(*ranks.gather(unknown))  # a rank may hold a part of the model only
         # once each: ranks that hold parts of one tensor say the same of it
-        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(fit.misfits) for misfit in listed))
+        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(unfit) for misfit in listed))
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
             request = initial or f'checkpoint.folder = "{config.folder}": {path}'
             raise ValueError(f"{request}: does not fit this run: {'; '.join(misfits[:3])}{more}")
-        if problem := dcp.read(fit.states, path, group=ranks.group):
+        if problem := dcp.read(filled, path, group=ranks.group):
             return problem
-        for name, values in fit.states.items():
+        for name, values in filled.items():
             stateful[name].load_state_dict(values)
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
@@ -478,8 +474,7 @@ class Checkpointer:
         return ""
 
     def _warn(self, message: str, *args: object) -> None:
-        """Warns once, on rank 0, of something that all ranks know."""
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0:  # all ranks know it
             self._log.warning(message, *args)
 
 
@@ -493,8 +488,8 @@ class SaveReport:
 
 
 class Ranks:
-    """Agreement between the ranks, over a gloo group of its own, which DCP's collectives use, too: a save in the background must not meet
-    training. `timeout`: how long a rank waits for the slowest one's files."""
+    """Agreement between the ranks, over a gloo group of its own, apart from training's collectives; DCP uses it, too. `timeout`: how long a
+    rank waits for the slowest one's files."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -528,11 +523,6 @@ class Ranks:
             raise outcome[1]
         result: T = outcome[0]
         return result
-
-
-def start_thread(work: Callable[[], None]) -> None:
-    """Starts a thread that nobody waits for, not even at the end: slow storage holds up no step."""
-    threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
 
 
 def survey(path: Path) -> Manifest | str:
@@ -583,21 +573,17 @@ class ModelState:
 
 class OptimizerState:
     """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
-    flattened optimizer state dicts, without its restrictions: one optimizer may span several model parts, a part may have several
-    optimizers. Which kernel does the update (fused, foreach, ...) is the machine's business: neither saved nor restored."""
+    flattened optimizer state dicts; but the optimizer may span several model parts."""
 
+    # which kernel does the update is the machine's business
     _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
-    def __init__(
-        self, parts: Sequence[nn.Module], optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._parts = parts
-        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+        self._parts, self._optimizer = parts, optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
-        for optimizer in self._optimizers:
-            materialise(optimizer)
+        materialise(self._optimizer)
         entries: dict[str, Any] = {}
         for name, group, state in self._walk():
             entries.update({f"state.{name}.{key}": value for key, value in state.items()})
@@ -606,7 +592,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what is there; names that are missing stay as they are."""
+        """As ModelState's."""
         for name, group, own in self._walk():
             for target, prefix in ((own, "state"), (group, "param_groups")):
                 for key in target.keys() - self._NOT_STATE:
@@ -618,13 +604,12 @@ class OptimizerState:
                         target[key].copy_(state[full])
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """For every parameter that is optimized: its name, its group, its state."""
+        """Name, group and state of every parameter that is optimized."""
         names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    # optimizer.state is a defaultdict: looking up would make an entry
-                    yield names[parameter], group, optimizer.state.get(parameter, {})
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                # optimizer.state is a defaultdict: looking up would make an entry
+                yield names[parameter], group, self._optimizer.state.get(parameter, {})
 
 
 def plain_name(name: str) -> str:

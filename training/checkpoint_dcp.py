@@ -1,7 +1,7 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
-What it writes is an ordinary DCP checkpoint, which any reader of DCP loads in any
-layout. A separate module because DCP takes a second to import, which checking a configuration must not cost.
+The files are an ordinary DCP checkpoint. A separate module because DCP takes a second to import, which checking a configuration must
+not cost.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from io import BufferedWriter, FileIO
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, cast
@@ -35,39 +36,37 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from training.checkpoint_files import FIGURES, Digest, FileRecord
+from training.checkpoint_files import METRICS_STATE, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
-_OPTIONAL = ("optimizer.param_groups.", f"{FIGURES}.")  # may be missing here or there
-_ASIDE_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
-
-
+_OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing here or there
+_HASHED_IN_THREAD_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
 # A reader loads every chunk that it needs a piece of, whole. Of a tensor of gigabytes in one chunk, each of a thousand
 # ranks would read all of it.
 CHUNK_BYTES = 64 << 20
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank could not write its share; the message is what it said."""
+    """Another rank could not write its share; the message is its error's."""
 
 
 def write(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
-    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others OtherRankFailed.
-    `planner`: makes the values of states on the meta device."""
+    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others
+    OtherRankFailed."""
     _quiet()
     writer = OneAtATime(path) if isinstance(planner, Streamed) else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # of the zip format: no reader of torch checks them
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as aside:
-            writer.fs = file_system = _DigestingFileSystem(aside)
+        with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as digester:
+            writer.fs = file_system = _DigestingFileSystem(digester)
             save(dict(states), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     except CheckpointException as failure:
-        # What torch.save makes of a failed write is a RuntimeError about its own file position; the cause was kept.
+        # torch.save turns a failed write into a RuntimeError about its own file position
         own, _ = failure.failures.get(dist.get_rank(group) if group is not None else 0, (None, None))
         cause = file_system.failure or (own if isinstance(own, OSError) else None)
         raise cause or OtherRankFailed(_first_failure(failure)) from None
@@ -79,9 +78,8 @@ def write(
 def read(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
-    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced. Every name must be in
-    the checkpoint with the same size: ask `fit` first. Returns "", or why a rank could not read its part (the same on all ranks of
-    `group`); the states are then a mixture. `reader`: of `path`, where one is at hand."""
+    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced. `fit` must have found
+    every name. Returns "", or why a rank could not read its part (the same on all ranks of `group`); the states are then a mixture."""
     _quiet()
     try:
         load(dict(states), storage_reader=reader or FileSystemReader(path), process_group=group, no_dist=group is None)
@@ -95,47 +93,47 @@ def read_metadata(path: Path) -> Metadata:
     return FileSystemReader(path).read_metadata()
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The part of some states that a checkpoint can fill."""
-
-    states: States  # to be given to `read`
-    misfits: list[str]  # one phrase for each name that cannot be filled
-    unknown: set[str]  # names of the checkpoint that these states do not have
-
-
-def fit(states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool) -> Fit:
-    """Compares names and sizes (`exact`: dtypes too) of `states` with the part of the checkpoint that `wanted` names. Names that are, or
-    begin with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings
-    of the optimizer that another version of torch does not know and figures of groups may be missing."""
+def fit(
+    states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
+) -> tuple[States, list[str], set[str]]:
+    """Returns the states that the checkpoint can fill, for `read`; a phrase for each name that cannot be filled; and the names that the
+    checkpoint alone has. Compares names and sizes (`exact`: dtypes too) with those of the states in `wanted`. Names that are, or begin
+    with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings of
+    the optimizer that another version of torch does not know and the metrics of groups may be missing."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
-    misfits = [f'exclude_from_loading: no name begins with "{part}"' for part in exclude if not _begin(saved, part)]
-    saved = {name: value for name, value in saved.items() if not any(_begins(name, part) for part in exclude)}
-    optional = {
-        name
-        for name in _flat(states).keys() - saved.keys()
-        if name.startswith(_OPTIONAL)
-        or (name.startswith("optimizer.state.") and not _begin(saved, name.rpartition(".")[0]))
-    }
-    states = {
+    misfits = [
+        f'exclude_from_loading: no name begins with "{prefix}"'
+        for prefix in exclude
+        if not any(_has_prefix(name, [prefix]) for name in saved)
+    ]
+    saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
+    with_state = {name.rpartition(".")[0] for name in saved}
+
+    def may_be_missing(name: str) -> bool:
+        unmade = name.startswith("optimizer.state.") and name.rpartition(".")[0] not in with_state
+        return name not in saved and (name.startswith(_OPTIONAL) or unmade)
+
+    wanted_states = {
         state: {
             key: value
             for key, value in values.items()
-            if (name := f"{state}.{key}") not in optional and not any(_begins(name, part) for part in exclude)
+            if not may_be_missing(name := f"{state}.{key}") and not _has_prefix(name, exclude)
         }
         for state, values in states.items()
     }
-    states = {state: values for state, values in states.items() if values}
-    present = _flat(states)
+    states = {state: values for state, values in wanted_states.items() if values}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(states))
+    present = dict(planner.state_dict)  # under the joined names that DCP saves them by
     misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
     unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
-    return Fit(states, misfits, unknown)
+    return states, misfits, unknown
 
 
 class Streamed(DefaultSavePlanner):
     """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives the values;
-    it is called once for each name, when DCP comes to write it, and by then the tensor before has been let go. `written(count)` is told the
-    bytes of each chunk that is done."""
+    it is called once for each name, when DCP writes it, and by then the tensor before has been freed. `written` gets the bytes of each
+    chunk that is done."""
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class Streamed(DefaultSavePlanner):
 
 
 class OneAtATime(FileSystemWriter):
-    """DCP's own writer, and its file format, but for one thing: that one keeps each tensor until the file is complete."""
+    """DCP's writer and file format; but DCP's own keeps each tensor until the file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -188,20 +186,19 @@ class OneAtATime(FileSystemWriter):
 
 
 class _DigestingFileSystem(FileSystem):
-    """DCP's file system for one save: hashes what passes, `aside` where that pays, and keeps the cause of a failure."""
+    """DCP's file system for one save: hashes the bytes written, and keeps the cause of a failure."""
 
-    def __init__(self, aside: ThreadPoolExecutor) -> None:
+    def __init__(self, digester: ThreadPoolExecutor) -> None:
         self.records: dict[str, FileRecord] = {}
         self.failure: OSError | None = None
-        self._aside = aside
+        self._digester = digester
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", "made for one save; reading needs no digests"
         name = Path(path).name
         try:
-            with Path(path).open(mode) as raw:
-                stream = DigestingStream(raw, self._aside)
+            with DigestingStream(Path(path), self._digester) as stream:
                 yield stream
                 self.records[name] = stream.digest.record(name)
         except OSError as error:
@@ -216,37 +213,27 @@ class _DigestingFileSystem(FileSystem):
         self.records[name] = replace(record, name=name)
 
 
-class DigestingStream:
-    """The part of a binary file that DCP uses."""
+class DigestingStream(BufferedWriter):
+    """A new file that hashes what is written to it."""
 
-    def __init__(self, raw: IO[bytes], aside: ThreadPoolExecutor) -> None:
-        self._raw = raw
-        self._aside = aside
-        self.digest = Digest()
+    def __init__(self, path: Path, digester: ThreadPoolExecutor) -> None:
+        super().__init__(FileIO(path, "wb"))
+        self._digester, self.digest = digester, Digest()
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) < _ASIDE_BYTES:
+        if len(view) < _HASHED_IN_THREAD_BYTES:
             self.digest.update(view)
-            return self._raw.write(view)
-        hashed = self._aside.submit(self.digest.update, view)  # both let go of the interpreter's lock
+            return super().write(view)
+        hashed = self._digester.submit(self.digest.update, view)  # both release the interpreter's lock
         try:
-            return self._raw.write(view)
+            return super().write(view)
         finally:
             hashed.result()
 
-    def tell(self) -> int:
-        return self._raw.tell()
-
     def fileno(self) -> int:
-        self._raw.flush()  # whoever asks is about to fsync
-        return self._raw.fileno()
-
-    def flush(self) -> None:
-        self._raw.flush()
-
-    def close(self) -> None:
-        self._raw.close()
+        self.flush()  # DCP asks before it fsyncs
+        return super().fileno()
 
 
 def _parts(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:
@@ -270,19 +257,9 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def _flat(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The states under the joined names that DCP saves them by."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(states))
-    return dict(planner.state_dict)
-
-
-def _begins(name: str, part: str) -> bool:
-    return name == part or name.startswith(part.rstrip(".") + ".")
-
-
-def _begin(names: Iterable[str], part: str) -> bool:
-    return any(_begins(name, part) for name in names)
+def _has_prefix(name: str, prefixes: Iterable[str]) -> bool:
+    """True when the name is one of the prefixes or lies below it."""
+    return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
 
 
 def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:

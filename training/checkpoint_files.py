@@ -1,7 +1,7 @@
 """Checkpoint folders: what lies in one, whether it is whole, and how it appears and goes in one instant.
 
-Flow: train.py -> checkpoint.py (when, and which states) -> checkpoint_dcp.py (tensors to files) -> this file. Knows
-files only: no torch, no process group. What changes a folder is called by one rank, what reads it by any.
+Flow: train.py -> checkpoint.py (when, and which states) -> checkpoint_dcp.py (tensors to files) -> this file. No torch, no process
+group: one rank calls the functions that change a folder, any rank those that read.
 
     <run>/checkpoint/step-40/            whole, else it would not have this name
         __0_0.distcp, ..., .metadata     DCP's files
@@ -9,11 +9,9 @@ files only: no torch, no process group. What changes a folder is called by one r
     <run>/checkpoint/step-50.partial/    being written or being removed; after a kill, left over
     <run>/checkpoint/step-50.replaced/   the earlier step-50, for the moment between two renames
 
-Of several groups each gives what it writes a name of its own (step-50.partial-QUORUM): one that was stopped, and wakes in the middle of a
-save, meets nobody else's files.
-
-Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves the old
-state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself).
+With several groups the writer's name is added (step-50.partial-QUORUM): a group that was stopped, and wakes in the middle of a save,
+touches nobody else's files. Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves
+the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself).
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -35,7 +32,7 @@ import numpy as np
 from training.appended import sync_path
 
 MANIFEST = "manifest.json"
-FIGURES = "figures"  # what metrics_writer.py remembers of this run's own files; only groups that share a run have it
+METRICS_STATE = "figures"  # the state of metrics_writer.py; only groups that share a run have it
 FORMAT = 1  # of the manifest; a number this code does not know is refused
 SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks and to say where the damage is
 _CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
@@ -63,8 +60,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: saved
-    by a group that was stopped while it waited for others, whose history of this step may differ."""
+    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: see
+    writer_lease.UnsettledWriter."""
 
     step: int
     kind: str
@@ -92,12 +89,9 @@ class Manifest:
                 raise Damaged(f"{MANIFEST}: format {body['format']}, this version reads {FORMAT}")
             if body.pop("checksum") != checksum(body):
                 raise Damaged(f"{MANIFEST}: checksum mismatch")
-            files = tuple(
-                FileRecord(file["name"], file["size_bytes"], tuple(file["digests"])) for file in body["files"]
-            )
-            body = {**body, "states": tuple(body["states"]), "files": files}
             del body["format"]
-            return Manifest(**body)
+            files = tuple(FileRecord(**{**file, "digests": tuple(file["digests"])}) for file in body["files"])
+            return Manifest(**{**body, "states": tuple(body["states"]), "files": files})
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from None
 
@@ -108,13 +102,10 @@ class Digest:
     any other is missed with a chance of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
-        self._words = np.zeros(_CHUNK_BYTES // 8, dtype="<u8")
+        self._words, self._weights = np.zeros(_CHUNK_BYTES // 8, dtype="<u8"), _weights()
         self._bytes = self._words.view(np.uint8)
-        self._filled = 0
-        self._weights = _weights()
-        self._values: list[bytes] = []
-        self._size_bytes = 0
-        self._digests: list[str] = []
+        self._filled = self._size_bytes = 0
+        self._values, self._digests = list[bytes](), list[str]()
 
     def update(self, data: memoryview) -> None:
         """The stream's next bytes, in pieces of any length; the digests do not depend on where they are cut."""
@@ -167,8 +158,8 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, with the lengths they were written with. Raises Damaged. Reads no file's
-    content: `verify` does. An OSError is the cause of what is raised where storage fails."""
+    """The manifest of a checkpoint whose files are all there with the right lengths; `verify` reads their contents. Raises Damaged, with an
+    OSError as its cause where storage fails."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -190,8 +181,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference. The work can be
-    split: each of `shares` callers reads every `shares`-th segment."""
+    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference. Each of `shares`
+    callers reads every `shares`-th segment."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for file, index in islice(segments, share, None, shares):
@@ -211,35 +202,31 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
-    """An empty folder to write a checkpoint of `step` into; what an earlier failed save left of it is removed. `name`: the writer's. Raises
-    OSError."""
+    """An empty folder to write a checkpoint of `step` into; leftovers of an earlier failed save are removed. `name`: the writer's."""
     partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
         sync_path(folder.parent)
     if replaced.exists() and not final.exists():
         replaced.rename(final)
-    for leftover in (partial, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    for leftover in filter(Path.exists, (partial, replaced)):
+        shutil.rmtree(leftover)
     partial.mkdir()
     return partial
 
 
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
-    """Gives the folder that `begin` made its final name. From here on the checkpoint exists. Raises OSError. The files must be on the disk
-    already. A checkpoint of the same step is replaced, at no instant are both gone; but one that is not settled replaces none."""
+    """Gives the folder that `begin` made, with its files on the disk, its final name. A checkpoint of the same step is replaced, at no
+    instant are both gone; but one that is not settled replaces none. Raises OSError."""
     partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
             raise OSError(
                 f"{file.name}, which another rank wrote, is not in {partial}: do all nodes share this folder?"
             )
-    with (partial / MANIFEST).open("w") as stream:
-        stream.write(manifest.to_json())
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_path(partial)
+    (partial / MANIFEST).write_text(manifest.to_json())
+    for path in (partial / MANIFEST, partial):
+        sync_path(path)
     replaced = _replaced(folder, manifest.step)
     if manifest.settled and final.exists():
         final.rename(replaced)
@@ -254,29 +241,18 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     return final
 
 
-def remove(folder: Path, step: int) -> None:
-    """Removes a checkpoint, published or not. Under its own name it is whole until it is gone. Raises OSError."""
-    partial, final = _partial(folder, step), step_folder(folder, step)
-    if final.exists():
-        if partial.exists():
-            shutil.rmtree(partial)
-        final.rename(partial)
-    if partial.exists():
-        shutil.rmtree(partial)
-
-
 def discard(folder: Path, step: int, name: str = "") -> None:
-    """Frees what a failed save has written, as far as that is possible; never raises."""
+    """Removes the files of a failed save, as far as that is possible; never raises."""
     shutil.rmtree(_partial(folder, step, name), ignore_errors=True)
 
 
-def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Clears away what a killed process left, of steps up to `until` (None: all) and of writers whose name `clears`, and returns one phrase
-    for each. To be called while nobody writes those. Raises OSError."""
+def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], bool] = lambda name: True) -> list[str]:
+    """Removes the leftovers of a killed process, of steps up to `until` (None: all) and of writers whose name `may_remove` accepts, and
+    returns one phrase for each. To be called while nobody writes those. Raises OSError."""
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
-        if match is None or (until is not None and int(match[1]) > until) or not clears(match[3] or ""):
+        if match is None or (until is not None and int(match[1]) > until) or not may_remove(match[3] or ""):
             continue
         final = step_folder(folder, int(match[1]))
         if match[2] == "replaced" and not final.exists():
@@ -290,16 +266,17 @@ def tidy(folder: Path, until: int | None = None, clears: Callable[[str], bool] =
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
     """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed. Raises OSError. Never
-    removes `written` (the one just published), a newer one, a folder that has no manifest (not ours), or a checkpoint of the model alone
-    (made on purpose). Those in `damaged` do not count as whole."""
+    removes `written` (the one just published), a newer one, a folder without a manifest, or a checkpoint of the model alone. Those in
+    `damaged` do not count as whole."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
     whole = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
     oldest_kept = min([*whole[-keep:], written])
     doomed = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
-    for step in doomed:
-        remove(folder, step)
+    for step in doomed:  # under its own name each is whole until it is gone
+        discard(folder, step)
+        shutil.rmtree(step_folder(folder, step).rename(_partial(folder, step)))
     return doomed
 
 

@@ -23,9 +23,9 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
-from training.checkpoint import FIGURES, Checkpointer, ModelState, OptimizerState
-from training.data.dataset import DataState, open_data
-from training.data.loader import Cut
+from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState
+from training.data.dataset import open_data
+from training.data.loader import MicrobatchSampler
 from training.drill import Corruption
 from training.log import Log
 from training.loss import cross_entropy_sum
@@ -45,9 +45,7 @@ from training.writer_lease import WriterLease
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
-TRACES = (
-    "comm_traces"  # of collectives before a hang, by the flight recorder; inside the folder of the run, or of its group
-)
+TRACES = "comm_traces"  # of collectives before a hang, by the flight recorder; in the folder of the run, or its group
 
 
 class Components:
@@ -96,7 +94,7 @@ class Components:
         self.log.info("data      %s", self.data.summary())
         open_loader = partial(
             self.data.loader,
-            cut=Cut(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
+            sampler=MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
             pin_memory=world.device.differences.pins_batches,
         )
         self.loader = self.cleanup.enter_context(closing(open_loader("train")))
@@ -180,7 +178,7 @@ class Components:
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,  # step, commit ids and ledger of the data; the key is the checkpoint format's
             "meter": self.meter,
-            "data": DataState(self.data),
+            "data": self.data,
             "loader": self.loader,
         }
         metrics = config.metrics
@@ -193,30 +191,26 @@ class Components:
         )
         writer = LeaderMetricsWriter(folder, lambda: self.manager.writes, sinks, self.scribe, shared=shared)
         if shared:
-            states[FIGURES] = writer
-        for name in (*self.HEALED, "meter", *([FIGURES] if shared else [])):  # what a group that heals receives
+            states[METRICS_STATE] = writer
+        for name in (*self.HEALED, "meter", *([METRICS_STATE] if shared else [])):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
-        claim = WriterLease(folder, lambda: self.manager.writes) if shared else None
+        lease = WriterLease(folder, lambda: self.manager.writes) if shared else None
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, claim=claim))
+            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, lease=lease))
         )
         self.saver = Saver(
             self.checkpointer,
             self.manager,
             self.progress,
             sync=self.meter.sync,
-            tell=self.report_storage if first else lambda words: None,
-            say=self.log.info,
+            report=self.report_storage if first else lambda words: None,
+            info=self.log.info,
         )
-        self.exported = (
-            self.checkpointer.exported_step() or 0
-        )  # a finished run may have kept its exported weights alone
+        self.exported = self.checkpointer.exported_step() or 0  # a finished run may have exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
-        if not (
-            finished or healed
-        ):  # with replica groups another group sends the state, or the manager calls `restore`
+        if not (finished or healed):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
@@ -228,7 +222,7 @@ class Components:
         return {"model": ModelState(self.model.parts)}
 
     def restore(self) -> None:
-        """Loads the newest checkpoint: no group holds a state, so there is none to heal from. Raises BadInput."""
+        """Loads the newest checkpoint, where no group has a state to heal from. Raises BadInput."""
         with self.progress.phase("checkpoint"):
             try:
                 self.checkpointer.load()
@@ -236,7 +230,7 @@ class Components:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
     def report_storage(self, words: str) -> None:
-        """Reports trouble with files, and its end: log, events, live page. Called in the scribe's thread, mostly."""
+        """Reports trouble with files, and its end: log, events, live page. Called mostly in the scribe's thread."""
         self.log.warning("storage: %s", words)
         self.events("storage", self.log.step or 0, words=words)
         if hasattr(self, "manager"):  # else it has yet to be made

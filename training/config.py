@@ -1,5 +1,4 @@
-"""The [training] section: what a step eats and how long it goes on; and the check for optional packages. Imports nothing of ours, so that
-everyone may read it."""
+"""The [training] section, and the check for optional packages. Imports no other module of the repository."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class TrainingConfig:
 
 
 def need(package: str, *, extra: str, setting: str) -> None:
-    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed. `extra` is the name under
-    [project.optional-dependencies] in pyproject.toml."""
+    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed. `extra`: of pyproject.toml."""
     if find_spec(package) is None:
         raise ValueError(
             f"{setting}: needs the package {package}, which is not installed; "

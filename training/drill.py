@@ -1,9 +1,9 @@
-"""Faults that nobody can do to a trainer from outside, when somebody asks for them: one bit of one weight flips in memory, which only a
-comparison of weights finds; and the main thread sleeps for ever, while all other threads, and the group's server, go on.
+"""Faults inside a trainer, for bench/ and tests: one bit of one weight flips in memory, which only a comparison of weights finds; and the
+main thread sleeps for ever, while all other threads, and the group's server, go on.
 
-Of no use but to bench/ and tests: nothing of it is there without PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in
-group <id>, write the number of one of its ranks ("0") into <run>/groups/<id>/corrupt, whole at once (write another file, rename it). That
-rank flips the bit at the next step's boundary and removes the file: it is done when the file is gone. The same with the file "hang"."""
+They need PHAROS_DRILL=1 in a rank's environment. Then, to flip a bit in group <id>, write the number of one of its ranks ("0") into
+<run>/groups/<id>/corrupt in one instant (write another file, rename it). That rank flips the bit after the current step and removes the
+file. The same with the file "hang"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDER, HANG = "corrupt", "hang"  # the files
 
 
 class Corruption:
-    """The faults of one rank. `folder`: its group's own; `group_rank`: its number there. `weights`: the model's."""
+    """The faults of one rank. `folder`: its group's; `group_rank`: its number there."""
 
     def __init__(self, folder: Path, group_rank: int, weights: Iterable[Tensor], *, enabled: bool, log: Log) -> None:
         self._folder, self._rank, self._weights = folder, str(group_rank), weights
@@ -52,8 +52,7 @@ class Corruption:
 
 
 def flip_bit(shard: Tensor) -> None:
-    """Flips a bit in the middle of the mantissa of the element of largest magnitude: too little to be seen in a loss, too much to be
-    rounded away by the steps that follow."""
+    """Flips a bit in the middle of the mantissa of the element of largest magnitude: not seen in a loss, nor rounded away later."""
     with torch.no_grad():
         flat = shard.detach().view(-1)
         where = int(flat.abs().argmax())

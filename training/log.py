@@ -1,7 +1,4 @@
-"""Human lines of one rank: where every other part of the run says what it does.
-
-Made once in train.py and handed down as an argument, so that nothing reaches for a global logger. Lines go to
-standard output and nowhere else: the launcher already files each rank's output."""
+"""The log lines of one rank, on standard output: the launcher keeps each rank's output in files."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 
 class Log(logging.Handler):
     """Writes lines as `[rank step] text`: information from global rank 0 only, warnings and errors from every rank. The methods take printf
-    arguments as logging.Logger's do, so either may be passed where a `log` is asked for. A line (or a text of several) leaves in one write,
-    so lines of ranks that share a pipe do not interleave below the pipe's atomic size (4096 bytes on Linux). Safe to use from several
-    threads. `step` is set by the loop and names the last committed optimizer step."""
+    arguments as logging.Logger's do. A text is one write, so lines of ranks that share a pipe do not interleave below its atomic size
+    (4096 bytes on Linux). Safe to use from several threads. `step`: the last committed optimizer step, set by the loop."""
 
     def __init__(
         self, *, global_rank: int = 0, group: str = "", stream: TextIO | None = None, colour: bool = True
@@ -39,20 +35,20 @@ class Log(logging.Handler):
         self.colour = colour and self.is_terminal
 
     def info(self, message: str, *args: object) -> None:
-        """Say it on global rank 0 only."""
+        """Logs on global rank 0 only."""
         if self.global_rank == 0:
             self._write("", message, args)
 
     def warning(self, message: str, *args: object) -> None:
-        """Say it on whichever rank it happens."""
+        """Logs on every rank."""
         self._write(self.paint("warning: ", "yellow"), message, args)
 
     def error(self, message: str, *args: object) -> None:
-        """Say, on whichever rank it happens, what is about to end the run."""
+        """Logs, on every rank, the cause that ends the run."""
         self._write(self.paint("error: ", "red"), message, args)
 
     def attach_to(self, name: str) -> None:
-        """Takes the records of Python's logger `name` and of those below it, which are the only ones that ft/ knows."""
+        """Takes the records of Python's logger `name` and of those below it, which ft/ uses."""
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
         logger.propagate = False
@@ -83,7 +79,7 @@ class Log(logging.Handler):
         self._put(f"{self.paint(self.prefix(), 'dim')} {level}{text}\n")
 
     def _put(self, text: str) -> None:
-        """Training goes on without a reader (`| head`), and on a full disk; once there is room again a line says that some are missing."""
+        """Goes on without a reader (`| head`), and on a full disk; once there is room again a line says that some are missing."""
         with self._lock:
             try:
                 if self._missing:
@@ -101,10 +97,9 @@ class Log(logging.Handler):
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends the process with `code`, after its other threads and its exit handlers, but without the interpreter's own end. From the
-    beginning of that end on, a thread inside torch that asks for the interpreter's lock (a gloo thread that lets go of a tensor, a daemon
-    thread whose call of a store returns) ends the process by SIGABRT, "terminate called without an active exception". Python would also
-    look through all of its objects once more: 0.4 s of a processor with torch loaded. Output that is not taken is dropped."""
+    """Ends the process with `code`, after its other threads and its exit handlers, but without the interpreter's finalization: in that, a
+    thread inside torch that asks for the interpreter's lock (a gloo thread that frees a tensor, a daemon thread whose call of a store
+    returns) ends the process by SIGABRT; and Python would visit all of its objects once more, 0.4 s with torch loaded."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as Python does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -23,7 +23,8 @@ class CrossEntropySum:
         return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
 
     def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """With a part of the vocabulary on each rank: parallelisms.loss.LossByParts."""
+        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
+        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients."""
         return ops.cross_entropy_sum_of_part(logits, labels, ignore_index=IGNORED, first=first, gather=gather)
 
 
@@ -31,9 +32,8 @@ cross_entropy_sum = CrossEntropySum()
 
 
 def chunk_tokens(config: TrainingConfig, vocab_size: int, device_type: str) -> int:
-    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them. Where a device wants it, a power of two:
-    kernels of matrix products take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight
-    once."""
+    """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them. On CUDA a power of two: kernels of matrix
+    products take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight once."""
     if config.loss_chunk_tokens >= 0 or vocab_size < LARGE_VOCABULARY:
         return max(0, config.loss_chunk_tokens)
     fit, least = LARGE_LOGITS // vocab_size, DIFFERENCES[device_type].least_loss_chunk

@@ -1,8 +1,7 @@
 """Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
 
-train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each look at held-out text; the
-figures go to log.py and to the sinks (sinks.py). Nothing here waits for the device: the loss arrives as a number, and memory is read on
-logging steps only, from counters on the host."""
+train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each validation. Nothing here waits for the
+device: the loss arrives as a number, and memory is read on logging steps only, from counters on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ FIRST_ESTIMATE = 3  # commits of a start
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """How often the run says how it is doing, and where."""
+    """[metrics]: how often the run reports its state, and where."""
 
     log_freq: Annotated[int, "steps between console lines (and chart points); first and last step always", ">= 1"] = 10
     enable_tensorboard: Annotated[bool, "write TensorBoard charts; metrics.jsonl is written always"] = True
@@ -53,10 +52,9 @@ class MetricsConfig:
 
 
 class Meter:
-    """Turns committed steps into console lines, journal lines and chart points. Every rank makes one (it is cheap and takes part in the
-    checkpoint); one opens sinks, and the log says lines on global rank 0. The first step's time counts from construction, or from
-    load_state_dict. A step's seconds are those of the clock less progress.LONG_PHASES (start, checkpoint, validation), which are reported
-    on their own."""
+    """Turns committed steps into console lines, journal lines and chart points. Every rank has one, for the checkpoint; one rank opens
+    sinks. The first step begins at construction, or load_state_dict. A step's seconds leave out progress.LONG_PHASES (start, checkpoint,
+    validation), which are reported on their own."""
 
     def __init__(
         self,
@@ -90,8 +88,7 @@ class Meter:
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def open(self, sink: LeaderMetricsWriter) -> None:
-        """Sends metrics to `sink` from now on, on the one rank that calls this; `close` closes it. Not at construction: what it keeps of
-        earlier starts depends on the checkpoint, which a Meter is part of."""
+        """Sends metrics to `sink` from now on; `close` closes it. Called on one rank, after the checkpoint is loaded."""
         self._sink = sink
 
     def step(
@@ -105,9 +102,8 @@ class Meter:
         groups: Mapping[str, float] | None = None,
         steps: int = 1,
     ) -> None:
-        """Step `step` is committed, and `steps` - 1 before it, of which nothing was to be seen. Loss in nats per token over all ranks;
-        `tokens` valid in this step, over all ranks. `groups`: of a job of replica groups, such as quorum_size; charted on logging steps and
-        wherever they change."""
+        """Step `step` is committed, with `steps` - 1 unreported ones before it. Loss in nats per token and valid `tokens`: over all ranks.
+        `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and wherever they change."""
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
@@ -149,12 +145,15 @@ class Meter:
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
             }
-            times = self._group_times() if groups else {}
-            self._write("charts", step, {**scalars, **rates, **times, **events, **self._memory.scalars})
+            self._write(
+                "charts",
+                step,
+                {**scalars, **rates, **(self._group_times() if groups else {}), **events, **self._memory.scalars},
+            )
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
-        """A look at held-out text after `step`: nats per token, bits per byte, valid tokens and seconds it took."""
+        """Reports a validation after `step`: nats per token, bits per byte, valid tokens and seconds."""
         self._validation_loss = loss
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
@@ -180,13 +179,13 @@ class Meter:
     def samples(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
     ) -> None:
-        """Records the data of step `step`: each slot, by the position of its first sequence, and the group whose gradients went in.
-        `holes`: slots that were assigned and have yet to be trained on. `steps`: up to `step`, of this row. See scripts/samples.py."""
+        """Records the data of the `steps` up to `step`: each slot, by the position of its first sequence, and the group whose gradients
+        counted. `holes`: slots that were assigned and have yet to be trained on. See scripts/samples.py."""
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
         self._write("records", step, row | ({"steps": steps} if steps > 1 else {}))
 
     def print_estimate(self, step: int) -> None:
-        """Says once, early in a start, how long it will take: on slow hardware one wants to know at once."""
+        """Logs once, early in a start, how long it will take."""
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
             self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
@@ -265,7 +264,7 @@ class Meter:
         return "  ".join(fields)
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds to the last step at the pace of this start, all told; its first step (compilation) left out."""
+        """Seconds to the last step at the pace of this start without its first step (compilation)."""
         done = step - (self._first_step or 0)
         if done <= 0 or step >= self._steps:
             return None
@@ -280,8 +279,7 @@ class Meter:
 
 
 class Memory:
-    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever. The counters are the
-    host's: reading them does not wait for the device."""
+    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever."""
 
     def __init__(self, device: Device | None) -> None:
         self.gib = 0.0
@@ -297,7 +295,7 @@ class Memory:
                 self._total_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
     def read(self) -> None:
-        """Takes the figures and starts the peak anew."""
+        """Reads the counters, which are the host's, and starts the peak anew."""
         if self._device is None:
             return None
         if not self._device.differences.has_allocator:

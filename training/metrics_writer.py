@@ -1,19 +1,16 @@
-"""The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others remember what they would have
-written.
+"""The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others keep the rows in memory.
 
-The trainer's thread remembers; the scribe's (scribe.py) brings the files up to date with that. So
-storage that is full, read-only or slow holds up no step, and a torn line or record is taken back and written anew: KEPT_BYTES or KEPT_S of
-rows are kept until they are in the files. A process that is killed takes the rows of its last moments along. Other groups remember them; of
-a run of one group they are of steps after its newest checkpoint, before which all rows are written (`sync`), and are made again.
+The trainer's thread appends rows; the scribe's (scribe.py) writes them, so storage that is full, read-only or slow holds up no step, and a
+torn line is removed and written anew. KEPT_BYTES or KEPT_S of rows are kept until they are in the files. The newest rows of a process that
+is killed are kept by other groups; a run of one group has written all rows before its newest checkpoint (`sync`), and repeats later steps.
 
 All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
-did not write, and takes back its rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there
-twice. A group that was stopped, and wakes, still counts itself the writer; but the quorum that says so is over, and a newer one has been
-claimed in the run's folder (writer_lease.py).
+did not write, and removes rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there twice.
+A group that was stopped, and wakes, still takes itself for the writer; the lease (writer_lease.py) tells it that a newer quorum is there.
 
-What is remembered goes to groups that heal, and into each checkpoint (the last ROWS_KEPT of it), for that may be of a step which its writer
-alone has committed. Where that one dies the others make the step anew, and the files tell of theirs; if then all die, the job goes on from
-the checkpoint's, and whoever writes first puts back the rows that belong to it."""
+The newest rows go to groups that heal, and into each checkpoint (ROWS_KEPT), which may be of a step that its writer alone has committed. If
+that one dies, the others repeat the step, and the files hold their row of it; if then all die, the job goes on from the checkpoint, and the
+next writer puts back the rows that belong to it."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ from typing import Any, NamedTuple
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
-from training.writer_lease import Quorum, claim, is_over
+from training.writer_lease import Quorum, acquire, has_expired
 
-ROWS_KEPT = 100  # at least: who writes is known anew with every quorum, so few steps can be missing
-SYNC_S = 5.0  # a checkpoint waits so long for rows before it: storage that is slow holds that up by itself
+ROWS_KEPT = 100  # at least: every quorum names the writer, so few steps can be missing
+SYNC_S = 5.0  # a checkpoint waits so long for rows before it
 ROW_BYTES = 1000  # of memory, beside its text
 
 
@@ -63,8 +60,8 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum by which this group
-    writes, now. `shared`: others have the same folder, of whom one writes at a time."""
+    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum that makes this
+    group the writer, now. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(
         self,
@@ -120,20 +117,20 @@ class LeaderMetricsWriter:
 
     def sync(self) -> None:
         """Makes the rows durable where this group writes, and storage allows it within SYNC_S."""
-        self._hear()
+        self._check_role()
         self._wants_sync = True
         self._scribe.wake()
         self._scribe.flush(SYNC_S)
 
     def close(self) -> None:
         """Waits up to CLOSE_S for what is not written. May be called twice."""
-        self._hear()
+        self._check_role()
         self._closing = True
         self._scribe.wake()
         self._scribe.flush(CLOSE_S)
 
-    def _hear(self) -> None:
-        """The role may have come since the newest row, which may be the last: what the one before did not write is written now."""
+    def _check_role(self) -> None:
+        """Takes over a role that came after the newest row, which may be the last."""
         quorum = self._writes()
         with self._lock:
             if quorum is None or not self.kept:
@@ -185,7 +182,7 @@ class LeaderMetricsWriter:
         if quorum is None or anew:
             self._close_files()
         if quorum is None:
-            return self._look()
+            return self._forget_written()
         try:
             is_ours = not rows or self._put_or_take_over(quorum, rows)
             if self._wants_sync and self.sinks is not None:
@@ -208,7 +205,7 @@ class LeaderMetricsWriter:
         if self.sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
-        if self._shared and not claim(self._folder, quorum):
+        if self._shared and not acquire(self._folder, quorum):
             return False
         try:
             missing = self._take_over(quorum, rows[0].row.step, rows[-1].number)
@@ -219,24 +216,22 @@ class LeaderMetricsWriter:
     def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
         assert self.sinks is not None
         with self.sinks.held():
-            if self.sinks.replaced() or (self._shared and is_over(self._folder, quorum)):
+            if self.sinks.replaced() or (self._shared and has_expired(self._folder, quorum)):
                 return False
             for row in rows:
                 self.sinks.write(*row)
         return True
 
     def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
-        """Opens the files. What lies in them at this step and past it is of a life that ended before it was saved; so is what lies before
-        it, from the first step on that this group knows otherwise: the one before wrote it, and the others went on without it. Returns the
-        rows that they lack then. Raises _Over."""
+        """Opens the files and cuts their rows from `step` on, or from the first earlier step that this group knows otherwise: the writer
+        before died with those, and the others went on without them. Returns the rows that the files lack then. Raises _Over."""
         with self._lock:
             known = [kept.row for kept in self.kept if kept.number <= last]
         first = step
 
         def resumed_step() -> int | None:
-            """The files are held: whoever has claimed them since comes after this, and cuts what it finds then."""
-            nonlocal first
-            if self._shared and is_over(self._folder, quorum):
+            nonlocal first  # the files are locked: a newer writer comes after this, and cuts anew
+            if self._shared and has_expired(self._folder, quorum):
                 raise _Over
             written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
             first = min(row.step for row in known if row.step >= step or not written(row))
@@ -246,23 +241,22 @@ class LeaderMetricsWriter:
         return [row for row in known if row.step >= first]
 
     def _written(self, since: int, until: int) -> Callable[[Row], bool]:
-        """A test for rows of steps up to `until`: True when the files have it. Time and memory are each group's own; the training data is
-        the same in all, and tells whether a step is the same step. Charts are written after the journal, and not read."""
+        """A test for rows of steps up to `until`: True when the files have it, once. Time and memory differ between groups; the training
+        data is the same in all, and identifies a step. Charts are written after the journal, and not read."""
         metrics = last_rows(self._folder / METRICS, since=since, until=until)
         samples = last_rows(self._folder / SAMPLES, since=since, until=until)
         there = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
         steps, trained = Counter(row["step"] for row in samples), {row["step"]: row for row in samples}
 
         def written(row: Row) -> bool:
-            """True when it is there once."""
             if row.kind == "records":
                 return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.figures}
             return row.kind == "charts" or there[row.step, row.is_validation] == 1
 
         return written
 
-    def _look(self) -> None:
-        """Drops rows that another group has written by now; looked at now and then."""
+    def _forget_written(self) -> None:
+        """Drops rows that another group has written by now; reads the files now and then."""
         with self._lock:
             newest = self.kept[-1].row.step if self.kept else 0
             rows = self._rows_kept

@@ -1,5 +1,4 @@
-"""The error message for a loss or a gradient that is NaN or infinite: which rank, which parameter, which text.
-Called on every rank after all agreed that something is not finite and before the optimizer would have stepped."""
+"""The error message for a loss or a gradient that is NaN or infinite: rank, parameter, position in the data."""
 
 from __future__ import annotations
 
@@ -37,9 +36,9 @@ def describe(
     losses: Sequence[tuple[int, Sequence[int], float]],
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
-    """One line on what is not finite on `rank`, or "" where everything is. `losses`: slot, positions (sequence indices) and loss sum of
-    each microbatch this rank has run in `step`, the step that was not taken. `named_gradients`: local tensors; after a reduction over ranks
-    they may show what another rank caused. Waits for the device: the run is over."""
+    """One line on what is not finite on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each microbatch that
+    this rank has run in `step`, which was not taken. `named_gradients`: local tensors; reduced ones may show what another rank caused.
+    Waits for the device: the run is over."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]

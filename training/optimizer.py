@@ -67,9 +67,8 @@ class LRSchedulerConfig:
 
 
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
-    """One optimizer over all parts. Its state tensors are sharded as the parameters are.
-
-    Another optimizer: a name in OptimizerConfig, a class here and the arguments that it takes; its state must be per parameter."""
+    """One optimizer over all parts, its state sharded as the parameters are. Another optimizer: a name in OptimizerConfig, a class here and
+    its arguments; its state must be per parameter."""
     named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
     rule = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
     return rule(
@@ -95,9 +94,8 @@ def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
 
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
-    """The factor of optimizer.lr in the step that follows `step` committed ones, a pure function: there is nothing to save. Within (0, 1]
-    where min_lr_factor is 0. `decay_steps`: decay_length's. Warm-up and decay run over one virtual step more than they have, so that no
-    step is wasted on a rate of exactly 0."""
+    """The factor of optimizer.lr in the step that follows `step` committed ones, within (0, 1]. `decay_steps`: decay_length's. Warm-up and
+    decay run over one virtual step more than they have, so that no step has a rate of exactly 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
@@ -112,8 +110,7 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
-    squares of its own shards, but of a piece that several ranks hold only the first adds it: so one sum over all ranks counts everything
-    once, whatever the axes, pipeline stages included."""
+    squares of its own shards, but of a piece that several ranks hold only the first adds it: one sum over all ranks has everything once."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     once, device = [], "cpu"  # the kind of device whose backend serves the ranks
@@ -146,12 +143,10 @@ class OptimizerStep:
     ) -> None:
         self._optimizer, self._parameters, self._progress = optimizer, parameters, progress
         self._lr, self._schedule, self._max_norm = config.lr, schedule, training.max_norm
-        self._total_steps, self._decay_steps = (
-            schedule.total_steps or training.steps,
-            schedule.decay_length(training.steps),
-        )
+        self._total_steps = schedule.total_steps or training.steps
+        self._decay_steps = schedule.decay_length(training.steps)
 
-    def take(self, step: int, divisor: float) -> tuple[float, float]:
+    def step(self, step: int, divisor: float) -> tuple[float, float]:
         """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
         mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
         with self._progress.phase("reduce"):

@@ -18,7 +18,7 @@ _SNAPSHOT_ENTRIES = 100_000  # allocations remembered by the ring
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Traces (any device) and memory snapshots (CUDA)."""
+    """[profiling]: traces (any device) and memory snapshots (CUDA)."""
 
     enable_profiling: Annotated[bool, "write a trace of profiler_active steps every profile_freq steps"] = False
     save_traces_folder: Annotated[str, "folder of the traces inside the run's"] = "profile_traces"
@@ -110,8 +110,8 @@ class Profiler:
 
 
 class GarbageCollection:
-    """With `freq` > 0 all ranks collect at every `freq`-th step, as one rank's pause is every rank's wait; with 0 Python is left alone.
-    What lives at construction (modules, the model) is set aside first, which turns a full collection of some 100 ms into one of a few."""
+    """With `freq` > 0 all ranks collect at every `freq`-th step, for every rank waits while one does; with 0 Python does it by itself.
+    Objects that exist at construction are frozen: a full collection takes a few ms instead of some 100."""
 
     def __init__(self, freq: int) -> None:
         self._freq = freq

@@ -1,7 +1,6 @@
 """Accounting of time: phases of the loop, a bar for long work, and the closing summary.
 
-The loop and its parts enter phases; metrics.py reads the seconds each took, watchdog.py asks from its own thread where this rank
-is right now, and train.py prints `summary` last."""
+The loop and its parts enter phases; metrics.py reads their seconds, watchdog.py the current one, from its own thread."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Protocol, TypeVar, cast
 Clock = Callable[[], float]
 T = TypeVar("T")
 
-# The phases of a run and how a reader is told that a rank is in one. Other names may be used and stand for themselves.
+# The phases of a run and their description in messages. Other names may be used, as their own description.
 PHASES = {
     "": "between phases",
     "start": "start",
@@ -49,9 +48,9 @@ class BarLog(Protocol):
 
 
 class Progress:
-    """The phase this rank is in, and the seconds spent in each phase so far. Phases nest; a second is counted once: for the innermost
-    phase, or for the outermost of LONG_PHASES it lies in (data loaded for validation is validation's). Phases are entered by the thread
-    that made the object; any thread may ask."""
+    """The phase of this rank, and the seconds spent in each phase so far. Phases nest; a second is counted once: for the innermost phase,
+    or for the outermost of LONG_PHASES around it (data loaded for validation is validation's). One thread, that of construction, enters
+    phases; any thread may read."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -131,8 +130,7 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every few seconds. Nothing is printed for work that ends
-    within the first interval, except on a terminal. `total` 0: unknown."""
+    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every `interval_s`. `total` 0: unknown."""
 
     def __init__(
         self,
@@ -172,14 +170,8 @@ class Bar:
         return f"{self._label}: {picture} {share:4.0%}, {amount}, {speed}{left}"
 
     def close(self) -> None:
-        """Take the bar off the terminal; what was done is for the caller to say, in words."""
+        """Removes the bar from the terminal."""
         self._log.overwrite("")
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
@@ -205,9 +197,9 @@ def summary(
     verb: str = "finished",
     groups: str = "",
 ) -> str:
-    """The run's closing lines: what was done, what it cost, what came of it, what to type next. `steps` is the last committed step and
-    `first_step` the step this start resumed from (0: none); `tokens` are those of this start alone. `saved` names the last checkpoint,
-    `groups` says what happened among replica groups. Goodput is the share of the time that went into steps that were committed."""
+    """The run's closing lines. `steps`: the last committed step; `first_step`: that of the checkpoint this start resumed from (0: none);
+    `tokens`: of this start alone; `saved`: the last checkpoint; `groups`: events of replica groups. Goodput is the share of the time that
+    went into committed steps."""
     total = progress.total()
     counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
     if groups:

@@ -27,9 +27,8 @@ class SampleConfig:
 
 @torch.no_grad()
 def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
-    """Yields `length` token ids that continue `prompt` [T] int64 (at least one token), the model's device and layout whatever they are.
-    With a sharded model every rank must draw the whole of it; equal seeds give equal text. Never stops at EOS: that is the reader's
-    business, since all ranks must run the same number of forwards."""
+    """Yields `length` token ids that continue `prompt` [T] int64 (at least one token). With a sharded model every rank must draw all of
+    them; equal seeds give equal text. Never stops at EOS, since all ranks must run the same number of forwards."""
     generator = torch.Generator().manual_seed(config.seed)
     cache = model.new_cache(1, prompt.numel() + length)
     tokens = prompt.unsqueeze(0)  # [1, T]
@@ -53,8 +52,8 @@ def draw(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> in
 def sample_text(
     parts: Sequence[Model], tokenizer: Tokenizer, config: SampleConfig, *, seq_len: int, device: torch.device
 ) -> str:
-    """The prompt and what the model makes of it, within `seq_len` tokens; "" where nothing is asked for. Every rank of a sharded model
-    calls it, and all get the same text."""
+    """The prompt and its continuation, within `seq_len` tokens; "" for config.tokens = 0. Every rank of a sharded model calls it, and all
+    get the same text."""
     prompt = torch.from_numpy(tokenizer.encode(config.prompt, bos=True)).long().to(device)
     length = min(config.tokens, seq_len - prompt.numel())
     if length <= 0:

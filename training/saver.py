@@ -1,9 +1,8 @@
 """Saves of a run, beside its steps: those that are due, that of a group which leaves, and the last one.
 
-A save that fails is tried again, while training goes on. No group says that a run is finished
-before its last step is saved. The group that writes tries until that checkpoint stands, on storage that fails, too. The others wait for it:
-they see it in the run's folder, or, where theirs is another, hear it from the writer as it leaves. If the writer is lost before, the role
-is settled anew, and the next one saves what the one before did not."""
+A save that fails is tried again, while training goes on. No group reports that a run is finished before its last step is saved. The group
+that writes tries until that checkpoint exists, on failing storage too. The others wait until they see it in the run's folder, or the writer
+reports it as it leaves. If the writer is lost before, the next quorum names another one, which saves it."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from training.progress import Progress
 
 POLL_S = 0.5
 PAUSE_S = 10.0  # from a try of the last save that failed to the next
-SAID_S = 3.0  # a wait for another group's save of more than that is said
+LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # for which a group that was asked to leave still waits for another group's save
 
-Word = Literal["stands", "save", "regroup", "wait", "stop"]
+Action = Literal["finish", "save", "regroup", "wait", "stop"]
 
 
 class Saver:
-    """The saves of one rank. `sync`: makes the metrics of the steps so far durable. `tell`: reports trouble with storage. `say`: logs."""
+    """The saves of one rank. `sync`: makes the metrics of the steps so far durable. `report`: of trouble with storage. `info`: logs."""
 
     def __init__(
         self,
@@ -34,22 +33,22 @@ class Saver:
         progress: Progress,
         *,
         sync: Callable[[], None],
-        tell: Callable[[str], None],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
+        info: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._checkpointer, self._manager, self._progress = checkpointer, manager, progress
-        self._sync, self._tell, self._say, self._clock, self._sleep = sync, tell, say, clock, sleep
+        self._sync, self._report, self._info, self._clock, self._sleep = sync, report, info, clock, sleep
         self._fails = False  # the newest save that was due
         # Of the last save:
         self._failure: Exception | None = None
         self._tried_at: float | None = None
         self._asked_at: float | None = None  # to leave, the first of the ranks; on rank 0
-        self._told = False
+        self._logged_wait = False
 
     def save(self) -> None:
-        """A save that is due, or asked for. Raises CheckpointFailed or OSError where the group leaves: there is no next try."""
+        """Saves a step that is due, or asked for. Raises CheckpointFailed or OSError where the group leaves: there is no next try."""
         manager = self._manager
         if not manager.writes:
             return
@@ -59,42 +58,42 @@ class Saver:
             except (CheckpointFailed, OSError) as failure:
                 if manager.left:
                     raise
-                self._tell(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
+                self._report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
                 self._fails = True
                 return
             if self._fails:
-                self._tell(f"checkpoint: step {manager.step} is saved, after others were not")
+                self._report(f"checkpoint: step {manager.step} is saved, after others were not")
             self._fails = False
 
     def save_unsettled(self) -> None:
-        """That of a group which leaves while it waits for others: it may hold more than any of them."""
+        """Saves the state of a group that leaves while it waits for others: it may be ahead of all of them."""
         with self._progress.phase("checkpoint"):
             self.write(settled=False)
 
     def save_last(self, asked: Callable[[], bool]) -> None:
-        """Returns when the checkpoint of the last step stands, whoever wrote it. `asked`: this rank was asked to leave since the last call.
+        """Returns when the checkpoint of the last step exists, whoever wrote it. `asked`: this rank was asked to leave since the last call.
         Raises CheckpointFailed where SIGTERM came before."""
         step, was_asked, since_s = self._manager.step, False, self._clock()
         while True:
-            with self._progress.phase("checkpoint"):  # one for each look, for there is no limit to their number
+            with self._progress.phase("checkpoint"):  # one for each turn, for there is no limit to their number
                 was_asked |= asked()
-                word = self._checkpointer.agree(lambda any_asked: self._word(step, any_asked), was_asked)
-                if word == "stands":
+                action = self._checkpointer.agree(lambda any_asked: self._next_action(step, any_asked), was_asked)
+                if action == "finish":
                     return self._manager.finish(saved=True)
-                if word == "save":
+                if action == "save":
                     self._try_last()
-                elif word == "wait":
-                    if not self._told and self._tried_at is None and self._clock() - since_s >= SAID_S:
-                        self._told = True
-                        self._say(
+                elif action == "wait":
+                    if not self._logged_wait and self._tried_at is None and self._clock() - since_s >= LOG_WAIT_S:
+                        self._logged_wait = True
+                        self._info(
                             f"step {step} is the last: waiting until its checkpoint stands, which another group writes"
                         )
                     self._sleep(POLL_S)
-            if word == "stop":
+            if action == "stop":
                 self._manager.finish(saved=False)
                 why = f"asked to leave before step {step}, the last, was known to be saved"
                 raise CheckpointFailed(f"{self._failure}; {why}" if self._failure else why)
-            if word == "regroup":
+            if action == "regroup":
                 try:
                     with self._progress.phase("quorum"):
                         self._manager.regroup(step)
@@ -103,18 +102,18 @@ class Saver:
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
         """Raises CheckpointFailed and OSError."""
-        self._sync()  # a checkpoint of a step whose figures a power cut has taken would miss them for ever
+        self._sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
         # there is no next try: this one makes up for one that failed in the background
         if last or not settled or self._manager.left:
             with suppress(CheckpointFailed, OSError):
                 self._checkpointer.wait()
         self._checkpointer.save(self._manager.step, last=last, settled=settled)
 
-    def _word(self, step: int, asked: bool) -> Word:
+    def _next_action(self, step: int, asked: bool) -> Action:
         """The next action of all ranks, decided on rank 0. `asked`: one of them was asked to leave."""
         manager, now_s = self._manager, self._clock()
         if self._checkpointer.has(step) or manager.finished:
-            return "stands"
+            return "finish"
         if asked and self._asked_at is None:
             self._asked_at = now_s
         if manager.writes is not None:
@@ -133,5 +132,5 @@ class Saver:
             self.write(last=True)
         except (CheckpointFailed, OSError) as failure:
             if self._failure is None:
-                self._tell(f"{failure}; this is the last step: tried again every {PAUSE_S:g} s, until SIGTERM")
+                self._report(f"{failure}; this is the last step: tried again every {PAUSE_S:g} s, until SIGTERM")
             self._failure = failure

@@ -1,8 +1,8 @@
-"""A thread that writes what a run keeps of itself, so that storage that is full, read-only or slow holds up no step; and the events of a
-replica group, which it writes.
+"""A thread that writes a run's files of metrics and events, so that storage that is full, read-only or slow holds up no step; and the
+events of a replica group.
 
-Each piece of work brings files up to date with what somebody remembers (metrics_writer.py: figures; Events: what happened); it fails as a
-whole, and is tried again until it succeeds. Failure and recovery are reported once each."""
+Each piece of work brings files up to date with rows in memory (LeaderMetricsWriter, Events); it fails as a whole, and is tried again until
+it succeeds. Failure and recovery are reported once each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from training.progress import Clock, duration
 
 RETRY_S = 1.0
 CLOSE_S = 20.0  # an end waits so long for storage
-SLOW_S = 10.0  # one write of a few rows; beyond it somebody is told
-KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # what waits for storage, of one piece of work
+SLOW_S = 10.0  # a longer write of a few rows is reported
+KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # rows that wait for storage, of one piece of work
 FILE_NAME = "events.jsonl"  # in the group's folder; appears with the first event
 Say = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class _Work:
 
 
 class Scribe:
-    """`say` is told of trouble, and of its end, in this thread or the caller's."""
+    """`say` reports trouble, and its end, in this thread or the caller's."""
 
     def __init__(self, say: Say, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
         self._say, self._clock, self._retry_s = say, clock, retry_s
@@ -50,7 +50,7 @@ class Scribe:
         self._thread: threading.Thread | None = None
 
     def serve(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
-        """`do` brings files up to date, in the thread, after each `wake`. Raises where it cannot: OSError of files."""
+        """`do` brings files up to date, in the thread, after each `wake`; it raises where it cannot."""
         self._works.append(_Work(name, do, lost))
 
     def wake(self) -> None:
@@ -64,9 +64,8 @@ class Scribe:
             since = self._busy_since
         if since is not None and not self._told_slow and self._clock() - since > SLOW_S:
             self._told_slow = True
-            self._say(
-                f"storage has not taken a write for {duration(self._clock() - since)}; what is new is kept in memory"
-            )
+            waited = duration(self._clock() - since)
+            self._say(f"storage has not taken a write for {waited}; what is new is kept in memory")
 
     @property
     def in_trouble(self) -> bool:
@@ -139,14 +138,14 @@ class Scribe:
 
 
 class Events:
-    """Events of one start of one rank, one JSON line each in <run>/groups/<id>/events.jsonl (ft/telemetry.py names them), of which none is
-    ever taken out. `counts`: by event; `heals`: of other groups and of this one. Any thread may tell.
+    """Events of one start of one rank, one JSON line each in <run>/groups/<id>/events.jsonl (ft/telemetry.py names them); none is ever
+    removed. `count_by_event`; `heals`: of other groups and of this one. Callable from any thread.
 
     {"time": 1795300000.1, "step": 199, "event": "weights differ", "rank": 0, "groups": ["1"]}
     """
 
     def __init__(self, folder: Path, scribe: Scribe, *, wall_clock: Callable[[], float] = time.time) -> None:
-        self.counts: Counter[str] = Counter()
+        self.count_by_event: Counter[str] = Counter()
         self.heals = 0
         self.lost = 0  # lines that there was no room for
         self._path, self._scribe, self._wall_clock = folder / FILE_NAME, scribe, wall_clock
@@ -160,7 +159,7 @@ class Events:
         line = {"time": round(self._wall_clock(), 3), "step": step, "event": event, **what}
         text = json.dumps(line).encode() + b"\n"
         with self._lock:
-            self.counts[event] += 1
+            self.count_by_event[event] += 1
             self.heals += len(healing) if isinstance(healing, list) else 0
             self._lines.append((now_s, text))
             self._bytes += len(text)
@@ -171,7 +170,7 @@ class Events:
 
     def summary(self) -> str:
         """For the closing lines; empty where there are no groups."""
-        if not self.counts:
+        if not self.count_by_event:
             return ""
         words = {
             "quorum": "quorums",
@@ -179,17 +178,17 @@ class Events:
             "failed": "failed reductions",
             "weights differ": "differences of weights",
         }
-        return ", ".join(f"{what} {self.counts[event]}" for event, what in words.items())
+        return ", ".join(f"{what} {self.count_by_event[event]}" for event, what in words.items())
 
     def _write(self) -> None:
-        """Writes the lines, in the scribe's thread. The group's other ranks write there, too: each whole lines, while it holds the file."""
+        """Writes the lines, in the scribe's thread. The group's other ranks write there, too: whole lines, under the file's lock."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with closing(AppendedFile(self._path)) as file, file.held():
-            file.look()
+            file.read_size()
             _, torn = next(lines_from_end(file))
             if torn:  # by a kill, or by a full disk where nothing could be taken back
                 file.cut(file.size_bytes - len(torn))

@@ -1,4 +1,4 @@
-"""Signals become wishes that the loop carries in a step's one small all-reduce, so that all ranks act on them at the same step."""
+"""Signals become requests that the loop sends in a step's one small all-reduce, so that all ranks act on them at the same step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads i
 
 
 class Signals:
-    """Handlers from construction to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE. A second stop signal ends the process at
-    once with 128 + its number. That works while the loop is stuck in C code, where Python runs no handler: the interpreter writes each
-    signal's number to a socket (signal.set_wakeup_fd), and a thread reads it. Make it in the main thread."""
+    """Handlers from construction, in the main thread, to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE. A second stop signal
+    ends the process at once with 128 + its number, even while the loop is stuck in C code, where Python runs no handler: the interpreter
+    writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it."""
 
     def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
@@ -44,7 +44,7 @@ class Signals:
         self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*_STOPPING, signal.SIGUSR1)}
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._forget_in_child)
+        os.register_at_fork(after_in_child=self._restore)  # else a signal to a child would be taken for the parent's
 
     def take(self) -> int:
         """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
@@ -53,7 +53,7 @@ class Signals:
         return wishes
 
     def when_asked_to_stop(self, do: Callable[[], object]) -> None:
-        """`do` is called once with the first STOP, or now if it has come; in the thread that hears signals, or in this one."""
+        """Calls `do` once with the first STOP, in the thread that reads signals, or now if it has come."""
         with self._lock:
             self._at_stop, asked = do, self._stop_asked is not None
         if asked:
@@ -91,7 +91,7 @@ class Signals:
             self._exit_now(128 + number)
 
     def _say(self, words: str) -> None:
-        """Logs in a thread of its own: where nobody reads the output any more a line may block, and the next signal must be heard."""
+        """Logs in a thread of its own: a line may block on a full pipe, and the next signal must be read."""
         saying = threading.Thread(target=self._log.info, args=(words,), name="signals-say", daemon=True)
         saying.start()
         saying.join(SAY_S)
@@ -103,12 +103,8 @@ class Signals:
                     self.received(number)
 
     def _restore(self) -> None:
-        signal.set_wakeup_fd(self._old_wakeup_fd)
+        if self._old_handlers:
+            signal.set_wakeup_fd(self._old_wakeup_fd)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         self._old_handlers = {}
-
-    def _forget_in_child(self) -> None:
-        """A forked child shares the socket: without this, a signal to the child would be taken for the parent's."""
-        if self._old_handlers:
-            self._restore()

@@ -1,7 +1,4 @@
-"""Text to token ids and back: the built-in byte tokenizer, or any tokenizer.json by path.
-
-Flow: configs/check.py and train.py build one from `model.tokenizer_path`; data/cache.py runs every document through it once; validation
-counts bytes with it; sampling and scripts/generate.py decode with it."""
+"""Text to token ids and back: the built-in byte tokenizer, or any tokenizer.json by path (`model.tokenizer_path`)."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁
 
 
 class ByteTokenizer:
-    """256 bytes, BOS, EOS, PAD: nothing to download, and one token is one byte, so nats per token are nats per byte. Ids are
-    0 .. vocab_size - 1. Where `bos_id == eos_id`, as in some files, that one token stands between documents once."""
+    """256 bytes, BOS, EOS, PAD: one token is one byte, so nats per token are nats per byte."""
 
     bos_id, eos_id, pad_id = 256, 257, 258
     vocab_size = 259
@@ -57,11 +53,17 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. Text that looks like a special token stays text: no document can forge an EOS."""
+    """A Hugging Face tokenizer.json. Text that looks like a special token stays text: no document can forge an EOS. Where `bos_id ==
+    eos_id`, as in some files, that token is between documents once."""
 
     def __init__(self, path: str) -> None:
         self._setting = f'model.tokenizer_path = "{path}"'
-        self._file = _find_file(path, self._setting)
+        self._file = Path(path).expanduser()
+        if self._file.is_dir():
+            self._file /= "tokenizer.json"
+        if not self._file.is_file():
+            missing = f"{self._setting}: there is no file {self._file}"
+            raise ValueError(f'{missing}; give a tokenizer.json or its folder, or "" for bytes')
         need("tokenizers", extra="hf", setting=self._setting)
         from tokenizers import Tokenizer as Backend
 
@@ -117,8 +119,8 @@ class FileTokenizer:
             named = json.loads(config.read_bytes()) if config.is_file() else {}
         except ValueError as error:
             raise ValueError(f"{self._setting}: {config} is not JSON: {error}") from error
-        bos = self._special(named.get("bos_token"), config) or self._well_known(BOS_NAMES)
-        eos = self._special(named.get("eos_token"), config) or self._well_known(EOS_NAMES)
+        bos = self._special(named.get("bos_token"), config) or next(filter(self._ids.__contains__, BOS_NAMES), None)
+        eos = self._special(named.get("eos_token"), config) or next(filter(self._ids.__contains__, EOS_NAMES), None)
         first, last = bos or eos, eos or bos
         if first is None or last is None:
             raise ValueError(
@@ -134,26 +136,14 @@ class FileTokenizer:
             raise ValueError(f'{self._setting}: {config} names "{text}", which is not a token of {self._file}')
         return text or None
 
-    def _well_known(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if name in self._ids), None)
-
 
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def build_tokenizer(path: str) -> Tokenizer:
-    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or the folder that holds it). Raises ValueError that begins
-    with `model.tokenizer_path = ` when the file or the package is missing or unusable."""
+    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or its folder). Raises ValueError that begins with
+    `model.tokenizer_path = `."""
     return FileTokenizer(path) if path else ByteTokenizer()
-
-
-def _find_file(path: str, setting: str) -> Path:
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = file / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f'{setting}: there is no file {file}; give a tokenizer.json or its folder, or "" for bytes')
-    return file
 
 
 def text_bytes(token: str) -> int:

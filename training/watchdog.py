@@ -1,7 +1,7 @@
 """Detection of hangs: one line says which rank is in which phase, then the process ends.
 
-A thread on every rank watches progress.py's phases from outside the loop; ranks speak through the process group's key-value store, since in
-a hang no collective gets through. A rank whose data loader hangs stands in no collective, so no collective's timeout would ever end it."""
+A thread on every rank watches progress.py's phases; ranks communicate through the process group's store, since in a hang no collective
+completes. A rank whose data loader hangs is in no collective, so no collective's timeout would end it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ POLL_S = 1.0
 
 
 class StackDump:
-    """Writes every thread's stack to standard error, which is the rank's log, and exits with 1; unless called off. It is a timer in C: it
-    fires even while the watchdog's own thread waits for a store that died, or for Python's lock."""
+    """Writes every thread's stack to standard error and exits with 1, unless cancelled. A timer in C: it fires even while the watchdog's
+    own thread waits for a dead store, or for Python's lock."""
 
     def arm(self, after_s: float) -> None:
         faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
@@ -38,15 +38,13 @@ class StackDump:
 
 
 class Watchdog:
-    """Past `timeout_s` without a finished step says who is where and then ends the process.
+    """Past `timeout_s` without a finished step reports the phase of each rank and then ends the process.
 
     The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank suspects a hang it
     publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later
-    every rank dumps its stacks and exits. A step that finishes in between calls all of it off; so does the group's server when it confirms
-    that the rank waits for other groups (`confirmed_s`: when it did last, on `clock`), which also starts the clock anew.
-
-    `store` should be a connection of its own (`store.clone()`): on a shared one the loop may be waiting. `record` is called once per hang,
-    after the line was due: the place to save the flight recorder."""
+    every rank dumps its stacks and exits. A step that finishes in between cancels it; so does the group's server when it confirms that the
+    rank waits for other groups (`confirmed_s`: its last time, on `clock`). `store`: a connection of its own (`store.clone()`), for the loop
+    may be waiting in a shared one. `record` is called once per hang, after the line: it saves the flight recorder."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class Watchdog:
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._record, self._confirmed_s = log, clock, record, confirmed_s
         self._abort = abort or StackDump()
-        # Rank 0 speaks first; another takes over only when rank 0 has had its time.
+        # a later rank prints only when rank 0 has had its time
         self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
         self._ends_after_s = 2 * answer_s + grace_s
         self._steps = 0  # finished since the start
@@ -84,7 +82,12 @@ class Watchdog:
     def start(self) -> None:
         """Watches from a thread of its own until `close`."""
         self._since = self._polled = self._clock()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+        def watch() -> None:
+            while not self._stopped.wait(POLL_S):
+                self.poll()
+
+        self._thread = threading.Thread(target=watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def step_done(self) -> None:
@@ -93,7 +96,7 @@ class Watchdog:
         self._since = self._clock()
 
     def poll(self) -> None:
-        """One look, once a second: suspects, publishes, tells or calls off."""
+        """Called once a second: suspects, publishes, reports or cancels."""
         now = self._clock()
         unseen_s = now - self._polled
         if unseen_s > 5 * POLL_S:
@@ -106,7 +109,12 @@ class Watchdog:
             self._since = now  # when the phase is over, the step's time starts anew
             waited_s, limit_s = long_phase[1], self._long_timeout_s
         if self._suspected is not None and (self._steps != self._steps_then or confirmed_s > self._suspected):
-            self._call_off(now)
+            self._abort.cancel()
+            what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
+            self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
+            self._suspected = None
+            with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
+                self._store.delete_key(self._key(self._global_rank))
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
 
@@ -118,10 +126,6 @@ class Watchdog:
         if self._suspected is not None:
             self._abort.cancel()
             self._suspected = None
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(POLL_S):
-            self.poll()
 
     def _suspect(self, now: float, waited_s: float) -> None:
         if self._suspected is None:
@@ -148,15 +152,6 @@ class Watchdog:
             self._record()
         except Exception as error:  # noqa: BLE001 (nothing must end this thread, which may have to call the end off)
             self._log.warning("the flight recorder is not saved: %s", error)
-
-    def _call_off(self, now: float) -> None:
-        assert self._suspected is not None
-        self._abort.cancel()
-        what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
-        self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
-        self._suspected = None
-        with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
-            self._store.delete_key(self._key(self._global_rank))
 
     def _whereabouts(self) -> str:
         phases = self._progress.open_phases()
@@ -196,14 +191,9 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
 
 
 def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
-    """Environment for torch's flight recorder, which remembers the last `trace_buf_size` collectives of a rank; 0: off.
-
-    To be set before the first process group is made. Names as torch 2.13 reads them: FlightRecorder.hpp
-    (TORCH_FR_BUFFER_SIZE, earlier TORCH_NCCL_TRACE_BUFFER_SIZE) and ProcessGroupNCCL.hpp. NCCL dumps by itself when one
-    of its own timeouts strikes, but where replica groups sum by it (ft/process_groups/nccl.py); `dump_flight_recorder`
-    does it for a hang that the watchdog finds, on gloo too.
-    `torchfrtrace FOLDER -p rank_` reads the files.
-    """
+    """Environment for torch's flight recorder, which remembers the last `trace_buf_size` collectives of a rank; 0: off. To be set before
+    the first process group is made. Names as in torch 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). NCCL dumps at its own timeouts,
+    except where replica groups sum by it (ft/process_groups/nccl.py). `torchfrtrace FOLDER -p rank_` reads the files."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(trace_buf_size),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if trace_buf_size else "0",
@@ -212,8 +202,8 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. Twice, the second time
-    with Python's stacks: looking those up took 6 s here, and the end may be nearer."""
+    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. The second time with
+    Python's stacks, which can take seconds, and the end may be nearer."""
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 

@@ -1,7 +1,7 @@
 """The lease by which one of several replica groups writes what they share: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-The manager names the writer, by a quorum. A group that was stopped, and wakes, believes what it was told before; so a group that begins to
-write notes the quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone."""
+A quorum names the writer. A group that was stopped, and wakes, believes what it was told before; so a group that begins to write notes
+its quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone."""
 
 from __future__ import annotations
 
@@ -12,90 +12,90 @@ from pathlib import Path
 
 from training.appended import replace_file
 
-CLAIM = ".writer.json"  # in the run's folder: the quorum that the newest writer has its role by
+LEASE_FILE = ".writer.json"  # in the run's folder: the quorum of the newest writer
 
 Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
 
 
-def claim(folder: Path, quorum: Quorum) -> bool:
-    """Notes it, unless a newer quorum's writer was here. A look and a note are not one: a group that is stopped between this and what it
-    does next may still do that, and so does little at a time."""
-    if is_over(folder, quorum):
+def acquire(folder: Path, quorum: Quorum) -> bool:
+    """Notes the quorum, unless a newer one's writer was here. The check and the note are two steps: a group that is stopped between this
+    and what it does next may still do that, and so does little at a time."""
+    if has_expired(folder, quorum):
         return False
     if _newest(folder) != quorum:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / CLAIM, json.dumps(quorum).encode())
+        replace_file(folder / LEASE_FILE, json.dumps(quorum).encode())
     return True
 
 
-def is_over(folder: Path, quorum: Quorum) -> bool:
-    """A newer quorum's writer was here. One of another epoch is of a job that began anew: whoever comes later is right."""
+def has_expired(folder: Path, quorum: Quorum) -> bool:
+    """True when a newer quorum's writer was here. Another epoch is a job that began anew: the later comer is right."""
     epoch, newest = _newest(folder)
     return epoch == quorum[0] and newest > quorum[1]
 
 
 def _newest(folder: Path) -> Quorum:
     try:
-        epoch, number = json.loads((folder / CLAIM).read_text(encoding="utf-8"))
+        epoch, number = json.loads((folder / LEASE_FILE).read_text(encoding="utf-8"))
         return str(epoch), int(number)
-    except (FileNotFoundError, ValueError, TypeError):  # not there, or what a disk has made of it
+    except (FileNotFoundError, ValueError, TypeError):  # not there, or damaged by the disk
         return "", 0
 
 
 class WriterLease:
-    """A group's right to save. `quorum`: by which it writes, now; None: it does not. One that has no others always may (Alone)."""
+    """A group's right to save. `quorum`: the one that makes this group the writer, now; None: another group is."""
 
-    shared = settled = True  # settled: what is saved is of the history that the others go on with
+    shared = settled = True  # settled: what is saved belongs to the history that the other groups continue
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
-        self._taken, self.name = ("", 0), ""  # name: a suffix for folders that no other writer has
+        self._acquired, self.name = ("", 0), ""  # name: a suffix for folders that no other writer has
 
     @property
     def has_role(self) -> bool:
         """True when this group writes, as far as it knows."""
         return self._quorum() is not None
 
-    def take(self) -> bool:
-        """At the beginning of a save."""
+    def acquire(self) -> bool:
+        """To be called at the beginning of a save; False: another group is the writer."""
         quorum = self._quorum()
-        if quorum is None or not claim(self._folder, quorum):
+        if quorum is None or not acquire(self._folder, quorum):
             return False
-        self._taken, self.name = quorum, f"-{quorum[0]}-{quorum[1]}"
+        self._acquired, self.name = quorum, f"-{quorum[0]}-{quorum[1]}"
         return True
 
-    def is_over(self) -> bool:
-        """Since `take`."""
-        return is_over(self._folder, self._taken)
+    def has_expired(self) -> bool:
+        """True when another group became the writer since `acquire`."""
+        return has_expired(self._folder, self._acquired)
 
-    def clears(self, name: str) -> bool:
-        """True when this writer may remove the leftovers of one of that name: not those of a newer one."""
+    def may_remove(self, name: str) -> bool:
+        """True when leftovers with this suffix are not those of a newer writer."""
         epoch, _, number = name.removeprefix("-").rpartition("-")
-        return epoch != self._taken[0] or int(number) <= self._taken[1]
+        return epoch != self._acquired[0] or int(number) <= self._acquired[1]
 
 
-class Alone(WriterLease):
-    """The lease of one group that is all there is."""
+class SoleWriter(WriterLease):
+    """The lease of a group that shares its folder with no other."""
 
-    shared, has_role, name, late = False, True, "", False
+    shared, has_role, name = False, True, ""
 
     def __init__(self) -> None: ...
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         return True
 
-    def is_over(self) -> bool:
-        return self.late
+    def has_expired(self) -> bool:
+        return not self.settled
 
-    def clears(self, name: str) -> bool:
-        return not self.late
+    def may_remove(self, name: str) -> bool:
+        return self.settled
 
 
-class Aside(Alone):
-    """The lease of a group that goes while it waits, whichever has the role: what it saves is unsettled, and its last. A checkpoint of the
-    same step or a later one is worth more, and stays."""
+class UnsettledWriter(SoleWriter):
+    """The lease of a group that leaves while it waits for others: it saves once, whichever group is the writer. A checkpoint of the same
+    step or a later one is worth more, and stays."""
 
-    shared, settled, late = True, False, True
+    shared, settled = True, False
 
     def __init__(self) -> None:
         self.name = f"-unsettled.{secrets.token_hex(4)}-0"

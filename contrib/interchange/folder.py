@@ -1,17 +1,17 @@
-"""Folders of published weights: one that appears whole or not at all, and what goes along beside weights.
+"""Folders of published weights, which appear whole or not at all, and the tokenizer's files beside the weights.
 
-Flow: hf_import.py and hf_export.py fill one. Until the last line it is called OUT.partial, which no program takes for what OUT will be.
-The tokenizer's files, and how text is drawn, go where weights go: on import into OUT/tokenizer, which model.tokenizer_path names.
-"""
+Flow: hf_import.py and hf_export.py fill one. Until the last line it is called OUT.partial. On import the tokenizer's files go into
+OUT/tokenizer, which model.tokenizer_path names."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from training.appended import sync_path, try_lock
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -30,22 +30,15 @@ _BESIDE = (
 
 @contextmanager
 def landing(out: Path) -> Iterator[Path]:
-    """An empty folder to fill; it becomes `out` when the block ends well, and is removed when it does not.
-
-    What a killed process left of one is cleared away. Raises ValueError if `out` is there, or another process is filling it.
-    The files must be on the disk when the block ends: `put` and `copy` see to that.
-    """
+    """An empty folder to fill, by `put` and `copy`; it becomes `out` when the block ends well, and is removed when it does not. Leftovers
+    of a killed process are removed. Raises ValueError if `out` is there, or another process is filling it."""
     refuse(out)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-        except BlockingIOError:
-            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder") from None
-        except OSError:  # a file system without locks: better an unguarded folder than none
-            pass
+        if try_lock(descriptor) is False:
+            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder")
         refuse(out)  # the other process may have ended in between
         try:
             for path in partial.iterdir():
@@ -55,7 +48,7 @@ def landing(out: Path) -> Iterator[Path]:
                     path.unlink()
             yield partial
             for folder, _, _ in os.walk(partial, topdown=False):
-                sync(Path(folder))
+                sync_path(Path(folder))
             refuse(out)
             partial.rename(out)
         except BaseException:
@@ -63,7 +56,7 @@ def landing(out: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(descriptor)
-    sync(out.absolute().parent)
+    sync_path(out.absolute().parent)
 
 
 def refuse(out: Path) -> None:
@@ -81,38 +74,25 @@ def refuse(out: Path) -> None:
 
 def put(path: Path, text: str) -> None:
     """Writes a file that is on the disk when this returns. Raises OSError."""
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path.write_text(text, encoding="utf-8")
+    sync_path(path)
 
 
 def copy(source: Path, target: Path) -> None:
     """The content of a file, on the disk when this returns. Raises OSError."""
     shutil.copyfile(source, target)
-    sync(target)
-
-
-def sync(path: Path) -> None:
-    """Flushes a file's contents, or a folder's names, to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(target)
 
 
 def carried(folder: Path) -> list[Path]:
-    """Returns the files of a folder that go along."""
+    """The tokenizer's files in a folder."""
     return [folder / name for name in (TOKENIZER, *_BESIDE) if (folder / name).is_file()]
 
 
 def of_tokenizer(path: str) -> Iterator[tuple[Path, str]]:
-    """(file, the name it is published by) of what is there of model.tokenizer_path, be it a file or its folder."""
+    """(file, its published name) of the files of model.tokenizer_path, which is a file or its folder."""
     given = Path(path).expanduser()
     file = given / TOKENIZER if given.is_dir() else given
     if file.is_file():
         yield file, TOKENIZER
-    for beside in carried(file.parent):
-        if beside.name != TOKENIZER:
-            yield beside, beside.name
+    yield from ((beside, beside.name) for beside in carried(file.parent) if beside.name != TOKENIZER)

@@ -1,8 +1,7 @@
-"""A run, or one checkpoint of it -> a folder that transformers and what follows its format load: safetensors, config.json, tokenizer.
+"""A run, or one checkpoint of it -> a folder that transformers loads: safetensors, config.json, tokenizer.
 
 Flow: scripts/hf.py -> this: the checkpoint is compared with its digests and with the run's settings, then written one tensor at a time
-into OUT.partial, which becomes OUT at the end.
-"""
+into OUT.partial, which becomes OUT at the end."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class Checkpoint:
 
 
 def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
-    """Writes OUT. Raises ValueError or Damaged for what the user must change, OSError for what the machine cannot do; then there is no
-    OUT. `dtype` "": as it was saved; `max_positions` 0: training.seq_len."""
+    """Writes OUT, or raises ValueError, Damaged or OSError. `dtype` "": as it was saved; `max_positions` 0: training.seq_len."""
     refuse(out)
     log.info("export    %s is compared with its digests", run)
     checkpoint = look_through(run, step=step, dtype=dtype)
@@ -185,8 +183,8 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], 
 
 def byte_tokenizer() -> dict[str, str]:
     """The built-in byte tokenizer as files that Hugging Face's libraries read: file name -> content. Byte-level BPE without a merge gives
-    the ids that ByteTokenizer gives; a BOS comes in front. What stands for a byte (as in GPT-2's vocabulary): itself where Latin-1
-    prints it, else a character from U+0100 on."""
+    ByteTokenizer's ids; a BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100
+    on."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
     special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}

@@ -1,7 +1,6 @@
 """A folder of published Llama weights -> a checkpoint that a run begins with, its settings, and its tokenizer.
 
-Flow: scripts/hf.py -> this: all that can be wrong is found first, then one tensor after the other is written into OUT.partial, which
-becomes OUT at the end.
+Flow: scripts/hf.py -> this: all checks come first, then one tensor after the other is written into OUT.partial, which becomes OUT.
 
     OUT/config.toml          settings: [model] by config.json, the rest by --config, checkpoint.initial_load_path
     OUT/checkpoint/step-0/   the weights, as scripts/make_seed_checkpoint.py writes them
@@ -48,8 +47,7 @@ class PublishedWeights:
 
 
 def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log: Log) -> None:
-    """Writes OUT. Raises ValueError for what the user must change, OSError or CheckpointFailed for what the machine cannot do; then
-    there is no OUT. `dtype` "": as the files have it."""
+    """Writes OUT, or raises ValueError, OSError or CheckpointFailed. `dtype` "": as the files have it."""
     refuse(out)
     source = look_through(folder, dtype=dtype)
     published, model = source.published, source.published.config
@@ -65,9 +63,8 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         cause = "not known to a Llama, here or in transformers, and not used"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
     if not (folder / TOKENIZER).is_file():
-        log.warning(
-            "%s: no %s: set model.tokenizer_path in %s before it is used", folder, TOKENIZER, out / "config.toml"
-        )
+        settings_file = out / "config.toml"
+        log.warning("%s: no %s: set model.tokenizer_path in %s before it is used", folder, TOKENIZER, settings_file)
     # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
     tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")

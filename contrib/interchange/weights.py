@@ -38,7 +38,7 @@ class Found:
 
 
 class Weights:
-    """The tensors of a folder. Headers are read at once, values when they are asked for."""
+    """The tensors of a folder. Headers are read at once, values by `read`."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError for a folder without weights, a file that is not whole, and an index that does not fit its files."""
@@ -47,9 +47,9 @@ class Weights:
         for file in sorted({folder / name for name in where.values()} if where else {folder / SINGLE}):
             self._add(file, {name for name, at in where.items() if folder / at == file} if where else None)
 
-    def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> list[str]:
+    def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> None:
         """Raises ValueError unless these tensors are there with these shapes, all of the dtype `code` ("": of any that can be read), and
-        no others but those whose name ends with `ignore`, which are returned."""
+        no others but those whose name ends with `ignore`."""
         problems = []
         for name, shape in wanted.items():
             found = self.found.get(name)
@@ -62,16 +62,15 @@ class Weights:
             elif found.code not in ([code] if code else CODES.values()):
                 expected = code or f"one of {', '.join(CODES.values())}"
                 problems.append(f"{found.file}: {name}: dtype {found.code}, expected {expected}")
-        others = [name for name in self.found if name not in wanted and not name.endswith(ignore)]
         problems += [
-            f"{self.found[name].file}: {name}: {self.found[name]}, which {architecture} does not have"
-            for name in others
+            f"{other.file}: {name}: {other}, which {architecture} does not have"
+            for name, other in self.found.items()
+            if name not in wanted and not name.endswith(ignore)
         ]
         raise_all(problems)
-        return [name for name in self.found if name not in wanted]
 
     def read(self, name: str) -> Tensor:
-        """The values, mapped from the file: they take memory as they are looked at, and give it back when the tensor goes."""
+        """The values, mapped from the file."""
         with safe_open(self.found[name].file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         # torch.save writes the storage, and whether that is the tensor's own or the whole file's is the package's business.
@@ -95,13 +94,12 @@ class Weights:
             raise ValueError(f"{file}: cannot be read: {error}") from None
         if expected is None:
             return
-        raise_all(
-            [f"{file}: {name}: missing; {INDEX} says that it is in there" for name in sorted(expected - names)]
-            + [
-                f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there"
-                for name in sorted(names - expected)
-            ]
-        )
+        problems = [f"{file}: {name}: missing; {INDEX} says that it is in there" for name in sorted(expected - names)]
+        problems += [
+            f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there"
+            for name in sorted(names - expected)
+        ]
+        raise_all(problems)
 
 
 def _list(folder: Path) -> tuple[Path, dict[str, str]]:
@@ -152,9 +150,9 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 def _diagnosis(file: Path) -> str:
-    """Details that the package leaves out for a file that it refuses: the tensor, and how many bytes there are and should be."""
+    """Why the package refuses a file: the tensor, or how many bytes there are and should be."""
     size_bytes = file.stat().st_size
-    said = f"it has {size_bytes:,} bytes"
+    actual = f"it has {size_bytes:,} bytes"
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -169,8 +167,8 @@ def _diagnosis(file: Path) -> str:
                 return f"{name}: {code} {shape} takes {needed:,} bytes, and its header gives it {end - begin:,}"
             ends.append(end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # whatever it holds, it is no header
-        return said
-    return f"{said}, expected {8 + length + max(ends):,} by its header" if header else said
+        return actual
+    return f"{actual}, expected {8 + length + max(ends):,} by its header" if header else actual
 
 
 @dataclass(frozen=True)
@@ -201,20 +199,15 @@ def index_json(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
     """The index of several files."""
     total_bytes = sum(tensor.size_bytes for _, tensors in files for tensor in tensors)
     where = {tensor.name: file for file, tensors in files for tensor in tensors}
-    return (
-        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}, indent=2)
-        + "\n"
-    )
+    body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+    return json.dumps(body, indent=2) + "\n"
 
 
 def write_file(
     path: Path, tensors: Sequence[Planned], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """A safetensors file, on the disk when this returns. `make(name)` is called once for each, when its turn comes, and the tensor before
-    has been let go by then. Raises OSError.
-
-    The package writes a file from tensors that are all there; this needs the memory of one.
-    """
+    """A safetensors file, on the disk when this returns, in the memory of one tensor, unlike the package's own. `make(name)` is called once
+    for each, in order. Raises OSError."""
     begin, header = 0, {"__metadata__": {"format": "pt"}}
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for tensor in tensors:
@@ -233,5 +226,5 @@ def write_file(
             written(tensor.size_bytes)
         stream.flush()
         os.fsync(stream.fileno())
-    with safe_open(path, framework="pt") as file:  # the package's own verdict on what stands there
+    with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == {tensor.name for tensor in tensors}, path

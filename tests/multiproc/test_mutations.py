@@ -88,12 +88,12 @@ def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) ->
 
 def shares_of_the_loss_not_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        parallelize.NoPipeline, "counts", property(lambda self: True, lambda self, counts: None), raising=False
+        parallelize.NoPipeline, "adds_loss", property(lambda self: True, lambda self, value: None), raising=False
     )
 
 
 def every_rank_counts_its_targets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MeshCoordinate, "counts", True)
+    patch.setattr(MeshCoordinate, "counts_tokens", True)
 
 
 def norm_of_copies_counted_on_each(patch: pytest.MonkeyPatch) -> None:

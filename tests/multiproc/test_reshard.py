@@ -130,7 +130,7 @@ class Run:
             tokens = tokens[self.coordinate.dp_rank * self.rows :][: self.rows]
             loss = self.model.forward_backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             dist.all_reduce(loss)
-            self.optimizer_step.take(0, BATCH * T)
+            self.optimizer_step.step(0, BATCH * T)
             commit = self.manager.commit(self.manager.reduce([BATCH * T], loss.item(), True))
             assert commit is not None
             losses.append(commit.mean_loss)

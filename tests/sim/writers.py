@@ -31,7 +31,7 @@ from ft.seam import DataAssignment, Going
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
-from training.checkpoint import FIGURES, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
+from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, PAUSE_S, Saver
@@ -379,7 +379,7 @@ class Trainer(train.Run):
                 last_save_model_only=plan.weights_alone,
             ),
         )
-        self.world, self.coordinate = SimpleNamespace(global_rank=0, world_size=1), SimpleNamespace(counts=True)  # type: ignore[assignment]
+        self.world, self.coordinate = SimpleNamespace(global_rank=0, world_size=1), SimpleNamespace(counts_tokens=True)  # type: ignore[assignment]
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
         self.pending_signals, self.save_overdue, self.loader = 0, False, SimpleNamespace(load=iter)
@@ -395,14 +395,14 @@ class Trainer(train.Run):
         )
         self.meter = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
-        states = {"model": self.values, "ledger": group.manager, FIGURES: self.relay}
+        states = {"model": self.values, "ledger": group.manager, METRICS_STATE: self.relay}
         with self.progress.phase("start"):
             self.checkpointer = Checkpointer(
                 self.config.checkpoint,
                 group.folder,
                 states,
                 log=self.log,
-                claim=WriterLease(group.folder, writes),
+                lease=WriterLease(group.folder, writes),
                 clock=clock,
                 in_thread=self.in_thread,
             )
@@ -476,8 +476,8 @@ class Saves(Saver):
             trainer.manager,
             trainer.progress,
             sync=trainer.meter.sync,
-            tell=trainer.report_storage,
-            say=trainer.log.info,
+            report=trainer.report_storage,
+            info=trainer.log.info,
             clock=job.baton.time,
             sleep=job.baton.sleep,
         )

@@ -70,8 +70,7 @@ class Disk:
         return self._write(fd, data)
 
     def _replaces(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        from training import appended
-        from training import writer_lease as claim
+        from training import appended, writer_lease
 
         real = appended.replace_file
 
@@ -80,5 +79,5 @@ class Disk:
                 self._fail(str(path))
             real(path, content)
 
-        monkeypatch.setattr(claim, "replace_file", replace)
+        monkeypatch.setattr(writer_lease, "replace_file", replace)
         return replace

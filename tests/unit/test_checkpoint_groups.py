@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.checkpoint_job import Job, Ledger, same, steps_in
 from training import checkpoint_files
-from training.checkpoint import FIGURES, CheckpointFailed
-from training.writer_lease import CLAIM, WriterLease, claim
+from training.checkpoint import METRICS_STATE, CheckpointFailed
+from training.writer_lease import LEASE_FILE, WriterLease, acquire
 
 EPOCH, WAIT_S = "epoch", 50.0
 
@@ -24,7 +24,7 @@ class Group(Job):
     def __init__(self, folder: Path, quorum: int | None, **settings: Any) -> None:
         self.quorum = quorum
         self.lease = WriterLease(folder, lambda: None if self.quorum is None else (EPOCH, self.quorum))
-        super().__init__(folder, claim=self.lease, **settings)
+        super().__init__(folder, lease=self.lease, **settings)
 
 
 def names(folder: Path) -> list[str]:
@@ -106,7 +106,7 @@ def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path
 
     def moves() -> None:
         a.quorum, b.quorum = None, 2
-        assert b.lease.take()  # it has figures to write, and no checkpoint yet
+        assert b.lease.acquire()  # it has figures to write, and no checkpoint yet
 
     a.at["publish"] = moves
     a.checkpointer.save(2)
@@ -144,7 +144,7 @@ def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
     assert steps_in(tmp_path) == [2]
 
 
-def test_the_claim_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
+def test_the_lease_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
     """In the background, where slow storage holds up no step."""
     a, threads = Group(tmp_path, 1, async_mode="async"), list[str]()
     a.at["begin"] = lambda: threads.append(threading.current_thread().name)  # it has just looked
@@ -156,7 +156,7 @@ def test_the_claim_is_looked_at_with_the_rest_of_the_save(tmp_path: Path):
     assert name.startswith("checkpoint-writer")
 
 
-def test_a_claim_that_cannot_be_noted_is_one_line(tmp_path: Path):
+def test_a_lease_that_cannot_be_noted_is_one_line(tmp_path: Path):
     (tmp_path / "file").write_text("")
     a = Group(tmp_path / "file", 1)
     a.train(2)
@@ -177,21 +177,21 @@ def test_figures_are_of_this_run_and_may_be_missing(tmp_path: Path):
     def start(folder: Path, figures: str, **settings: Any) -> Job:
         job = Job(folder, **settings)
         if figures:
-            job.states[FIGURES] = Figures(figures)
+            job.states[METRICS_STATE] = Figures(figures)
         return job
 
     own = tmp_path / "own"
     start(own, "of step 2").step_and_save(2)
     again = start(own, "none yet")
-    assert again.checkpointer.load() == 2 and again.states[FIGURES].state == {"rows": "of step 2"}
+    assert again.checkpointer.load() == 2 and again.states[METRICS_STATE].state == {"rows": "of step 2"}
     without = start(own, "")
     assert without.checkpointer.load() == 2
     without.step_and_save(4)
     again = start(own, "none yet")
-    assert again.checkpointer.load() == 4 and again.states[FIGURES].state == {"rows": "none yet"}
+    assert again.checkpointer.load() == 4 and again.states[METRICS_STATE].state == {"rows": "none yet"}
     settings = {"initial_load_path": str(own / "checkpoint/step-2"), "initial_load_model_only": False}
     other = start(tmp_path / "other", "none yet", **settings)
-    assert other.checkpointer.load() == 2 and other.states[FIGURES].state == {"rows": "none yet"}
+    assert other.checkpointer.load() == 2 and other.states[METRICS_STATE].state == {"rows": "none yet"}
 
 
 def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: Path):
@@ -282,22 +282,24 @@ def test_who_takes_the_role_over_saves_nothing_that_is_there(tmp_path: Path):
 
 @pytest.mark.parametrize("content", ["", "5", "null", '["e", null]', "{"])
 def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
-    (tmp_path / CLAIM).write_text(content)
-    assert claim(tmp_path, ("epoch", 3)) and (tmp_path / CLAIM).read_text() == '["epoch", 3]'
+    (tmp_path / LEASE_FILE).write_text(content)
+    assert acquire(tmp_path, ("epoch", 3)) and (tmp_path / LEASE_FILE).read_text() == '["epoch", 3]'
 
 
-def test_two_threads_of_a_rank_note_the_same_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The scribe's, for figures, between the write and the rename of the trainer's."""
-    replace = Path.replace
+def test_two_threads_of_a_rank_note_the_same_lease(tmp_path: Path):
+    """The scribe's, for metrics, and the trainer's, each at the same moment."""
+    together, noted = threading.Barrier(2), list[bool]()
 
-    def meets(self: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "replace", replace)
-        other = threading.Thread(target=lambda: noted.append(claim(tmp_path, (EPOCH, 3))))
-        other.start()
-        other.join(WAIT_S)
-        return replace(self, target)
+    def note() -> None:
+        for number in range(50):
+            together.wait(WAIT_S)
+            noted.append(acquire(tmp_path, (EPOCH, number)))
+            together.wait(WAIT_S)
 
-    noted: list[bool] = []
-    monkeypatch.setattr(Path, "replace", meets)
-    assert claim(tmp_path, (EPOCH, 3)) and noted == [True]
-    assert [path.name for path in tmp_path.iterdir()] == [CLAIM]
+    threads = [threading.Thread(target=note) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert noted == [True] * 100
+    assert [path.name for path in tmp_path.iterdir()] == [LEASE_FILE]

@@ -247,7 +247,7 @@ def test_who_leaves_saves_although_an_earlier_save_has_failed(tmp_path: Path) ->
     with largest_file(0):
         job.step_and_save(2)
         assert job.checkpointer.saving and job.checkpointer.saving.exception()  # it has failed by now
-    saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, tell=print, say=print)
+    saver = Saver(job.checkpointer, Leaving(), Progress(), sync=lambda: None, report=print, info=print)
     job.train(1)
     saver.save()
     job.checkpointer.wait()

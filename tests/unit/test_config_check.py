@@ -66,8 +66,8 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "8 --parallelism.tensor_parallel_degree=8": "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
     "2 --parallelism.tensor_parallel_degree=2 --training.seq_len=63": "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
     "6 --parallelism.tensor_parallel_degree=2": "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 2 ranks can share evenly nor columns that 3 shards can; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
-    "1 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; nearest: false",
-    "2 --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: the compiler does it: compile.enable = true, compile.components with model, compile.backend = inductor; nearest: false",
+    "1 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; set it to false",
+    "2 --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: it needs compile.enable = true, model in compile.components and compile.backend = inductor; set it to false",
     "1 --training.global_batch_size=2": "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
     "3 --parallelism.data_parallel_shard_degree=2": "--parallelism.data_parallel_shard_degree = 2: the degrees must multiply to the number of ranks, 3; nearest: 3, or -1 for all that are left; or start 2 ranks (NPROC=2)",
     "1 --training.steps=1": "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
@@ -93,13 +93,13 @@ CANNOT_RUN = {  # ranks and overrides -> the one message
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=62 --parallelism.context_parallel_load_balancer=none": "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
     "4 --parallelism.context_parallel_degree=2 --training.seq_len=60 --parallelism.tensor_parallel_degree=2": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=3": "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
-    "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch has it for CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
-    "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: host memory is where parameters are already: there is no CUDA device here; nearest: false",
+    "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch implements it for CUDA\'s attention kernels alone, and there is no CUDA device here; nearest: "allgather"',
+    "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false",
     "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"',
     "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or the text of a number >= 1; nearest: "1"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
-    "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; nearest: false',
-    "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; nearest: false",
+    "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; set it to false',
+    "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; set it to false",
 }
 
 
@@ -123,7 +123,7 @@ def test_float8_needs_its_hardware(capability: tuple[int, int], has: str) -> Non
         return ""
 
     cause = "float8.enable = true: needs a CUDA device of compute capability 8.9 or more,"
-    assert found(Float8Config(enable=True)) == (f"{cause} {has}; nearest: false" if has else "")
+    assert found(Float8Config(enable=True)) == (f"{cause} {has}; set it to false" if has else "")
     assert found(Float8Config(enable=True, emulate=True)) == ""
     cause = "float8.enable = true: needs the package torchao, which is not installed: "
     assert found(Float8Config(enable=True, emulate=True), None).startswith(cause)
@@ -163,7 +163,7 @@ def test_replica_groups_need_a_torch_that_waits_for_offloaded_gradients(folder: 
     with pytest.raises(ValueError) as error:
         check_offloaded_gradients(configured(folder, *given), "2.12.1+cu130")
     assert str(error.value) == (
-        "training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is 2.12.1+cu130: before, their sums begin while gradients are still being copied; nearest: false"
+        "training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is 2.12.1+cu130: before, their sums begin while gradients are still being copied; set it to false"
     )
 
 
@@ -258,7 +258,7 @@ SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco",
         (["--training.steps=20", "--checkpoint.interval=8"], "--training.steps = 20: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 16 or 24"),
         (["--fault_tolerance.num_fragments=2", "--checkpoint.interval=10"], "--checkpoint.interval = 10: must be a multiple of 4, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8 or 12"),
         (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
-        (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after 8 steps (fault_tolerance.sync_steps / num_fragments); nearest: false"),
+        (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
         (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: the model has 5 blocks to share out; nearest: 5"),
     ],
 )  # fmt: skip

@@ -49,6 +49,6 @@ def test_a_model_without_attend_is_refused_by_name() -> None:
     assert attentions(model, 2) == [block.attention for block in model.layers.values()]
     assert attentions(Opaque(0), 2) == []  # a stage that holds the embedding alone
     with pytest.raises(
-        ValueError, match=r"^parallelism\.context_parallel_degree = 2: Opaque looks keys and values up without"
+        ValueError, match=r"^parallelism\.context_parallel_degree = 2: Opaque computes attention without"
     ):
         attentions(Opaque(1), 2)

@@ -25,7 +25,7 @@ from training.data.sources import TextSource, TokenSource, find_source
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" for number in range(20)]
-TRUSTED = Limits(young_ns=-(10**18))  # files are taken to be old
+TRUSTED = Limits(min_age_ns=-(10**18))  # files are taken to be old
 
 
 @pytest.fixture

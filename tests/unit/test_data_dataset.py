@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.data_corpus import Lines, files_config, write_jsonl
 from training.config import TrainingConfig
-from training.data.dataset import Dataset, DataState, open_data, short
-from training.data.loader import Cut
+from training.data.dataset import Dataset, open_data, short
+from training.data.loader import MicrobatchSampler
 from training.tokenizer import ByteTokenizer
 
 
@@ -35,17 +35,16 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     data = open_it(config, tmp_path / "cache")
     for split in ("train", "validation"):
         order = data.order(split, seed=5, seq_len=16)
-        with closing(data.loader(split, Cut(4, config.local_batch_size, 1, 2))) as loader:
+        with closing(data.loader(split, MicrobatchSampler(4, config.local_batch_size, 1, 2))) as loader:
             (batch,) = loader.load([8])
         assert batch.inputs.tolist() == [order.sequence(position)[:-1].tolist() for position in (10, 11)]
 
 
 def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
     data = open_it(files_config(write_jsonl(tmp_path / "a.jsonl", ["one", "two"])), tmp_path / "cache")
-    state = DataState(data)
-    state.load_state_dict(DataState(data).state_dict())
+    data.load_state_dict(data.state_dict())
     with pytest.raises(ValueError) as caught:
-        state.load_state_dict({"digest": "0123456789abcdef"})
+        data.load_state_dict({"digest": "0123456789abcdef"})
     assert str(caught.value) == (
         "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest 01234567, now "
         f"{data.digest[:8]}), so its place in the data means nothing here; put the text back, or start another "

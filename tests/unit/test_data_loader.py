@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.config import DataloaderConfig
-from training.data.loader import THREAD_NAME, Batch, BatchSource, Cut, open_loader
+from training.data.loader import THREAD_NAME, Batch, BatchSource, MicrobatchSampler, open_loader
 from training.data.order import Order
 
 SEQ_LEN = 4
@@ -41,8 +41,8 @@ class Counting:
 @contextmanager
 def loader_of(sequences: Counting | Order, **keys: int) -> Iterator[BatchSource]:
     ahead = DataloaderConfig(**{key: keys.pop(key) for key in ("num_workers", "prefetch_factor") if key in keys})
-    cut = Cut(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
-    with closing(open_loader(sequences, cut, ahead)) as loader:
+    sampler = MicrobatchSampler(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
+    with closing(open_loader(sequences, sampler, ahead)) as loader:
         yield loader
 
 
@@ -79,22 +79,6 @@ def test_labels_are_the_inputs_one_further_on() -> None:
     assert batch.labels.tolist() == [[81, 82, 83, 84], [91, 92, 93, 94]]
     assert batch.inputs.dtype == batch.labels.dtype == torch.int64
     assert batch.inputs.is_contiguous() and batch.labels.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("slot_size", "local_batch_size", "dp_size", "nearest"),
-    [(12, 8, 1, "8 or 16"), (6, 2, 4, "8"), (7, 1, 2, "6 or 8")],
-)
-def test_a_slot_that_does_not_divide(slot_size: int, local_batch_size: int, dp_size: int, nearest: str) -> None:
-    with (
-        pytest.raises(ValueError) as caught,
-        loader_of(Counting(), slot_size=slot_size, local_batch_size=local_batch_size, dp_size=dp_size),
-    ):
-        pass
-    assert str(caught.value) == (
-        f"training.global_batch_size = {slot_size}: must be a multiple of training.local_batch_size = "
-        f"{local_batch_size} times {dp_size} data-parallel ranks; nearest: {nearest}"
-    )
 
 
 def test_reads_ahead_but_not_further_than_told() -> None:

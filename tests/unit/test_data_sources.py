@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import training.config
 from tests.unit.data_corpus import files_config, write_jsonl
 from training.config import TrainingConfig
 from training.data.sources import LONG_TEXT_BYTES, PART_BYTES, TextSource, check_sources, find_source
@@ -211,7 +210,7 @@ def test_missing_package(
     for name in ("x.parquet", "x.json"):
         (tmp_path / name).write_text("any")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(training.config, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError) as caught:
         check()
     assert str(caught.value) == (

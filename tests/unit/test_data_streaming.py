@@ -15,7 +15,7 @@ from tests.unit.data_corpus import Lines, write_jsonl
 from training.config import DataloaderConfig, TrainingConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
-from training.data.loader import Batch, Cut
+from training.data.loader import Batch, MicrobatchSampler
 from training.data.streaming import StreamingLoader
 from training.tokenizer import ByteTokenizer
 
@@ -46,8 +46,8 @@ class FakeStream:
 
 def loader_of(stream: FakeStream, *, split: str = "train", dp_rank: int = 0, dp_size: int = 1) -> StreamingLoader:
     config = TrainingConfig(dataset_held_out=HELD_OUT, seq_len=8, local_batch_size=2)
-    cut = Cut(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
-    return StreamingLoader(stream, ByteTokenizer(), config, cut, split=split, pin_memory=False)
+    sampler = MicrobatchSampler(4 * dp_size, config.local_batch_size, dp_rank, dp_size)
+    return StreamingLoader(stream, ByteTokenizer(), config, sampler, split=split, pin_memory=False)
 
 
 def rows(batches: Iterator[Batch]) -> list[list[int]]:
@@ -156,7 +156,7 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
     )
     data = open_data(config, ByteTokenizer(), tmp_path / "unused", log=Lines())
     stretch = [8 * step for step in range(40)]
-    stays, resumes = (data.loader("train", Cut(8, 2, 0, 2)) for _ in range(2))
+    stays, resumes = (data.loader("train", MicrobatchSampler(8, 2, 0, 2)) for _ in range(2))
     with closing(stays), closing(resumes):
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))

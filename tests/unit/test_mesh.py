@@ -38,7 +38,7 @@ def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
 
 def test_the_sequences_of_a_data_parallel_rank_are_counted_once():
     axes = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
-    counting = [axes.coordinate(rank).dp_rank for rank in range(axes.world_size) if axes.coordinate(rank).counts]
+    counting = [axes.coordinate(rank).dp_rank for rank in range(axes.world_size) if axes.coordinate(rank).counts_tokens]
     assert sorted(counting) == [0, 1, 2]
 
 

@@ -121,7 +121,7 @@ def test_any_cut_into_stages_keeps_names_and_computes_the_same(texts: tuple[str,
         (settings(2, layers_per_stage=5, schedule="DualPipeV"), {}, "parallelism.pipeline_parallel_layers_per_stage = 5: makes 2 stages of 10 blocks (embedding, norm and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but DualPipeV takes two on each of the 2 ranks; nearest: 3, or 0"),
         (settings(2, last_stage_less_layers=20), {}, "parallelism.pipeline_parallel_last_stage_less_layers = 20: the last of the stages has room for 14 blocks in all; nearest: 9"),
         (settings(4, first_stage_less_layers=5), {}, "parallelism.pipeline_parallel_first_stage_less_layers = 5: the first of the stages has room for 4 blocks in all; nearest: 4"),
-        (settings(2, schedule="ZBVZeroBubble"), {"compiled": True}, 'compile.enable = true: ZBVZeroBubble computes the backward in two halves, and a compiled block would compute all of it twice; nearest: false, or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
+        (settings(2, schedule="ZBVZeroBubble"), {"compiled": True}, 'compile.enable = true: ZBVZeroBubble computes the backward in two halves, and a compiled block would compute all of it twice; set it to false, or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
         (settings(2, schedule="DualPipeV", fsdp_reshard_after_forward="always"), {}, 'parallelism.fsdp_reshard_after_forward = "always": DualPipeV computes the backward in two halves and needs the parameters gathered in between; nearest: "default" or "never", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Seconds per phase, the bar, and the closing summary, on a clock that the test moves."""
 
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock) -> 
 
 def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
     log = Lines()
-    with Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5) as bar:
+    with closing(Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5)) as bar:
         for _ in range(8):
             clock.now += 2
             bar.update(20)
@@ -151,7 +152,7 @@ def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
 
 def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
     log = Lines(is_terminal=True)
-    with Bar(4, "hashing", "files", log=log, clock=clock) as bar:
+    with closing(Bar(4, "hashing", "files", log=log, clock=clock)) as bar:
         clock.now += 1
         bar.update(2)
     assert log.lines == []

@@ -60,8 +60,8 @@ class End:
             self.manager,
             Progress(),
             sync=self._sync,
-            tell=self.told.append,
-            say=self.said.append,
+            report=self.told.append,
+            info=self.said.append,
             clock=lambda: self.now_s,
             sleep=self._sleep,
         ).save_last(lambda: self.asked)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from training import signals as signals_module
 from training.log import Log
 from training.signals import SAVE, STOP, Signals
 
@@ -182,9 +181,8 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting() -> None:
     """Neither its log, nor its standard error, both full pipes."""
-    monkeypatch.setattr(signals_module, "SAY_S", 0.0)
     stuck, clock, exits = Stuck(), Clock(), list[int]()
     signals = Signals(log=Log(stream=stuck), clock=clock, exit_now=exits.append)
     reader, writer = os.pipe()

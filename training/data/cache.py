@@ -14,7 +14,6 @@ folders) two starts at once both build, and the second to finish takes what the 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,13 +22,13 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from training.appended import replace_file, sync_path
+from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
 from training.progress import Bar, BarLog
 from training.tokenizer import Tokenizer
@@ -38,8 +37,8 @@ FORMAT = 1
 BUCKETS = 1000
 BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
 POLL_S = 0.05
-TELL_S = 0.2
-WORDS_BYTES = 80
+PROGRESS_S = 0.2  # from one note of the builder's progress to the next
+PROGRESS_BYTES = 80
 FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
 
 
@@ -48,7 +47,7 @@ class Limits:
     scan_ids: int = 1 << 22  # of a token file that are looked at, at a time
     piece_ids: int = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
     stuck_s: float = 1800.0  # a builder that shows no progress for so long is reported
-    young_ns: int = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
+    min_age_ns: int = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,9 @@ class Corpus:
 def open_corpus(
     source: Source, tokenizer: Tokenizer, folder: Path, *, log: BarLog, vocab_size: int = 0, limits: Limits = Limits()
 ) -> Corpus:
-    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: of the
-    model, where it is more than the tokenizer's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder
-    cannot be written, or another process is stuck while it builds)."""
+    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
+    model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
+    is stuck while it builds)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size, limits)
     try:
@@ -132,8 +131,6 @@ def bucket_of(content: bytes) -> int:
 
 
 class _Cache:
-    """One call of open_corpus."""
-
     def __init__(
         self, source: Source, tokenizer: Tokenizer, folder: Path, log: BarLog, vocab_size: int, limits: Limits
     ) -> None:
@@ -165,7 +162,7 @@ class _Cache:
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
             newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
-            if time.time_ns() - newest_ns > self._limits.young_ns:
+            if time.time_ns() - newest_ns > self._limits.min_age_ns:
                 replace_file(self._seen, key.encode())
         return corpus
 
@@ -185,7 +182,7 @@ class _Cache:
         whole = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
         return corpus if whole and len(corpus.store) == meta.tokens == corpus.bounds[-1] else None
 
-    def _content(self, lock: _Lock) -> str:
+    def _content(self, lock: _BuildLock) -> str:
         """Digest of the files' names and contents."""
         lock.begin("reading", sum(file.size for file in self._source.files))
         digests = []
@@ -197,8 +194,8 @@ class _Cache:
             digests.append((file.name, digest.hexdigest()))
         return _digest(digests)
 
-    def _build(self, key: str, content: str, lock: _Lock) -> None:
-        """Writes the folder under a temporary name and renames it; if another process was faster, its folder stands."""
+    def _build(self, key: str, content: str, lock: _BuildLock) -> None:
+        """Writes the folder under a temporary name and renames it; if another process was faster, its folder is kept."""
         temporary = self._folder / f"{key}.tmp-{socket.gethostname()}-{os.getpid()}"
         try:
             temporary.mkdir()
@@ -230,7 +227,7 @@ class _Cache:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _tokenise(self, source: TextSource, writer: _Writer, lock: _Lock) -> tuple[str, ...]:
+    def _tokenise(self, source: TextSource, writer: _Writer, lock: _BuildLock) -> tuple[str, ...]:
         """Writes every document; returns the names of the files left out."""
         lock.begin("tokenising", sum(file.size for file in source.files))
         skipped = []
@@ -248,7 +245,7 @@ class _Cache:
         writer.flush()
         return tuple(skipped)
 
-    def _scan(self, source: TokenSource, writer: _Writer, lock: _Lock) -> None:
+    def _scan(self, source: TokenSource, writer: _Writer, lock: _BuildLock) -> None:
         """Finds the documents of token files and looks at every id."""
         lock.begin("scanning", sum(file.size for file in source.files))
         for file in source.files:
@@ -276,7 +273,7 @@ def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
 
 
 class _Writer:
-    """Collects documents into the files of one cache folder."""
+    """Writes documents into the files of one cache folder."""
 
     def __init__(self, folder: Path, dtype: str, tokenizer: Tokenizer) -> None:
         self._folder, self._dtype, self._tokenizer = folder, np.dtype(dtype).newbyteorder("<"), tokenizer
@@ -313,7 +310,6 @@ class _Writer:
         self._waiting, self.waiting_bytes = [], 0
 
     def finish(self, meta: Meta) -> None:
-        """Everything but the rename, on the disk."""
         lengths = np.concatenate(self._lengths)
         np.save(self._folder / "documents.npy", np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))))
         np.save(self._folder / "buckets.npy", np.frombuffer(self.buckets, dtype=np.uint16))
@@ -322,25 +318,21 @@ class _Writer:
             sync_path(path)
 
 
-class _Lock:
-    """The builder's hold on the cache folder. Its file says how far the builder is, for those who wait."""
+class _BuildLock:
+    """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
 
     def __init__(self, descriptor: int, log: BarLog) -> None:
         self._descriptor, self._log = descriptor, log
         self.held = False
-        self._label, self._bar, self._told_s = "", Bar(0, "", "B", log=log), 0.0
+        self._label, self._bar, self._noted_s = "", Bar(0, "", "B", log=log), 0.0
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """True when held, or when this file system has no locks; False while another process holds it."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # ENOSYS, ENOLCK, EOPNOTSUPP: the rename alone decides
-            return True
-        self.held = True
-        os.ftruncate(self._descriptor, 0)  # the last holder's words
-        return True
+        is_locked = try_lock(self._descriptor)
+        self.held = bool(is_locked)
+        if self.held:
+            os.ftruncate(self._descriptor, 0)
+        return is_locked is not False
 
     def begin(self, label: str, total_bytes: int) -> None:
         self.close()
@@ -350,38 +342,36 @@ class _Lock:
     def advance(self, amount_bytes: int) -> None:
         self._bar.update(amount_bytes)
         now_s = time.monotonic()
-        if self.held and now_s - self._told_s > TELL_S:
-            self._told_s = now_s
-            words = json.dumps([self._label, int(self._bar.done), self._total_bytes])
-            os.pwrite(self._descriptor, words.ljust(WORDS_BYTES).encode(), 0)
+        if self.held and now_s - self._noted_s > PROGRESS_S:
+            self._noted_s = now_s
+            progress = json.dumps([self._label, int(self._bar.done), self._total_bytes])
+            os.pwrite(self._descriptor, progress.ljust(PROGRESS_BYTES).encode(), 0)
 
-    def hear(self) -> str:
-        """Shows what the holder said last, and returns it."""
-        words = os.pread(self._descriptor, WORDS_BYTES, 0).decode()
-        try:
-            label, done, total_bytes = json.loads(words)
-        except ValueError:  # nothing said yet, or caught in the middle of a word
-            return words
-        if label != self._label:
-            self.begin(label, total_bytes)
-        self._bar.update(done - self._bar.done)
-        return words
+    def show_progress(self) -> bytes:
+        """Shows the builder's newest note, and returns it."""
+        progress = os.pread(self._descriptor, PROGRESS_BYTES, 0)
+        with suppress(ValueError):  # none yet, or half-written
+            label, done, total_bytes = json.loads(progress)
+            if label != self._label:
+                self.begin(label, total_bytes)
+            self._bar.update(done - self._bar.done)
+        return progress
 
     def close(self) -> None:
         self._bar.close()
 
 
 @contextmanager
-def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: float) -> Iterator[_Lock]:
+def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    lock = _Lock(descriptor, log)
+    lock = _BuildLock(descriptor, log)
     try:
-        words, heard_s = "", time.monotonic()
-        while not lock.take() and not until():
-            before, words = words, lock.hear()
-            heard_s = heard_s if words == before else time.monotonic()
-            if time.monotonic() - heard_s > stuck_s:
+        progress, changed_s = b"", time.monotonic()
+        while not lock.acquire() and not until():
+            before, progress = progress, lock.show_progress()
+            changed_s = changed_s if progress == before else time.monotonic()
+            if time.monotonic() - changed_s > stuck_s:
                 raise RuntimeError(f"the process that holds {path} has shown no progress for {stuck_s:.0f} s")
             time.sleep(POLL_S)
         yield lock

@@ -8,7 +8,7 @@ import numpy as np
 
 from training.config import TrainingConfig
 from training.data.cache import Corpus, open_corpus
-from training.data.loader import BatchSource, Cut, open_loader
+from training.data.loader import BatchSource, MicrobatchSampler, open_loader
 from training.data.order import SPLITS, Order, in_split
 from training.data.sources import find_source
 from training.data.streaming import StreamingLoader, open_stream
@@ -16,8 +16,26 @@ from training.progress import BarLog
 from training.tokenizer import Tokenizer
 
 
-class StoredData:
-    """A corpus in the cache. `digest` names content and tokenizer: with (seed, epoch, position) it decides every sequence."""
+class _Data:
+    """Its state in a checkpoint is the digest of content and tokenizer, which with (seed, epoch, position) decides every sequence."""
+
+    digest = ""
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": self.digest}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Raises ValueError when the text or its tokenizer changed under the run."""
+        if state["digest"] != self.digest:
+            raise ValueError(
+                "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
+                f"{state['digest'][:8]}, now {self.digest[:8]}), so its place in the data means nothing here; put the text back, or "
+                "start another run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+            )
+
+
+class StoredData(_Data):
+    """A corpus in the cache."""
 
     def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
         self._config, self._corpus, self.digest = config, corpus, corpus.key
@@ -35,16 +53,14 @@ class StoredData:
         """Random access to a split ("train", "validation"). Raises ValueError when it is too small, or the source has no positions."""
         return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
 
-    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
-        """By [training]'s keys; the caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        """The caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         order = self.order(split, seed=self._config.seed, seq_len=self._config.seq_len)
-        return open_loader(order, cut, self._config.dataloader, pin_memory=pin_memory)
+        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
 
 
-class StreamedData:
-    """A Hugging Face data set, read as it comes."""
-
-    digest = ""
+class StreamedData(_Data):
+    """A Hugging Face data set, in its own order."""
 
     def __init__(self, config: TrainingConfig, tokenizer: Tokenizer) -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -60,9 +76,9 @@ class StreamedData:
             'legal where they are needed: "stdlib", "files", "tokens"'
         )
 
-    def loader(self, split: str, cut: Cut, *, pin_memory: bool = False) -> BatchSource:
-        stream = open_stream(self._config, dp_rank=cut.dp_rank, dp_size=cut.dp_size)
-        return StreamingLoader(stream, self._tokenizer, self._config, cut, split=split, pin_memory=pin_memory)
+    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
+        return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
 
 
 Dataset = StoredData | StreamedData
@@ -71,34 +87,12 @@ Dataset = StoredData | StreamedData
 def open_data(
     config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: BarLog, vocab_size: int = 0
 ) -> Dataset:
-    """Finds, tokenises or maps what [training] names; every rank calls it, one of a node works while the others wait. `vocab_size`: of the
-    model, where it is more than the tokenizer's. Raises ValueError that begins with the setting (bad input), or RuntimeError (the cache
-    cannot be written)."""
+    """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer)
     source = find_source(config)
     corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
     return StoredData(config, corpus)
-
-
-class DataState:
-    """The data in a checkpoint, by its digest: a position means something under one digest only."""
-
-    def __init__(self, data: Dataset) -> None:
-        self._data = data
-
-    def state_dict(self) -> dict[str, str]:
-        return {"digest": self._data.digest}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        """Raises ValueError when the text or its tokenizer changed under the run."""
-        saved, now = state["digest"], self._data.digest
-        if saved != now:
-            raise ValueError(
-                f"training.dataset: the text or its tokenizer changed since this run's checkpoint (digest {saved[:8]}, "
-                f"now {now[:8]}), so its place in the data means nothing here; put the text back, or start another "
-                "run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
-            )
 
 
 def short(count: int, unit: str = "") -> str:

@@ -1,5 +1,4 @@
-"""Loads the batches of a step, ahead of it. A slot is one group's batch of a step, named by the position of its first sequence. Owns no
-order and no position.
+"""Loads the batches of a step, ahead of it. A slot is one group's batch of a step, named by the position of its first sequence.
 
 Letters: B local batch size, T seq_len."""
 
@@ -7,11 +6,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import islice
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
-from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,8 @@ Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, a
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Which rows of a slot this rank computes, and in which microbatches."""
+class MicrobatchSampler:
+    """The rows of a slot that this rank computes, in microbatches."""
 
     slot_size: int
     local_batch_size: int
@@ -50,14 +51,7 @@ class Cut:
     dp_size: int
 
     def __post_init__(self) -> None:
-        per_pass = self.local_batch_size * self.dp_size
-        if self.slot_size % per_pass:
-            below = self.slot_size // per_pass * per_pass
-            near = " or ".join(str(size) for size in (below, below + per_pass) if size)
-            raise ValueError(
-                f"training.global_batch_size = {self.slot_size}: must be a multiple of training.local_batch_size = "
-                f"{self.local_batch_size} times {self.dp_size} data-parallel ranks; nearest: {near}"
-            )
+        assert self.slot_size % (self.local_batch_size * self.dp_size) == 0, "configs/check.py refuses it"
         assert 0 <= self.dp_rank < self.dp_size, f"rank {self.dp_rank} of {self.dp_size}"
 
     def tasks(self, slot: int) -> list[Task]:
@@ -70,20 +64,20 @@ class Cut:
 
 
 class BatchSource(ABC):
-    """Loads batches for train.py. Whoever makes one closes it."""
+    """Loads batches for train.py. Its maker closes it."""
 
-    def __init__(self, cut: Cut, *, pin_memory: bool) -> None:
-        self._cut, self._pin_memory = cut, pin_memory
+    def __init__(self, sampler: MicrobatchSampler, *, pin_memory: bool) -> None:
+        self._sampler, self._pin_memory = sampler, pin_memory
         self._run = 0  # grows with each load, so that nothing of an abandoned one is handed out
 
     @abstractmethod
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        """Begins to read these; the next batch is what each call of the function returned gives."""
+        """Begins to read these; each call of the function returned gives the next batch."""
 
     def load(self, slots: Iterable[int]) -> Iterator[Batch]:
-        """The microbatches of this rank, slot by slot; on every rank the same number. Abandons what an earlier call still owed. Reading
-        begins now, not at the first `next`; that raises a failure, with its cause."""
-        tasks = [task for slot in slots for task in self._cut.tasks(slot)]
+        """The microbatches of this rank, slot by slot; on every rank the same number. Abandons the rest of an earlier call. Reading begins
+        now, not at the first `next`; a failure is raised by `next`, with its cause."""
+        tasks = [task for slot in slots for task in self._sampler.tasks(slot)]
         self._run += 1
         run, read = self._run, self.start(tasks)
         return (self._take(run, read) for _ in tasks)
@@ -116,7 +110,7 @@ def make_batch(rows: np.ndarray, task: Task) -> Batch:
 
 
 class _Reader(Dataset[Batch]):
-    """Task -> Batch; what the thread and the worker processes both run."""
+    """Task -> Batch, in the thread and in worker processes."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -125,40 +119,47 @@ class _Reader(Dataset[Batch]):
         return make_batch(np.stack([self._order.sequence(position) for position in task[1]]), task)
 
 
-def open_loader(order: Order, cut: Cut, config: DataloaderConfig, *, pin_memory: bool = False) -> BatchSource:
-    """Prefetches exactly the slots it is asked for, by one thread, or by `num_workers` processes (from a forkserver). The batches are the
-    same for any number of workers."""
+def open_loader(
+    order: Order, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool = False
+) -> BatchSource:
+    """Prefetches exactly the slots it is asked for, by one thread or `num_workers` processes; the batches are the same."""
     kind = WorkerLoader if config.num_workers else ThreadLoader
-    return kind(_Reader(order), cut, config, pin_memory=pin_memory)
+    return kind(_Reader(order), sampler, config, pin_memory=pin_memory)
 
 
 class ThreadLoader(BatchSource):
     """One thread, at most `prefetch_factor` batches ahead."""
 
-    def __init__(self, reader: _Reader, cut: Cut, config: DataloaderConfig, *, pin_memory: bool) -> None:
-        super().__init__(cut, pin_memory=False)
+    def __init__(
+        self, reader: _Reader, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool
+    ) -> None:
+        super().__init__(sampler, pin_memory=False)
         self._reader, self._depth = reader, config.prefetch_factor
         # The thread must pin on this rank's device: by itself it would open a context on device 0.
         self._device = torch.accelerator.current_device_index() if pin_memory else None
-        self._asked: SimpleQueue[tuple[list[Task], Semaphore, SimpleQueue[Batch | Exception]] | None] = SimpleQueue()
-        self._room = Semaphore(0)  # of the newest run
+        self._asked = SimpleQueue[tuple[Task, Future[Batch]] | None]()
+        self._ahead = deque[Future[Batch]]()  # of the newest run
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        before, room, ready = self._room, Semaphore(self._depth), SimpleQueue[Batch | Exception]()
-        self._room = room
-        before.release()  # that run ends, if it waits for room
-        self._asked.put((tasks, room, ready))
+        for abandoned in self._ahead:
+            abandoned.cancel()
+        ahead, left = deque[Future[Batch]](), iter(tasks)
+        self._ahead = ahead
+
+        def ask() -> None:
+            for task in islice(left, self._depth - len(ahead)):
+                ahead.append(Future())
+                self._asked.put((task, ahead[-1]))
 
         def read() -> Batch:
-            assert self._thread.is_alive(), "the data thread ends only when it is closed"
-            result = ready.get()
-            room.release()
-            if isinstance(result, Exception):
-                raise result
-            return result
+            batch = ahead[0].result()
+            ahead.popleft()
+            ask()
+            return batch
 
+        ask()
         return read
 
     def close(self) -> None:
@@ -171,23 +172,23 @@ class ThreadLoader(BatchSource):
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)
         while (asked := self._asked.get()) is not None:
-            tasks, room, ready = asked
-            for task in tasks:
-                room.acquire()
-                if room is not self._room:
-                    break
-                try:
-                    batch = self._reader[task]
-                    ready.put(batch if self._device is None else pinned(batch))
-                except Exception as error:  # noqa: BLE001 - handed to the consumer, whose loop it must end
-                    ready.put(error)
+            task, future = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                batch = self._reader[task]
+                future.set_result(batch if self._device is None else pinned(batch))
+            except Exception as error:  # noqa: BLE001 - handed to the consumer, whose loop it must end
+                future.set_exception(error)
 
 
 class WorkerLoader(BatchSource):
     """torch's DataLoader over tasks. Its processes live as long as it: a step is too short to start any."""
 
-    def __init__(self, reader: _Reader, cut: Cut, config: DataloaderConfig, *, pin_memory: bool) -> None:
-        super().__init__(cut, pin_memory=pin_memory)
+    def __init__(
+        self, reader: _Reader, sampler: MicrobatchSampler, config: DataloaderConfig, *, pin_memory: bool
+    ) -> None:
+        super().__init__(sampler, pin_memory=pin_memory)
         self._tasks: list[Task] = []  # the DataLoader's sampler: read anew at each iter()
         self._loader: DataLoader[Batch] = DataLoader(
             reader,
@@ -209,7 +210,7 @@ class WorkerLoader(BatchSource):
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """iter(loader). The first call starts its processes, out of reach of signals that are for the rank."""
+    """iter(loader). The first call starts its processes, which ignore the signals that are for the rank."""
     with unsignalled():
         resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
     with unsignalled():
@@ -217,7 +218,7 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """Ends a DataLoader's processes now, not when the last exception that holds its iterator is forgotten."""
+    """Ends a DataLoader's processes now, whatever still refers to its iterator."""
     iterator = getattr(loader, "_iterator", None)
     shutdown = getattr(iterator, "_shutdown_workers", None)  # torch has no public call
     if shutdown is not None:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 from training.data.cache import BUCKETS, Corpus
 
-EPOCHS_KEPT = 2  # a step at the turn of an epoch reads from both
+_EPOCHS_KEPT = 2  # a step at the turn of an epoch reads from both
 SPLITS = ("train", "validation")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(count), [count] int64; the same for every version of numpy. numpy keeps the raw stream of Philox for ever, but
-    not what Generator.permutation makes of it (NEP 19): so raw words are sorted."""
+    """A permutation of range(count), [count] int64; the same for every version of numpy, which keeps the raw stream of Philox for ever, but
+    not Generator.permutation (NEP 19)."""
     key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -41,10 +40,9 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
 
 
 def stride(count: int) -> int:
-    """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn. Neighbours in
-    the epoch's stream are often pieces of one document, so a batch of them is highly correlated: the small Llama of configs/llama.toml
-    stood at 2.3 nats per token around step 750, and stands at 1.4 since a batch is spread evenly over the epoch (Fibonacci hashing: Knuth,
-    The Art of Computer Programming, volume 3, 6.4)."""
+    """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn (Fibonacci
+    hashing: Knuth, The Art of Computer Programming, volume 3, 6.4). Neighbours in the epoch's stream are often pieces of one document, so a
+    batch of them is highly correlated: around step 750 configs/llama.toml had a loss of 2.3 with such batches, and has 1.4."""
     wanted = max(1, round(count * (math.sqrt(5) - 1) / 2))
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
@@ -53,7 +51,7 @@ class Order:
     """Random access to the packed sequences of one split. Safe from any thread; pickles small."""
 
     def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
-        """`validation` is never shuffled: every look sees the same. Raises ValueError when `split` has no sequence."""
+        """`validation` is never shuffled: every validation sees the same. Raises ValueError when `split` has no sequence."""
         self._arguments = (corpus, split, held_out, seed, seq_len)
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
@@ -64,8 +62,8 @@ class Order:
         if self.sequences_per_epoch < 1:
             raise ValueError(_too_little(split, self._documents, self.tokens_per_epoch, corpus, held_out, seq_len))
         self._stride = stride(self.sequences_per_epoch)
-        self._epochs: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
+        self._layout = lru_cache(_EPOCHS_KEPT)(self._lay_out)
 
     def __reduce__(self) -> tuple[object, ...]:
         corpus, split, held_out, seed, seq_len = self._arguments
@@ -76,9 +74,10 @@ class Order:
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         index = turn * self._stride % self.sequences_per_epoch
-        ends, starts = self._line(epoch if self._shuffles else 0)
+        with self._lock:  # threads that come at once lay an epoch out once
+            ends, starts = self._layout(epoch if self._shuffles else 0)
         tokens = np.empty(self.seq_len + 1, dtype=np.int64)
-        at, filled = index * self.seq_len, 0  # place in the epoch's line; tokens written
+        at, filled = index * self.seq_len, 0  # place in the epoch's stream; tokens written
         document = int(np.searchsorted(ends, at, side="right"))
         while filled < len(tokens):
             end, start = int(ends[document]), int(starts[document])
@@ -87,17 +86,8 @@ class Order:
             at, filled, document = at + count, filled + count, document + 1
         return tokens
 
-    def _line(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Per document: where it ends in the epoch's line; what takes a place in the line to its place in the store."""
-        with self._lock:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = self._lay_out(epoch)
-                if len(self._epochs) > EPOCHS_KEPT:
-                    self._epochs.popitem(last=False)
-            self._epochs.move_to_end(epoch)
-            return self._epochs[epoch]
-
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Per document: its end in the epoch's stream; the offset from a place in the stream to its place in the store."""
         documents = self._documents
         if self._shuffles:
             documents = documents[shuffled(len(documents), self._seed, epoch)]

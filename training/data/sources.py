@@ -1,7 +1,7 @@
 """The text that is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
 
 Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once.
-Imports no torch, so that the check is fast. Hugging Face streams have no files: streaming.py."""
+Imports no torch, so that the check is fast."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHECKED_IDS = 1 << 16
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `name` goes into the digest of the corpus: not where on this machine the file lies."""
+    """One input file. `name`, not its place on this machine, goes into the digest of the corpus."""
 
     path: Path
     name: str
@@ -123,7 +123,6 @@ class TextSource(_Files):
         return text_of_record(record, self.text_key, f"{self.setting}: {place}")
 
     def _read_parquet(self, file: SourceFile) -> Iterator[bytes]:
-        need("pyarrow", extra="parquet", setting=self.setting)
         from pyarrow import ArrowInvalid, parquet
 
         try:
@@ -160,8 +159,9 @@ class TokenSource(_Files):
 
     def open(self, file: SourceFile) -> np.ndarray:
         """The ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
-        if file.path.suffix == ".bin":
-            return self._open_bin(file)
+        is_raw, wrong_type = file.path.suffix == ".bin", f"{self.setting}: file {file.path} has {file.size} bytes"
+        if is_raw and (file.size == 0 or file.size % TOKEN_TYPES[self.dtype].itemsize):
+            raise ValueError(f"{wrong_type}, no whole number of {self.dtype} ids; see training.dataset_token_dtype")
         try:
             ids = map_ids(file.path, self.dtype)
         except (ValueError, EOFError) as error:
@@ -171,16 +171,9 @@ class TokenSource(_Files):
                 f"{self.setting}: file {file.path} is {ids.dtype} of shape {list(ids.shape)}; "
                 "legal: one axis of uint16 or uint32, not empty"
             )
-        return ids
-
-    def _open_bin(self, file: SourceFile) -> np.ndarray:
-        wrong_type = f"{self.setting}: file {file.path} has {file.size} bytes"
-        if file.size == 0 or file.size % TOKEN_TYPES[self.dtype].itemsize:
-            raise ValueError(f"{wrong_type}, no whole number of {self.dtype} ids; see training.dataset_token_dtype")
-        ids = map_ids(file.path, self.dtype)
         # uint32 ids of any usual vocabulary, read as uint16, are: id, 0 or 1, id, 0 or 1, ...
-        head = ids[:CHECKED_IDS]
-        if self.dtype == "uint16" and not file.size % 4 and len(head) >= 64 and head[1::2].max() <= 3 < head[::2].max():
+        head, may_be_wide = ids[:CHECKED_IDS], is_raw and self.dtype == "uint16" and not file.size % 4
+        if may_be_wide and len(head) >= 64 and head[1::2].max() <= 3 < head[::2].max():
             raise ValueError(f'{wrong_type} that look like uint32 ids; set training.dataset_token_dtype = "uint32"')
         return ids
 
@@ -189,9 +182,8 @@ Source = TextSource | TokenSource
 
 
 def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
-    """Raises ValueError that begins with the setting, for what can be seen in a moment; the rest shows at tokenising. Missing files, wrong
-    suffixes, missing packages, no text at all; and of the first megabytes: UTF-8, JSON, the text key, for token files ids of `vocab_size`
-    and above (0: not checked)."""
+    """Raises ValueError that begins with the setting, for missing files, wrong suffixes, missing packages, no text at all; and of the first
+    megabytes: UTF-8, JSON, the text key, for token files ids of `vocab_size` and above (0: not checked)."""
     if config.dataset == "huggingface":
         need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
         return
@@ -231,7 +223,11 @@ def find_source(config: TrainingConfig) -> Source:
     """The source that [training] names, its files in a fixed order. Raises ValueError that begins with the setting."""
     if config.dataset == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = tuple(_as_file(path, root) for path in _stdlib_paths(root))
+        found = list[Path]()
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
+        files = tuple(_as_file(path, root) for path in sorted(found) if os.access(path, os.R_OK))
         if not files:
             raise ValueError(
                 f'training.dataset = "stdlib": no .py files in {root}; '
@@ -274,14 +270,6 @@ def map_ids(path: Path, dtype: str) -> np.ndarray:
 
 def unreadable(file: SourceFile, setting: str, error: OSError) -> ValueError:
     return ValueError(f"{setting}: file {file.path} cannot be read: {error.strerror}")
-
-
-def _stdlib_paths(root: Path) -> Iterator[Path]:
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return (path for path in sorted(found) if os.access(path, os.R_OK))
 
 
 def _as_file(path: Path, root: Path) -> SourceFile:

@@ -1,10 +1,7 @@
-"""Hugging Face data sets, streamed: text that comes in its own order, so there are no positions to ask for.
+"""Hugging Face data sets, streamed in their own order, not shuffled, held out by content like all others.
 
-The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can take it up again, and fault
-tolerance refuses such a source.
-
-Documents come as the data set orders them (a remote stream is not shuffled here), held out by content like all others. With num_workers = 0
-a rank reads while it would compute: give a remote stream at least one worker."""
+The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can resume from it, and fault
+tolerance refuses such a source. With num_workers = 0 a rank reads in its step: give a remote stream at least one worker."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from torch.utils.data import IterableDataset
 
 from training.config import TrainingConfig, need
 from training.data.cache import bucket_of
-from training.data.loader import Batch, BatchSource, Cut, Task, end_workers, iterate, make_batch
+from training.data.loader import Batch, BatchSource, MicrobatchSampler, Task, end_workers, iterate, make_batch
 from training.data.order import buckets_of
 from training.data.sources import text_of_record
 from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place counts for every
-    later `iter`; {} stands for the beginning. `state_dict` knows only the place of the newest iterator. (`set_epoch` is not used: workers
-    share the epoch, and a place saved in another is ignored.)"""
+    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place is that of every
+    later `iter`; {} is the beginning. `state_dict` is the place of the newest iterator. (`set_epoch` is not used: workers share the epoch,
+    and a place saved in another is ignored.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -62,13 +59,13 @@ class PackedStream(IterableDataset[np.ndarray]):
 
 
 class _Packer:
-    """The place in a stream, and the tokens that were read but not yet given out."""
+    """The place in a stream, and the tokens that were read but not yet returned."""
 
     def __init__(self, source: PackedStream) -> None:
         self._source = source
         self._waiting = np.empty(0, dtype=np.int64)
         self._records: Iterator[dict[str, Any]] | None = None
-        self._start: dict[str, Any] = {}  # where the next iterator over the records begins
+        self._start: dict[str, Any] = {}  # the place of the next iterator over the records
         self._found = False  # a document of the split, in this pass over the records or one before
 
     def __iter__(self) -> _Packer:
@@ -94,7 +91,7 @@ class _Packer:
         self._records = None
 
     def _next_document(self) -> np.ndarray:
-        """Tokens of the split's next document. Ends when all records hold none (a worker without a shard)."""
+        """Tokens of the split's next document. Ends when no record has one (a worker without a shard)."""
         source = self._source
         while True:
             if self._records is None:
@@ -114,18 +111,25 @@ class StreamingLoader(BatchSource):
     """A loader of a stream. For validation every load gives the same first batches, kept in memory."""
 
     def __init__(
-        self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, cut: Cut, *, split: str, pin_memory: bool
+        self,
+        stream: Stream,
+        tokenizer: Tokenizer,
+        config: TrainingConfig,
+        sampler: MicrobatchSampler,
+        *,
+        split: str,
+        pin_memory: bool,
     ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        super().__init__(cut, pin_memory=pin_memory)
+        super().__init__(sampler, pin_memory=pin_memory)
         self._repeats, self._kept = split == "validation", list[np.ndarray]()
-        self._key = f"rank {cut.dp_rank} of {cut.dp_size}"
+        self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         workers = config.dataloader.num_workers
         self._loader = StatefulDataLoader(
             PackedStream(stream, tokenizer, config, buckets_of(split, config.dataset_held_out)),
-            batch_size=cut.local_batch_size,
+            batch_size=sampler.local_batch_size,
             collate_fn=np.stack,
             num_workers=workers,
             prefetch_factor=config.dataloader.prefetch_factor if workers else None,
