@@ -525,8 +525,8 @@ class Manager:
                 holders=[rank for rank, member in enumerate(part.members) if member in part.participants],
             )
         except RendezvousFailed as error:
-            if error.strangers:
-                self._meet_strangers(part, {part.members[rank] for rank in error.strangers}, str(error))
+            if error.mismatched:
+                self._meet_strangers(part, {part.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
             # Unless it is known by now which members cannot be reached, this rank has to find out by itself.
             known = not set(part.members).isdisjoint(self._prober.unreachable)

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from ft.process_groups.base import SIGNATURES, Collectives, GroupWork, Operation, ProcessGroup
-from ft.process_groups.forming import Ended, Engine, GroupInit
+from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -23,7 +22,7 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__()
         self.configure("localhost:1/dummy", rank, size)
 
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
+    def _build(self, rendezvous: Rendezvous) -> Engine:
         return _Alone()
 
 
@@ -55,7 +54,7 @@ class ErrorSwallowingProcessGroup(Collectives):
         self._group = group
         self._error: Exception | None = None
 
-    def configure(self, store: Store | str, rank: int, size: int) -> None:
+    def configure(self, store: str, rank: int, size: int) -> None:
         """As ProcessGroup's."""
         self._error = None
         self._group.configure(store, rank, size)

@@ -14,26 +14,24 @@ import json
 import os
 import pickle
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from ft.device import current_device, device_thread
 from ft.process_groups import shared
 from ft.process_groups.base import SIGNATURES, Operation, ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import Channel, Child, ForkServer, fork_server_of_this_process
-from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous, address_of
+from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import form_gloo
 from ft.process_groups.nccl import form_nccl
 from ft.protocol.messages import Shape
 
-# Replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers; of DROPPED: what `unmap` named; of ENDED: the sender.
+# Replies: [what, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: what `unmap` named; of ENDED: the sender.
 READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
 
 
@@ -64,19 +62,18 @@ class ProcessGroupBaby(ProcessGroup):
     def prepare(self) -> None:
         self._fork_server.prepare()
 
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        address = store if isinstance(store, str) else _address(group_init, store, rank)
+    def _build(self, rendezvous: Rendezvous) -> Engine:
         self.child = child = self._fork_server.child()
-        group_init.at_giving_up(child.kill)
+        rendezvous.at_giving_up(child.kill)
         engine = ChildEngine(child, self.device)
-        place = address, rank, size, self.rendezvous_s
+        place = rendezvous.address, rendezvous.rank, rendezvous.size, rendezvous.limit_s
         try:
-            engine.form(self.NATIVE, *place, self._interface, self.device, group_init.shape, group_init.holders)
+            engine.form(self.NATIVE, *place, self._interface, self.device, rendezvous.shape, rendezvous.holders)
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
-                group_init.absent = error.absent
-                if error.strangers:
-                    group_init.refuse(error.strangers, str(error))
+                rendezvous.absent = error.absent
+                if error.mismatched:
+                    rendezvous.refuse(error.mismatched, str(error))
             engine.wake()
             engine.end()
             raise
@@ -186,18 +183,6 @@ def _written(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes]
     return device.index, event.ipc_handle()
 
 
-def _address(group_init: GroupInit, store: Store, rank: int) -> str:
-    """The child needs a connection of its own, and torch does not tell a store's prefix: the members agree on a new one."""
-    host, port = address_of(store)
-    if rank == 0:
-        store.set("child/prefix", uuid.uuid4().hex)
-    while not store.check(["child/prefix"]):
-        if group_init.given_up.wait(0.01):
-            raise RendezvousFailed("given up", (0,))
-    host = f"[{host}]" if ":" in host else host
-    return f"{host}:{port}/{store.get('child/prefix').decode()}"
-
-
 # ------------------------------------------------------------------------------------------------ in the child
 
 
@@ -231,16 +216,15 @@ class ChildGroup:
         """Builds the group, of gloo or NCCL; answered by READY or FAILED. `device`: of NCCL. In a thread: this one sees the end of the
         channel meanwhile."""
 
-        def build(group_init: GroupInit) -> Engine:
-            rendezvous = Rendezvous(group_init, store, rank, size, limit_s)
+        def build(rendezvous: Rendezvous) -> Engine:
             return form_gloo(rendezvous, interface) if kind == "gloo" else self._form_nccl(rendezvous, device)
 
         def run() -> None:
-            group_init = GroupInit("child", build, shape=shape, holders=holders)
+            rendezvous = Rendezvous(store, rank, size, limit_s, build, shape=shape, holders=holders)
             try:
-                self.engine = build(group_init)
+                self.engine = build(rendezvous)
             except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
-                self._reply(FAILED, 0, str(error), [group_init.absent, group_init.strangers])
+                self._reply(FAILED, 0, str(error), [rendezvous.absent, rendezvous.mismatched])
             else:
                 self._reply(READY, 0, None, [])
 

@@ -33,11 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Engine, GroupInit
+from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Shape
 
@@ -431,7 +430,7 @@ class ProcessGroup(Collectives):
         self.rendezvous_s = rendezvous_s
         self.reaper = Reaper()
         self._state = threading.Lock()
-        self._forming: GroupInit | None = None
+        self._forming: Rendezvous | None = None
         self._generation: Generation | None = None
         self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` was said of
         self._why_none: Exception = GroupError("the group was never configured")
@@ -444,7 +443,7 @@ class ProcessGroup(Collectives):
 
     def configure(
         self,
-        store: Store | str,
+        store: str,
         rank: int,
         size: int,
         *,
@@ -454,56 +453,55 @@ class ProcessGroup(Collectives):
     ) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
-        `store`: "host:port/prefix", or a store of torch; the prefix is of this generation alone, the same for all members. `quorum_id`:
+        `store`: "host:port/prefix"; the prefix is of this generation alone, the same for all members. `quorum_id`:
         the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: what all members must have alike; the
         job's is that of most of `holders`, or of all where there are none. Returns when the group stands. Raises RendezvousFailed (its
         `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned from another thread,
-        or where somebody is a stranger; MustExit when too many old generations have not ended; ValueError for what can never be.
+        or where a member's shape is another; MustExit when too many old generations have not ended; ValueError for what can never be.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
-        if isinstance(store, str):
-            parse(store)
+        parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        group_init = GroupInit(
-            f"{rank}", lambda it: self._build(it, store, rank, size), self.prepare, shape=shape, holders=holders
+        forming = Rendezvous(
+            store, rank, size, self.rendezvous_s, self._build, self.prepare, shape=shape, holders=holders
         )
         with self._state:
-            self._forming, self._rank, self._size, self._quorum_id = group_init, rank, size, quorum_id
+            self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted
         if not wanted:
-            group_init.give_up("no longer wanted")
-        group_init.start()
+            forming.give_up("no longer wanted")
+        forming.start()
         try:
-            generation = Generation(group_init.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
+            generation = Generation(forming.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
         except RendezvousFailed as error:
             with self._state:
                 self._forming, self._why_none = None, error
-            group_init.give_up("it failed")
-            self.reaper.take(group_init.end, f"did not form: {error}")
+            forming.give_up("it failed")
+            self.reaper.take(forming.end, f"did not form: {error}")
             raise
         with self._state:
-            self._forming, stands = None, not group_init.given_up.is_set()
+            self._forming, stands = None, not forming.given_up.is_set()
             if stands:
                 self._generation = generation
         if not stands:  # abandoned in the last moment
             generation.give_up("abandoned while it formed", self.reaper, None)
             raise RendezvousFailed("abandoned while it formed")
 
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        """Meets the others and connects; in a thread. Whatever it may block on is named to group_init.at_giving_up before."""
+    def _build(self, rendezvous: Rendezvous) -> Engine:
+        """Meets the others and connects; in a thread. Whatever it may block on is named to rendezvous.at_giving_up before."""
         raise NotImplementedError
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
         """Wakes every wait on this group, to form or to finish, with the reason; peers that wait for it see a closed connection.
         Returns at once, from any thread. `then` is called, in another one, when no operation of it touches a tensor any more."""
         with self._state:
-            group_init, generation, self._generation = self._forming, self._generation, None
+            forming, generation, self._generation = self._forming, self._generation, None
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
-        if group_init is not None:
-            group_init.give_up(reason)
+        if forming is not None:
+            forming.give_up(reason)
         if generation is not None:
             generation.give_up(reason, self.reaper, then)
         elif then is not None:
@@ -514,13 +512,13 @@ class ProcessGroup(Collectives):
         `abandon`. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
         is still to be configured or long gone; None: whatever there is."""
         with self._state:
-            group_init, generation = self._forming, self._generation
+            forming, generation = self._forming, self._generation
             if quorum_id is not None:
                 self._interrupted = max(self._interrupted, quorum_id)
                 if quorum_id != self._quorum_id:
                     return
-        if group_init is not None:
-            group_init.give_up(reason)
+        if forming is not None:
+            forming.give_up(reason)
         if generation is not None:
             generation.interrupt(Abandoned(reason))
 

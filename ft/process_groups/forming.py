@@ -1,12 +1,11 @@
-"""A group on its way to stand: built in a thread that its owner never waits for longer than it wants to, once all members are there.
+"""How a generation forms: in a thread that its owner never waits for longer than it wants to, once all members are there.
 
-torch's own constructors wait for a member that never comes, and nobody can call them off. So each member says in a store that it is there,
-and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and says
-who was absent. Members tell each other their shape, too: bytes of another layout would end a peer's process, not a sum.
+torch's own constructors wait for a member that never comes, and nobody can call them off. So each member writes into a store that it is
+there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
+the error names the absent. Members compare their shapes, too: bytes of another layout would end a peer's process, not a sum.
 
-A store may be silent as well: its host may be stopped. The connection to one of the form "host:port/prefix" is this member's own
-(store.py), so it can be cut to wake the thread: there the server is asked once and answers when the last member has come. A store of
-torch's cannot be called off, and is asked again and again.
+The store may be silent as well: its host may be stopped. The connection to it is this member's own (store.py), so that another thread can
+shut it down.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Shape
@@ -29,10 +26,7 @@ from ft.protocol.rules import strangers
 
 Ended = Callable[[Exception | None, int], None]  # the error if there was one; the rank that a message came from, or -1
 PREPARE_S = 300.0  # the longest that a fork server may take to import torch
-VERSION = "2"  # of what members say in the store, and of what they send each other then
-POLL_S = 0.002  # the first pause between two looks; each is half as long again as the one before,
-MOST_POLL_S = 0.05  # up to this, and for few members up to what keeps the store as little busy:
-MEMBER_POLL_S = 0.002  # so long for each
+VERSION = "2"  # of what members write into the store, and of what they send each other then
 
 
 class Engine(Protocol):
@@ -48,25 +42,31 @@ class Engine(Protocol):
         """After wake: returns when nothing of it touches a tensor, and all that it had is given back. May take long, or not come back."""
 
 
-class GroupInit:
-    """`build` runs in a thread of its own and returns the engine. It names what wakes it (`at_giving_up`) as it goes. What must be there
-    first, and has nothing to do with the others, is `prepare`'s: its time is not the rendezvous's. `shape`, `holders`: as
-    ProcessGroup.configure's."""
+class Rendezvous:
+    """One member's part in forming one generation. `build` runs in a thread of its own and returns the engine; it names whatever wakes it
+    (`at_giving_up`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`, `rank`, `size`,
+    `shape`, `holders`: as ProcessGroup.configure's."""
 
     def __init__(
         self,
-        name: str,
-        build: Callable[[GroupInit], Engine],
+        address: str,
+        rank: int,
+        size: int,
+        limit_s: float,
+        build: Callable[[Rendezvous], Engine],
         prepare: Callable[[], None] = lambda: None,
         *,
         shape: Shape = (),
         holders: Sequence[int] = (),
     ) -> None:
+        self.address, self.rank, self.size, self.limit_s = address, rank, size, limit_s
         self.shape, self.holders = shape, holders
         self.began_s = time.monotonic()
+        self.store = StoreClient(address, limit_s)
         self.given_up = threading.Event()
         self.absent: tuple[int, ...] = ()
-        self.strangers: tuple[int, ...] = ()
+        self.mismatched: tuple[int, ...] = ()
+        self._until_s = self.began_s + limit_s
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], object]] = []
         self._prepared, self._over = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class GroupInit:
         self._error: Exception | None = None
         self._reason = ""
         # The thread has what `build` holds, and drops it at its end.
-        self._thread = threading.Thread(target=self._run, args=(prepare, build), name=f"ft-form-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(prepare, build), name=f"ft-form-{rank}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -89,10 +89,10 @@ class GroupInit:
                 return self._engine
             cause = self._reason or str(self._error)
         missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
-        raise RendezvousFailed(cause + missing, self.absent, self.strangers) from self._error
+        raise RendezvousFailed(cause + missing, self.absent, self.mismatched) from self._error
 
     def give_up(self, reason: str) -> None:
-        """Wakes who waits, and the thread that builds. From any thread; what came first counts."""
+        """Wakes the owner, and the thread that builds. From any thread; the first reason counts."""
         with self._lock:
             if self.given_up.is_set():
                 return
@@ -103,10 +103,10 @@ class GroupInit:
         for wake in wakers:
             wake()
 
-    def refuse(self, strangers: Sequence[int], why: str) -> None:
-        """These ranks have another shape. That is the cause, even if the word of a member that found it out first came before."""
+    def refuse(self, mismatched: Sequence[int], why: str) -> None:
+        """These ranks have another shape. That is the cause, even if a member that saw it first has had the generation given up before."""
         with self._lock:
-            self.strangers, self._reason = tuple(strangers), why
+            self.mismatched, self._reason = tuple(mismatched), why
 
     def at_giving_up(self, wake: Callable[[], object]) -> None:
         """`wake` is called when the group is given up while it forms; at once, if it is already."""
@@ -124,7 +124,7 @@ class GroupInit:
             engine.wake()
             engine.end()
 
-    def _run(self, prepare: Callable[[], None], build: Callable[[GroupInit], Engine]) -> None:
+    def _run(self, prepare: Callable[[], None], build: Callable[[Rendezvous], Engine]) -> None:
         try:
             prepare()
             self._prepared.set()
@@ -142,96 +142,54 @@ class GroupInit:
         self._over.set()
         self._prepared.set()
 
-
-class Rendezvous:
-    """One member's part in the rendezvous of one generation, in the thread of its `group_init`."""
-
-    def __init__(self, group_init: GroupInit, store: Store | str, rank: int, size: int, limit_s: float) -> None:
-        self.group_init, self.rank, self.size, self.limit_s = group_init, rank, size, limit_s
-        self._until_s = time.monotonic() + limit_s
-        self._own: StoreClient | None = None
-        if isinstance(store, str):
-            self._own = store = StoreClient(store, limit_s)
-            group_init.at_giving_up(self._own.hang_up)
-            self._own.connect()
-        self.store = store
-        server = self._own or _server_behind(store)
-        self.host = server.host if server else None  # of the store, where it has one
+    # ------------------------------------------------------------------------------------------------ for `build`
 
     def left_s(self) -> float:
         """Time that is left to form the group, at least a moment."""
         return max(0.05, self._until_s - time.monotonic())
 
     def gather(self, mine: Any) -> list[Any]:
-        """Returns each member's word on itself (JSON), by rank, once all are there and have the same shape. Raises RendezvousFailed."""
-        shape = self.group_init.shape
-        digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
-        said = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._refuse_strangers([(("version of Pharos", version),) for version, _, _ in said])
-        if len({digest for _, digest, _ in said}) > 1:  # then it is worth its bytes to know what differs
-            shapes = self._exchange("shape", json.dumps(shape))
-            self._refuse_strangers([tuple((what, digest) for what, digest in json.loads(value)) for value in shapes])
-        return [more for _, _, more in said]
+        """Connects to the store, and returns each member's `mine` (JSON), by rank, once all are there and have the same shape. Raises
+        RendezvousFailed."""
+        self._until_s = time.monotonic() + self.limit_s
+        self.at_giving_up(self.store.hang_up)
+        self.store.connect()
+        digest = hashlib.sha256(repr(self.shape).encode()).hexdigest()[:16]
+        members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
+        self._compare([(("version of Pharos", version),) for version, _, _ in members])
+        if len({digest for _, digest, _ in members}) > 1:  # then the shapes themselves are worth their bytes
+            shapes = self._exchange("shape", json.dumps(self.shape))
+            self._compare([tuple((name, value) for name, value in json.loads(shape)) for shape in shapes])
+        return [more for _, _, more in members]
 
-    def close(self) -> None:
-        """Nothing more is to be asked of the store. Not needed by who gives up."""
-        if self._own is not None:
-            self._own.close()
-
-    def _refuse_strangers(self, shapes: Sequence[Shape]) -> None:
-        """All members come to the same verdict, and nobody has connected to another before."""
-        if found := strangers(shapes, self.group_init.holders):
-            words = "; ".join(
-                f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items()
+    def _compare(self, shapes: Sequence[Shape]) -> None:
+        """All members come to the same result, and none has connected to another before."""
+        if found := strangers(shapes, self.holders):
+            reason = "; ".join(
+                f"rank {rank} has another {' and '.join(names)} than the job" for rank, names in found.items()
             )
-            self.group_init.refuse(tuple(found), words)
-            raise RendezvousFailed(words)
+            self.refuse(tuple(found), reason)
+            raise RendezvousFailed(reason)
 
     def _exchange(self, name: str, mine: str) -> list[bytes]:
-        """Returns each member's word under that name, by rank, once all have spoken. Raises RendezvousFailed."""
+        """Returns each member's value under that name, by rank, once all have set theirs. Raises RendezvousFailed."""
         if self.store.compare_set(f"{name}/{self.rank}", "", mine).decode() != mine:
             raise RendezvousFailed(
                 f"rank {self.rank} has already joined under this prefix: use a new prefix for each generation and a rank for each member"
             )
         keys = [f"{name}/{rank}" for rank in range(self.size)]
+        self.store.set_timeout(timedelta(seconds=self.left_s()))
         try:
-            if self._own is not None:
-                self._own.set_timeout(timedelta(seconds=self.left_s()))
-                return self._own.multi_get(keys)
-            pause_s, longest_s = POLL_S, min(MOST_POLL_S, MEMBER_POLL_S * self.size)
-            while not self.store.check(keys):
-                if self.group_init.given_up.wait(pause_s):
-                    raise RendezvousFailed("given up")
-                if time.monotonic() > self._until_s:
-                    raise TimeoutError
-                pause_s = min(longest_s, pause_s * 1.5)
-            return [self.store.get(key) for key in keys]
+            return self.store.multi_get(keys)
         except TimeoutError:
-            absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
-            self.group_init.absent = absent
-            raise RendezvousFailed(f"has not formed within {self.limit_s:g} s", absent) from None
+            self.absent = tuple(rank for rank, key in enumerate(keys) if not self.store.check([key]))
+            raise RendezvousFailed(f"has not formed within {self.limit_s:g} s", self.absent) from None
 
 
 def _read(value: bytes) -> tuple[str, str, Any]:
-    """Splits a member's word into its version, the digest of its shape, and the rest."""
+    """Splits what a member has set into its version, the digest of its shape, and the rest."""
     with suppress(ValueError, TypeError):
         version, digest, more = json.loads(value)
         if version == VERSION:
             return version, str(digest), more
     return "another", "", None
-
-
-def address_of(store: Store) -> tuple[str, int]:
-    """Address of the server behind a store of torch, for a child process that needs a connection of its own. Raises ValueError."""
-    server = _server_behind(store)
-    if server is None:
-        raise ValueError(
-            f"a child process cannot reach a {type(store).__name__}: needs a TCPStore, or host:port/prefix"
-        )
-    return server.host, server.port
-
-
-def _server_behind(store: Store) -> TCPStore | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) else None

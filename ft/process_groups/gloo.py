@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
 
 from ft.process_groups import sockets
 from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous
+from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
@@ -53,8 +52,7 @@ class ProcessGroupGloo(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.interface = interface
 
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        rendezvous = Rendezvous(group_init, store, rank, size, self.rendezvous_s)
+    def _build(self, rendezvous: Rendezvous) -> Engine:
         return form_gloo(rendezvous, self.interface, timedelta(seconds=self.timeout_s + 1))
 
 
@@ -73,18 +71,18 @@ def form_gloo(
     """
     before = _threads_of_gloo()
     if sockets.can_be_found():
-        device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.host))
+        device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.store.host))
     else:
-        device, near = _gloo_device(interface, rendezvous.host), set()  # in a child: it is killed, not woken
+        device, near = _gloo_device(interface, rendezvous.store.host), set()  # in a child: it is killed, not woken
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
-    rendezvous.group_init.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
+    rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
     options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # nobody can call it off
     backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
-    rendezvous.close()
+    rendezvous.store.close()
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
     _hear_from_all(backend, rendezvous)
     _set_timeout(backend, backstop)
@@ -318,11 +316,7 @@ class _Waiters:
             task = self._tasks.get()
 
 
-def _gloo_device(interface: str | None, towards: str | None) -> Any:
-    """By its interface, or by an address of this machine. No name is looked up but that of this host, where there is no store to go by."""
-    kind = c10d.ProcessGroupGloo
-    if interface:
-        return kind.create_device(interface=interface, lazy_init=False)
-    if towards:
-        return kind.create_device(hostname=sockets.towards(towards), lazy_init=False)
-    return kind.create_default_device(lazy_init=False)
+def _gloo_device(interface: str | None, towards: str) -> Any:
+    """By its interface, or by the address of this machine that leads to that host."""
+    by = {"interface": interface} if interface else {"hostname": sockets.towards(towards)}
+    return c10d.ProcessGroupGloo.create_device(**by, lazy_init=False)

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Store
 
 from ft.device import current_device, device_thread
 from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
-from ft.process_groups.forming import Ended, Engine, GroupInit, Rendezvous
+from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
 POLL_S = 0.0005  # between looks at the GPU's progress
@@ -61,8 +60,8 @@ class ProcessGroupNCCL(ProcessGroup):
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.device = current_device() if device is None else device
 
-    def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-        return form_nccl(Rendezvous(group_init, store, rank, size, self.rendezvous_s), self.device)
+    def _build(self, rendezvous: Rendezvous) -> Engine:
+        return form_nccl(rendezvous, self.device)
 
 
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
@@ -101,9 +100,7 @@ def form_nccl(
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
         backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
-    rendezvous.group_init.at_giving_up(
-        lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start()
-    )
+    rendezvous.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
     backend.eager_connect_single_device(device)
     engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, number)
     try:
@@ -125,7 +122,7 @@ def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> N
         errors.append(error)
         over.set()
 
-    rendezvous.group_init.at_giving_up(over.set)
+    rendezvous.at_giving_up(over.set)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), ended)
         over.wait(rendezvous.left_s())

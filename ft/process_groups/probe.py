@@ -21,13 +21,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ft.process_groups.store import parse
 
-SERVE_S = 0.5  # for which it waits for connections, at most, before it asks whether there is something to look at
+PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be looked into, and closes what has connected
 TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
 MOST = 64  # members that are looked at at once: each takes a few descriptors for a moment
 KEPT = 256  # unreachable ids that are remembered beyond their generation
@@ -36,19 +35,6 @@ _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOT
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing leaves nothing behind at either end
 
 Place = tuple[int, Any]  # address family, address
-
-
-@dataclass(eq=False)
-class _Look:
-    """At one member: several tries, until one is answered or none was."""
-
-    replica_id: str
-    place: Place
-    open: list[socket.socket] = field(default_factory=list)  # tries under way
-    tries: int = 0
-    next_s: float = 0.0
-    answered: bool | None = None
-    over: bool = False
 
 
 class Prober:
@@ -79,7 +65,6 @@ class Prober:
         self._listener.setblocking(False)
         port = self._listener.getsockname()[1]
         self.handle = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._bell, self._ring = socket.socketpair()
         self._waits_since: Callable[[], float | None] = lambda: None
         self._cut: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
@@ -110,9 +95,7 @@ class Prober:
         with self._lock:
             self._wanted += 1
             mine = self._wanted
-        with suppress(OSError):
-            self._ring.send(b"x")
-        with self._lock:
+            self._lock.notify_all()
             until_s = time.monotonic() + 3 * self._within_s
             while self._done < mine and not self._closed and not enough() and time.monotonic() < until_s:
                 self._lock.wait(0.1)
@@ -121,51 +104,39 @@ class Prober:
     def close(self) -> None:
         """Its port is closed; nobody is tried any more."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             self._lock.notify_all()
-        self._ring.close()
         if self._thread.ident is None:
             self._listener.close()
-            self._bell.close()
 
     # ------------------------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector, self._listener, self._bell:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._bell, selectors.EVENT_READ)
-            last_s = float("-inf")
-            while not self._closed:
-                now_s = self._clock()
-                wanted, since_s = self._wanted, self._waits_since()
-                waits = since_s is not None and now_s - since_s >= self._wait_s
-                if wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self._again_s):
-                    self._look_around(selector, everybody=waits or wanted > self._done)
-                    last_s = self._clock()
-                    with self._lock:
-                        self._done = wanted
-                        self._lock.notify_all()
-                else:
-                    self._serve(selector, min(SERVE_S, self._wait_s / 2))
+        last_s = float("-inf")
+        while not self._closed:
+            self._accept()
+            now_s, since_s = self._clock(), self._waits_since()
+            waits = since_s is not None and now_s - since_s >= self._wait_s
+            with self._lock:
+                wanted = self._wanted
+                due = wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self._again_s)
+                if not due and not self._closed:
+                    self._lock.wait(min(PAUSE_S, self._wait_s / 2))
+            if due:
+                self._look_around(everybody=waits or wanted > self._done)
+                last_s = self._clock()
+                with self._lock:
+                    self._done = wanted
+                    self._lock.notify_all()
+        self._listener.close()
 
-    def _look_around(self, selector: selectors.BaseSelector, *, everybody: bool) -> None:
+    def _look_around(self, *, everybody: bool) -> None:
         """Looks at members (`everybody`, or those that are unreachable); their reachability is known when this returns."""
         with self._lock:
-            ids = list(self._places) if everybody else list(self._unreachable)
-            looks = [_Look(replica_id, self._places[replica_id]) for replica_id in ids]
-        for first in range(0, len(looks), MOST):
-            some = looks[first : first + MOST]
-            while (left := [look for look in some if not look.over]) and not self._closed:
-                for look in left:
-                    self._go_on(selector, look)
-                next_s = min((look.next_s for look in left if not look.over), default=0.0)
-                self._serve(selector, max(0.0, next_s - self._clock()))
-            for sock in [sock for look in some for sock in look.open]:
-                selector.unregister(sock)
-                _close(sock)
-        silent = {look.replica_id: look.place for look in looks if look.answered is False}
+            places = [(i, self._places[i]) for i in (self._places if everybody else self._unreachable)]
+        silent: dict[str, Place] = {}
+        for first in range(0, len(places), MOST):
+            silent |= self._silent(dict(places[first : first + MOST]))
         with self._lock:
             self._unreachable.update(dict.fromkeys(silent))
             self._places = {**silent, **self._places}  # meanwhile the next generation may have begun, without them
@@ -173,65 +144,47 @@ class Prober:
         if now and self._waits_since() is not None:
             self._cut(now)
 
-    def _go_on(self, selector: selectors.BaseSelector, look: _Look) -> None:
-        """One more try when it is time: what is lost on the way is sent again after a second at first, and ever later. After the last one's
-        time the answer is known; not before, however long this process was stopped in between."""
-        now_s = self._clock()
-        if now_s < look.next_s or look.over:
-            return
-        if look.tries == TRIES:
-            look.answered, look.over = False, True
-            return
-        look.tries, look.next_s = look.tries + 1, now_s + self._within_s / TRIES
-        family, address = look.place
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            look.over = True  # no descriptor is left, which says nothing about the link
-            return
-        sock.setblocking(False)
-        error = sock.connect_ex(address)
-        if error == errno.EINPROGRESS:
-            selector.register(sock, selectors.EVENT_WRITE, look)
-            look.open.append(sock)
-        else:
-            _close(sock)
-            self._heard(look, error)
+    def _silent(self, left: dict[str, Place]) -> dict[str, Place]:
+        """Tries to connect to each member several times, as packets that are lost on the way are sent again after a second at first, and
+        ever later. Returns those that answered none; not before the last try's time is over, however long this process was stopped."""
+        with selectors.PollSelector() as selector, ExitStack() as tries:  # one of poll needs no descriptor of its own
+            for _ in range(TRIES):
+                until_s = self._clock() + self._within_s / TRIES
+                for replica_id, (family, address) in list(left.items()):
+                    try:
+                        sock = socket.socket(family, socket.SOCK_STREAM)
+                    except OSError:
+                        del left[replica_id]  # no descriptor is left, which says nothing about the link
+                        continue
+                    tries.callback(_close, sock)
+                    sock.setblocking(False)
+                    error = sock.connect_ex(address)
+                    if error == errno.EINPROGRESS:
+                        selector.register(sock, selectors.EVENT_WRITE, replica_id)
+                    else:
+                        self._note(left, replica_id, error)
+                while left and not self._closed:
+                    ready = selector.select(max(0.0, until_s - self._clock()))
+                    for key, _ in ready:
+                        assert isinstance(key.fileobj, socket.socket)
+                        selector.unregister(key.fileobj)
+                        self._note(left, key.data, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                    if not ready:
+                        break
+        return {} if self._closed else left
 
-    def _heard(self, look: _Look, error: int) -> None:
-        """Reads the result of one try. A router's or this machine's word on the route is as good as silence: the next try may find one."""
+    def _note(self, left: dict[str, Place], replica_id: str, error: int) -> None:
+        """Takes the result of one try. A router's or this machine's error about the route counts as silence: the next try may find one."""
         if error in _ANSWERS:
-            look.answered, look.over = True, True
             with self._lock:
-                self._unreachable.pop(look.replica_id, None)
-        elif error in _OURS:
-            look.over = True
-
-    def _serve(self, selector: selectors.BaseSelector, limit_s: float) -> None:
-        """Serves what comes within the limit; the first of it ends the wait."""
-        for key, _ in selector.select(limit_s):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._bell:
-                if not self._bell.recv(4096):
-                    selector.unregister(self._bell)  # closed
-            else:
-                look, sock = key.data, key.fileobj
-                assert isinstance(look, _Look) and isinstance(sock, socket.socket)
-                selector.unregister(sock)
-                look.open.remove(sock)
-                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                _close(sock)
-                self._heard(look, error)
+                self._unreachable.pop(replica_id, None)
+        if error in _ANSWERS or error in _OURS:
+            left.pop(replica_id, None)
 
     def _accept(self) -> None:
-        try:
+        with suppress(OSError):  # that was all; or no descriptor is left, and the kernel has answered already
             while True:
                 _close(self._listener.accept()[0])
-        except BlockingIOError:
-            return  # that was all
-        except OSError:
-            time.sleep(SERVE_S)  # no descriptor is left; the kernel has answered already
 
 
 def _close(sock: socket.socket) -> None:

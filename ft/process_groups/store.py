@@ -21,13 +21,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+T = TypeVar("T")
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _KEYS, _DELETE = range(9)
 _MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
 _MAGIC = 0x3C85F7CE  # of a client of torch's
@@ -119,61 +120,48 @@ class StoreClient(Store):
     # ------------------------------------------------------------------------------------------------ torch's face of a store
 
     def set(self, key: str, value: str | bytes) -> None:
-        with self._asking:
-            self._send(_SET, self._key(key), _bytes(value))
+        self._ask(lambda: None, _SET, self._key(key), _bytes(value))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        with self._asking:
-            self._send(_COMPARE_SET, self._key(key), _bytes(expected_value), _bytes(desired_value))
-            return self._string()
+        values = _bytes(expected_value), _bytes(desired_value)
+        return self._ask(self._string, _COMPARE_SET, self._key(key), *values)
 
     def get(self, key: str) -> bytes:
         """Waits for it."""
-        self.wait([key])
-        with self._asking:
-            self._send(_GET, self._key(key))
-            return self._string()
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Waits for all."""
         self.wait(keys)
-        with self._asking:
-            self._send(_MULTI_GET, len(keys), *map(self._key, keys))
-            return [self._string() for _ in keys]
+        return self._ask(lambda: [self._string() for _ in keys], _MULTI_GET, len(keys), *map(self._key, keys))
 
     def add(self, key: str, value: int) -> int:
-        with self._asking:
-            self._send(_ADD, self._key(key), value)
-            return self._integer()
+        return self._ask(self._integer, _ADD, self._key(key), value)
 
     def check(self, keys: Sequence[str]) -> bool:
         """True when all keys are there."""
-        with self._asking:
-            self._send(_CHECK, len(keys), *map(self._key, keys))
-            return self._exactly(1)[0] == _YES
+        return self._ask(self._yes, _CHECK, len(keys), *map(self._key, keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Raises TimeoutError."""
         limit_s = timeout.total_seconds() if timeout else self._limit_s
-        with self._asking:
-            self._send(_WAIT, len(keys), *map(self._key, keys))
+
+        def come() -> None:
             try:
                 self._exactly(1, limit_s)
             except TimeoutError:
                 self._send(_CANCEL_WAIT)
-                if self._exactly(1)[0] != _YES:
+                if not self._yes():
                     raise TimeoutError(f"{self._where}: no {', '.join(keys)} within {limit_s:g} s") from None
 
+        self._ask(come, _WAIT, len(keys), *map(self._key, keys))
+
     def delete_key(self, key: str) -> bool:
-        with self._asking:
-            self._send(_DELETE, self._key(key))
-            return self._integer() > 0
+        return self._ask(self._integer, _DELETE, self._key(key)) > 0
 
     def num_keys(self) -> int:
         """Number of keys of the whole store, whatever their prefix."""
-        with self._asking:
-            self._send(_KEYS)
-            return self._integer()
+        return self._ask(self._integer, _KEYS)
 
     def has_extended_api(self) -> bool:
         return False
@@ -209,6 +197,11 @@ class StoreClient(Store):
             self._socket.settimeout(self._limit_s)
             self._socket.sendall(message)
 
+    def _ask(self, answer: Callable[[], T], what: int, *parts: int | bytes) -> T:
+        with self._asking:
+            self._send(what, *parts)
+            return answer()
+
     def _string(self) -> bytes:
         count = self._integer()
         if not 0 <= count <= _MOST_BYTES:
@@ -217,6 +210,9 @@ class StoreClient(Store):
 
     def _integer(self) -> int:
         return int(_INTEGER.unpack(self._exactly(_INTEGER.size))[0])
+
+    def _yes(self) -> bool:
+        return self._exactly(1)[0] == _YES
 
     def _exactly(self, count: int, limit_s: float | None = None) -> bytes:
         assert self._socket is not None

@@ -17,7 +17,7 @@ import torch
 from ft.process_groups.baby import ProcessGroupBabyNCCL
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import Abandoned, RendezvousFailed
-from ft.process_groups.forming import GroupInit, Rendezvous
+from ft.process_groups.forming import Rendezvous
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import serve
 from tests.gpu.devices import free_bytes, in_time, one_device, spin
@@ -123,10 +123,10 @@ def test_a_child_is_killed_while_its_communicator_waits_for_a_rank_that_never_co
     group = ProcessGroupBabyNCCL(timeout=120.0, rendezvous_s=120.0)
     group.prepare()
     place = f"{store}/{next(_generations)}"
-    other = GroupInit("the test", lambda it: pytest.fail("it builds nothing"))
+    other = Rendezvous(place, 1, 2, 120.0, lambda it: pytest.fail("it builds nothing"))
     with ThreadPoolExecutor(1) as threads:
         forming = threads.submit(group.configure, place, 0, 2)
-        Rendezvous(other, place, 1, 2, 120.0).gather(0)  # it says that it is there, and then nothing
+        other.gather(0)  # it says that it is there, and then nothing
         # A context: it is in the constructor, connects, or waits in its first sum, within the time of the rendezvous.
         assert in_time(lambda: group.child is not None and before - free_bytes() > SLACK_BYTES)
         assert group.child is not None

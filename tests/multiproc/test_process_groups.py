@@ -30,10 +30,10 @@ from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGro
 from ft.process_groups.base import Generation, GroupWork, ProcessGroup
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import Child, fork_server_of_this_process
-from ft.process_groups.forming import GroupInit
+from ft.process_groups.forming import Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo
 from ft.process_groups.nccl import ProcessGroupNCCL
-from ft.process_groups.store import StoreClient, no_names, parse, serve
+from ft.process_groups.store import StoreClient, serve
 from tests.multiproc.pool import Pool
 
 pytestmark = [
@@ -261,22 +261,6 @@ def test_torch_takes_it_for_a_group(pool: Pool, kind: str):
     pool.run(SIZE, torchs_ways, kind, timeout_s=LIMIT_S)
 
 
-def store_objects(kind: str) -> None:
-    group, address = make(kind), server()
-    with no_names():
-        store = TCPStore("127.0.0.1", parse(address)[1], None, False, wait_for_workers=False)
-    group.configure(dist.PrefixStore("of torch", store), dist.get_rank(), dist.get_world_size())
-    group.allreduce([value := torch.ones(2, device=device(kind))]).wait()
-    assert value.eq(SIZE).all()
-    dist.barrier()
-    group.shutdown(LIMIT_S)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_store_of_torch_will_do(pool: Pool, kind: str):
-    pool.run(SIZE, store_objects, kind, timeout_s=LIMIT_S)
-
-
 def hook_of_ddp(kind: str) -> list[list[float]]:
     """DDP around a swallowing group, its buckets by a hook: the gradients are sums over the ranks."""
     inner, _ = formed(kind)
@@ -451,7 +435,7 @@ def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int
     return early, now, grown
 
 
-PARTS = (GroupInit, Generation, GlooEngine, ChildEngine, StoreClient, GroupWork, Child)
+PARTS = (Rendezvous, Generation, GlooEngine, ChildEngine, StoreClient, GroupWork, Child)
 
 
 def resident_mib() -> float:

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import Store
 from torch.overrides import TorchFunctionMode
 
 from ft.config import FaultTolerance
 from ft.process_groups.baby import ChildGroup
 from ft.process_groups.errors import RendezvousFailed
-from ft.process_groups.forming import Engine, GroupInit, Rendezvous
+from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.nccl import CONSTRUCTOR_SETTINGS, ProcessGroupNCCL, form_nccl, process_settings
 from ft.process_groups.store import serve
 
@@ -71,8 +70,8 @@ class FakeNccl:
         form = self.form
 
         class OfFake(ProcessGroupNCCL):
-            def _build(self, group_init: GroupInit, store: Store | str, rank: int, size: int) -> Engine:
-                return form(Rendezvous(group_init, store, rank, size, self.rendezvous_s), self.device)
+            def _build(self, rendezvous: Rendezvous) -> Engine:
+                return form(rendezvous, self.device)
 
         return OfFake(rendezvous_s=rendezvous_s, device=device)
 

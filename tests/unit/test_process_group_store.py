@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -134,9 +134,25 @@ def woken(store: StoreClient, wait: Callable[[], object], under_way: Callable[[]
     return told[0]
 
 
+class Noted(StoreClient):
+    """Says when it begins to wait."""
+
+    waits = False
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.waits = True
+        super().wait(keys, timeout)
+
+
 def test_who_waits_for_a_key_can_be_called_off(server: TCPStore):
-    store = client(server, "off")
-    assert "the store at 127.0.0.1" in woken(store, lambda: store.get("never"), store._asking.locked)
+    store = Noted(f"127.0.0.1:{server.port}/off", LIMIT_S)
+    store.connect()
+
+    def waits() -> bool:
+        time.sleep(0.05)  # so long it takes at most to ask
+        return store.waits
+
+    assert "the store at 127.0.0.1" in woken(store, lambda: store.get("never"), waits)
     with pytest.raises(OSError):
         store.set("key", "of no use")
 
