@@ -157,33 +157,31 @@ class TensorPayload:
         view = self._views[index]
         return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
-    def read(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> memoryview:
-        """Copies a chunk into the bounce's place number `at`, with zeros between the tensors."""
+    def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
+        """Copies a chunk into the staging buffer's place number `at`, with zeros between the tensors."""
         start, end = self.manifest.span(chunk)
-        view = bounce.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        view = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         if (memory := self.direct(chunk, chunk)) is not None:
             # without the interpreter's lock, and without torch's threads
             np.copyto(np.asarray(view), np.asarray(memory))
-            return view
-        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
-        pieces = self.manifest.pieces(start, end)
-        if sum(high - low for _, low, high in pieces) < end - start:
-            place.zero_()
-        with bounce.copying():
-            for index, low, high in pieces:
-                offset = self.manifest.entries[index].offset + low - start
-                source = _part(self._tensors[index], low, high)
-                place[offset : offset + high - low].copy_(source, non_blocking=True)
+        else:
+            self._copy(chunk, staging, at, _get)
         return view
 
-    def write(self, chunk: int, bounce: StagingBuffer, at: int = 0) -> None:
-        """Copies a chunk from the bounce's place number `at` to where it belongs."""
+    def write(self, chunk: int, staging: StagingBuffer, at: int = 0) -> None:
+        """Copies a chunk from the staging buffer's place number `at` to where it belongs."""
+        self._copy(chunk, staging, at, _put)
+
+    def _copy(self, chunk: int, staging: StagingBuffer, at: int, copy: Callable[..., None]) -> None:
         start, end = self.manifest.span(chunk)
-        place = bounce.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
-        with bounce.copying():
-            for index, low, high in self.manifest.pieces(start, end):
+        place = staging.bytes[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
+        pieces = self.manifest.pieces(start, end)
+        if copy is _get and sum(high - low for _, low, high in pieces) < end - start:
+            place.zero_()
+        with staging.copying():
+            for index, low, high in pieces:
                 offset = self.manifest.entries[index].offset + low - start
-                _put(self._tensors[index], low, high, place[offset : offset + high - low])
+                copy(self._tensors[index], low, high, place[offset : offset + high - low])
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,19 +200,21 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _part(bits: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Bytes low..high of a tensor, in the order of its elements."""
+def _get(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
+    """Bytes low..high of a tensor, in the order of its elements, into `place`."""
     if bits.is_contiguous():
-        return bits[low:high]
-    size = bits.element_size()
-    return torch.take(bits, torch.arange(low // size, high // size, device=bits.device)).view(torch.uint8)
+        part = bits[low:high]
+    else:
+        size = bits.element_size()
+        part = torch.take(bits, torch.arange(low // size, high // size, device=bits.device)).view(torch.uint8)
+    place.copy_(part, non_blocking=True)
 
 
-def _put(bits: torch.Tensor, low: int, high: int, data: torch.Tensor) -> None:
+def _put(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
     if bits.is_contiguous():
-        bits[low:high].copy_(data, non_blocking=True)
+        bits[low:high].copy_(place, non_blocking=True)
         return
     size = bits.element_size()
-    # a part of a bounce may begin where no element of this size could: move it first
-    numbers = data.to(bits.device, copy=True).view(bits.dtype)
+    # a place may begin where no element of this size could: move its bytes first
+    numbers = place.to(bits.device, copy=True).view(bits.dtype)
     bits.put_(torch.arange(low // size, high // size, device=bits.device), numbers)

@@ -160,11 +160,11 @@ class HealServer:
             if self._closed:
                 raise RuntimeError("the server is closed")
             if len(self._connections) >= MAX_CONNECTIONS:
-                stranger = next((one for one in self._connections if not one.trusted), None)
-                if stranger is None:
+                without_token = next((one for one in self._connections if not one.trusted), None)
+                if without_token is None:
                     raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
-                stranger.end()
-                del self._connections[stranger]
+                without_token.end()
+                del self._connections[without_token]
             thread = self._make_thread(target=new.run, name="heal-reader", daemon=True)
             thread.start()  # its end waits for the lock
             self._connections[new] = thread

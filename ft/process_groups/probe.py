@@ -1,13 +1,13 @@
 """Reachability of the other members: a port of this rank's own that answers, and connection attempts to theirs.
 
-A wait for other groups does not say why it lasts: a slow peer, a lost one and a cut link look alike, and gloo names nobody. So who waits
+A wait for other groups does not say why it lasts: a slow peer, a lost one and a broken link look alike, and gloo names nobody. So who waits
 for longer than a moment tries to connect to each member by itself. A kernel answers for its processes, whatever they do: slow, stopped
-and stuck ones are reachable, and a port that nobody listens at any more is refused, which is an answer, too. Only silence is a cut link.
+and stuck ones are reachable, and a port that nobody listens at any more is refused, which is an answer, too. Only silence is a broken link.
 
     prober = Prober("10.0.0.1", within_s=4.0)
     prober.handle                              # to be told to the others: "10.0.0.1:40411"
     prober.watch({"b:1": "10.0.0.2:40112"})    # the members of the newest generation
-    prober.start(waits_since, cut)             # from now on it tries, when it is of use, in a thread of its own
+    prober.start(waits_since, report)          # from now on it tries, when it is of use, in a thread of its own
     prober.look()                              # now, and waits for what comes of it
     prober.unreachable                         # ("b:1",), until b:1 answers again
 """
@@ -66,13 +66,13 @@ class Prober:
         port = self._listener.getsockname()[1]
         self.handle = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._waits_since: Callable[[], float | None] = lambda: None
-        self._cut: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._report: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
 
-    def start(self, waits_since: Callable[[], float | None], cut: Callable[[tuple[str, ...]], None]) -> None:
-        """`waits_since`: time.monotonic() at which the wait for other groups began that goes on now, None where there is none. `cut` is
+    def start(self, waits_since: Callable[[], float | None], report: Callable[[tuple[str, ...]], None]) -> None:
+        """`waits_since`: time.monotonic() at which the wait for other groups began that goes on now, None where there is none. `report` is
         called with the members that were found unreachable during one. Both in the prober's thread."""
-        self._waits_since, self._cut = waits_since, cut
+        self._waits_since, self._report = waits_since, report
         self._thread.start()
 
     def watch(self, members: Mapping[str, str]) -> None:
@@ -142,7 +142,7 @@ class Prober:
             self._places = {**silent, **self._places}  # meanwhile the next generation may have begun, without them
             now = tuple(replica_id for replica_id in silent if replica_id in self._members)
         if now and self._waits_since() is not None:
-            self._cut(now)
+            self._report(now)
 
     def _silent(self, left: dict[str, Place]) -> dict[str, Place]:
         """Tries to connect to each member several times, as packets that are lost on the way are sent again after a second at first, and

@@ -150,10 +150,10 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     materialise(its_optimizer)
     offered, into = state.snapshot(), its_state.snapshot()
     take, give = into.body_for(offered.manifest), offered.body()
-    bounce = StagingBuffer(give)
-    bounce.view[:] = bytes(CHUNK_BYTES)
-    give.read(0, bounce)
-    take.write(0, bounce)
+    staging = StagingBuffer(give)
+    staging.view[:] = bytes(CHUNK_BYTES)
+    give.read(0, staging)
+    take.write(0, staging)
     its_state.load(into.values_of(offered.manifest))
     for one, its in ((model, optimizer), (other, its_optimizer)):
         train(one, its)
@@ -194,13 +194,13 @@ def test_only_local_shards_of_dtensors(tmp_path: Any):
         dist.destroy_process_group()
 
 
-def test_a_bounce_leaves_no_old_bytes_between_tensors():
+def test_staging_leaves_no_old_bytes_between_tensors():
     """What lies between tensors is zero, whatever the buffer held: equal states have equal bytes."""
     snapshot = Group({"x": [torch.ones(3), torch.ones(5)]}).snapshot()
     body = snapshot.body()
-    bounce = StagingBuffer(body)
-    bounce.bytes.fill_(255)
-    data = bytes(body.read(0, bounce))
+    staging = StagingBuffer(body)
+    staging.bytes.fill_(255)
+    data = bytes(body.read(0, staging))
     assert data == torch.ones(3).numpy().tobytes().ljust(64, b"\0") + torch.ones(5).numpy().tobytes().ljust(64, b"\0")
 
 
