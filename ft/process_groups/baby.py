@@ -1,11 +1,11 @@
 """Process groups in a child process: a collective that hangs cannot be cancelled, but the child can be killed.
 
 The operations are those of gloo.py and nccl.py, started in the child by the same code. Tensors lie in memory that both map (shared.py). The
-child says when an operation has ended, physically; then the work and its future end here. To give up is to kill: the kernel closes its
+child replies when an operation has ended, physically; then the work and its future end here. To give up is to kill: the kernel closes its
 sockets, the peers see it, and no thread of torch is left to wait for.
 
-What a group says is the name of a method of ChildGroup with its arguments, pickled: a process to its own child. What the child says is
-JSON: the child talks to the network, and nothing that comes from there is ever unpickled.
+A command is the name of a method of ChildGroup with its arguments, pickled: a process sends it to its own child. Replies are JSON: the
+child talks to the network, and nothing that comes from there is ever unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ft.process_groups.fork_server import Channel, Child, ForkServer, fork_serve
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import form_gloo
 from ft.process_groups.nccl import form_nccl
-from ft.protocol.messages import Shape
 
 # Replies: [what, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: what `unmap` named; of ENDED: the sender.
 READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
@@ -66,9 +65,8 @@ class ProcessGroupBaby(ProcessGroup):
         self.child = child = self._fork_server.child()
         rendezvous.at_giving_up(child.kill)
         engine = ChildEngine(child, self.device)
-        place = rendezvous.address, rendezvous.rank, rendezvous.size, rendezvous.limit_s
         try:
-            engine.form(self.NATIVE, *place, self._interface, self.device, rendezvous.shape, rendezvous.holders)
+            engine.form(self.NATIVE, self._interface, self.device, *rendezvous.place)
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
                 rendezvous.absent = error.absent
@@ -93,7 +91,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
 
 class ChildEngine:
-    """The parent's end of one child. A thread receives what it says. `device`: the number of the GPU that tensors lie on; None: on none."""
+    """The parent's end of one child. A thread receives its replies. `device`: the number of the GPU that tensors lie on; None: on none."""
 
     def __init__(self, child: Child, device: int | None) -> None:
         self._child = child
@@ -110,7 +108,7 @@ class ChildEngine:
         self._receiver.start()
 
     def form(self, *arguments: Any) -> None:
-        """As ChildGroup's; returns when the group stands. Raises RendezvousFailed."""
+        """As ChildGroup's; returns when the group has formed. Raises RendezvousFailed."""
         self._send("form", arguments)
         self._formed.wait()
         if self._problem is not None:
@@ -126,7 +124,7 @@ class ChildEngine:
                 self._count += 1
                 number = self._count
                 self._under_way[number] = (ended, lease, operation)
-            self._send("start", (number, placed, _written(operation, lease)))
+            self._send("start", (number, placed, _ready_event(operation, lease)))
 
     def wake(self) -> None:
         self._child.kill()
@@ -171,7 +169,7 @@ class ChildEngine:
         ended(None if error is None else GroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
 
 
-def _written(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:
+def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:
     """For tensors on a GPU: an event that the child waits for before it reads them."""
     devices = {tensor.device for tensor in (*operation.inputs(), *operation.outputs()) if tensor.is_cuda}
     if not devices:
@@ -201,36 +199,23 @@ class ChildGroup:
             command, arguments = pickle.loads(message[0])
             getattr(self, command)(*arguments, *message[1])
 
-    def form(
-        self,
-        kind: str,
-        store: str,
-        rank: int,
-        size: int,
-        limit_s: float,
-        interface: str | None,
-        device: int | None,
-        shape: Shape,
-        holders: Sequence[int],
-    ) -> None:
-        """Builds the group, of gloo or NCCL; answered by READY or FAILED. `device`: of NCCL. In a thread: this one sees the end of the
-        channel meanwhile."""
+    def form(self, kind: str, interface: str | None, device: int | None, *place: Any) -> None:
+        """Builds the group, of gloo or NCCL, in a thread: this one sees the end of the channel meanwhile. Answered by READY or FAILED.
+        `device`: that of NCCL; `place`: that of a Rendezvous."""
 
         def build(rendezvous: Rendezvous) -> Engine:
-            return form_gloo(rendezvous, interface) if kind == "gloo" else self._form_nccl(rendezvous, device)
-
-        def run() -> None:
-            rendezvous = Rendezvous(store, rank, size, limit_s, build, shape=shape, holders=holders)
             try:
-                self.engine = build(rendezvous)
-            except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
+                gloo = kind == "gloo"
+                self.engine = form_gloo(rendezvous, interface) if gloo else self._form_nccl(rendezvous, device)
+            except Exception as error:
                 self._reply(FAILED, 0, str(error), [rendezvous.absent, rendezvous.mismatched])
-            else:
-                self._reply(READY, 0, None, [])
+                raise
+            self._reply(READY, 0, None, [])
+            return self.engine
 
         if device is not None:
             torch.cuda.set_device(device)  # of this thread: it maps memory, and starts operations
-        threading.Thread(target=run, name="ft-form", daemon=True).start()
+        Rendezvous(build, *place).start()
 
     def unmap(self, numbers: list[int]) -> None:
         """Answered by DROPPED."""

@@ -10,7 +10,7 @@
     group.configure("10.0.0.1:29500/job/8/0", rank, size)     # the next generation waits for nothing of the last
 
 Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of it, and the generation's engine (gloo.py, nccl.py,
-or baby.py, whose child uses these two) starts it on torch's own group. A subclass says how an engine is built (`_build`). A group is also
+or baby.py, whose child uses these two) starts it on torch's own group. A subclass builds the engine (`_build`). A group is also
 torch's ProcessGroup: dist.all_reduce and its like, functional collectives and DeviceMesh take it after `register`.
 """
 
@@ -34,13 +34,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Shape
 
-# torch's own timeouts are off: nobody waits for them, and a pending operation ends when its sockets are shut or its process is killed.
+# torch's own timeouts are off: no thread waits for them, and a pending operation ends when its sockets are shut or its process is killed.
 NEVER = timedelta(days=365)
 GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report what is missing
 MOST_ENDING = 4  # abandoned generations that are still shutting down
@@ -103,31 +104,17 @@ class Operation:
         return started
 
     def inputs(self) -> list[Tensor]:
-        return flatten([self.arguments[at] for at in SIGNATURES[self.method].reads])
+        return tree_leaves([self.arguments[at] for at in SIGNATURES[self.method].reads])
 
     def outputs(self) -> list[Tensor]:
-        return flatten([self.arguments[at] for at in SIGNATURES[self.method].writes])
+        return tree_leaves([self.arguments[at] for at in SIGNATURES[self.method].writes])
 
-    def each(self, change: Callable[[Any, bool, bool], Any]) -> Any:
+    def each(self, change: Callable[[Any, bool, bool], Any]) -> Operation:
         """A copy with `change(tensor, is read, is written)` in place of every tensor."""
         arguments, (_, _, reads, writes) = list(self.arguments), SIGNATURES[self.method]
         for at in {*reads, *writes}:
-            arguments[at] = _each(arguments[at], change, at in reads, at in writes)
+            arguments[at] = tree_map(lambda it, at=at: change(it, at in reads, at in writes), arguments[at])
         return replace(self, arguments=tuple(arguments))
-
-
-def flatten(nested: Any) -> list[Tensor]:
-    """All tensors of a tensor, a list of tensors, or a list of lists."""
-    flat = [nested]
-    while any(isinstance(part, list | tuple) for part in flat):
-        flat = [inner for part in flat for inner in (part if isinstance(part, list | tuple) else (part,))]
-    return flat
-
-
-def _each(nested: Any, change: Callable[[Any, bool, bool], Any], read: bool, written: bool) -> Any:
-    if isinstance(nested, list | tuple):
-        return [_each(part, change, read, written) for part in nested]
-    return change(nested, read, written)
 
 
 def reduction(op: Any) -> str:
@@ -156,14 +143,14 @@ class Collectives(dist.ProcessGroup):
         """`opts`: torch's BroadcastOptions, or the rank of the root."""
         start = root if root is not None else opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
         settings = {"rootRank": start, "rootTensor": getattr(opts, "rootTensor", 0)}
-        return self.launch(Operation("broadcast", (flatten(tensors),), settings))
+        return self.launch(Operation("broadcast", (tree_leaves(tensors),), settings))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         settings = {"reduceOp": reduction(opts), "rootRank": getattr(opts, "rootRank", 0)}
-        return self.launch(Operation("reduce", (flatten(tensors),), settings))
+        return self.launch(Operation("reduce", (tree_leaves(tensors),), settings))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        return self.launch(Operation("allgather", ([list(out) for out in output_tensors], flatten(input_tensors))))
+        return self.launch(Operation("allgather", ([list(out) for out in output_tensors], tree_leaves(input_tensors))))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
         """outputs[rank][i] is rank's inputs[i]."""
@@ -171,7 +158,7 @@ class Collectives(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Each output is the inputs of all ranks, one after the other."""
-        outputs, inputs = flatten(outputs), flatten(inputs)
+        outputs, inputs = tree_leaves(outputs), tree_leaves(inputs)
         if len(inputs) == 1:
             return self.launch(Operation("_allgather_base", (outputs[0], inputs[0])))
         return self.launch(Operation("allgather_into_tensor_coalesced", (outputs, inputs)))
@@ -179,20 +166,20 @@ class Collectives(dist.ProcessGroup):
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         """Outputs are empty but at the root."""
         outputs, settings = [list(out) for out in output_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
-        return self.launch(Operation("gather", (outputs, flatten(input_tensors)), settings))
+        return self.launch(Operation("gather", (outputs, tree_leaves(input_tensors)), settings))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         """Inputs are empty but at the root."""
         inputs, settings = [list(part) for part in input_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
-        return self.launch(Operation("scatter", (flatten(output_tensors), inputs), settings))
+        return self.launch(Operation("scatter", (tree_leaves(output_tensors), inputs), settings))
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
         inputs, settings = [list(part) for part in input_tensors], {"reduceOp": reduction(opts)}
-        return self.launch(Operation("reduce_scatter", (flatten(output_tensors), inputs), settings))
+        return self.launch(Operation("reduce_scatter", (tree_leaves(output_tensors), inputs), settings))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Each rank's output is its part of the sum of the inputs."""
-        outputs, inputs, settings = flatten(outputs), flatten(inputs), {"reduceOp": reduction(opts)}
+        outputs, inputs, settings = tree_leaves(outputs), tree_leaves(inputs), {"reduceOp": reduction(opts)}
         if len(inputs) == 1:
             return self.launch(Operation("_reduce_scatter_base", (outputs[0], inputs[0]), settings))
         return self.launch(Operation("reduce_scatter_tensor_coalesced", (outputs, inputs), settings))
@@ -211,13 +198,13 @@ class Collectives(dist.ProcessGroup):
         return self.launch(Operation("barrier"))
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803 (torch's name)
-        return self.launch(Operation("send", (flatten(tensors), dstRank, tag)))
+        return self.launch(Operation("send", (tree_leaves(tensors), dstRank, tag)))
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
-        return self.launch(Operation("recv", (flatten(tensors), srcRank, tag)))
+        return self.launch(Operation("recv", (tree_leaves(tensors), srcRank, tag)))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        return self.launch(Operation("recv_anysource", (flatten(tensors), tag)))
+        return self.launch(Operation("recv_anysource", (tree_leaves(tensors), tag)))
 
     _allgather_base = all_gather_single = all_gather_single_coalesced = allgather_into_tensor_coalesced
     _reduce_scatter_base = reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -255,7 +242,7 @@ class GroupWork(dist.Work):
         """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit)."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
-            raise TimeoutError(f"{self.name} has not ended after {limit_s:g} s")
+            raise TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
         if self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
         return True
@@ -292,7 +279,7 @@ class GroupWork(dist.Work):
 
 
 class Generation:
-    """One life of a process group, from the moment it stands until it is given up, and its works under way, the oldest first. The first
+    """One life of a process group, from the moment it has formed until it is given up, and its works under way, the oldest first. The first
     failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete sum
     counts. torch's timeouts are off; `limit_s` is kept here."""
 
@@ -345,7 +332,7 @@ class Generation:
                     self.first_work.wait(left_s)
                     continue
             # The engine is woken, too: this process may wait for it itself, as a child that is stopped takes no more commands.
-            self.interrupt(GroupError(f"{oldest.name} has not ended after {self._limit_s:g} s"))
+            self.interrupt(GroupError(f"{oldest.name} did not complete within {self._limit_s:g} s"))
             del oldest
 
 
@@ -364,19 +351,17 @@ class Reaper:
     def __init__(self, most: int = MOST_ENDING) -> None:
         self._most = most
         self._changed = threading.Condition()
-        self._pending: dict[int, str] = {}
-        self._count = 0
+        self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
         """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once.
 
         The caller keeps no reference to the group: the last one is dropped in that thread.
         """
+        thread = threading.Thread(target=self._end, args=(end, then), name="ft-reaper", daemon=True)
         with self._changed:
-            self._count += 1
-            number = self._count
-            self._pending[number] = what
-        threading.Thread(target=self._end, args=(number, end, then), name=f"ft-reaper-{number}", daemon=True).start()
+            self._pending[thread] = what
+        thread.start()
 
     @property
     def pending(self) -> int:
@@ -397,12 +382,13 @@ class Reaper:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, limit_s)
 
-    def _end(self, number: int, end: Callable[[], None], then: Callable[[], None] | None) -> None:
+    def _end(self, end: Callable[[], None], then: Callable[[], None] | None) -> None:
+        this = threading.current_thread()
         try:
             end()
         except Exception:
-            # It stays pending: nobody knows what it still holds.
-            log.exception("the end of a generation failed: %s", self._pending[number])
+            # It stays pending: what it still uses is unknown.
+            log.exception("the end of a generation failed: %s", self._pending[this])
             return
         del end
         try:
@@ -410,7 +396,7 @@ class Reaper:
                 then()
         finally:
             with self._changed:
-                del self._pending[number]
+                del self._pending[this]
                 self._changed.notify_all()
 
 
@@ -432,7 +418,7 @@ class ProcessGroup(Collectives):
         self._state = threading.Lock()
         self._forming: Rendezvous | None = None
         self._generation: Generation | None = None
-        self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` was said of
+        self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` named
         self._why_none: Exception = GroupError("the group was never configured")
         self._rank, self._size = 0, 1
         self._registered = self._torch_name = self._torch_text = ""
@@ -455,7 +441,7 @@ class ProcessGroup(Collectives):
 
         `store`: "host:port/prefix"; the prefix is of this generation alone, the same for all members. `quorum_id`:
         the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: what all members must have alike; the
-        job's is that of most of `holders`, or of all where there are none. Returns when the group stands. Raises RendezvousFailed (its
+        job's is that of most of `holders`, or of all where there are none. Returns when the group has formed. Raises RendezvousFailed (its
         `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned from another thread,
         or where a member's shape is another; MustExit when too many old generations have not ended; ValueError for what can never be.
         """
@@ -464,9 +450,8 @@ class ProcessGroup(Collectives):
         parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        forming = Rendezvous(
-            store, rank, size, self.rendezvous_s, self._build, self.prepare, shape=shape, holders=holders
-        )
+        place = store, rank, size, self.rendezvous_s, shape, holders
+        forming = Rendezvous(self._build, *place, prepare=self.prepare)
         with self._state:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted
@@ -482,10 +467,10 @@ class ProcessGroup(Collectives):
             self.reaper.take(forming.end, f"did not form: {error}")
             raise
         with self._state:
-            self._forming, stands = None, not forming.given_up.is_set()
-            if stands:
+            self._forming, given_up = None, forming.given_up.is_set()
+            if not given_up:
                 self._generation = generation
-        if not stands:  # abandoned in the last moment
+        if given_up:  # in the last moment
             generation.give_up("abandoned while it formed", self.reaper, None)
             raise RendezvousFailed("abandoned while it formed")
 
@@ -529,8 +514,7 @@ class ProcessGroup(Collectives):
 
     def launch(self, operation: Operation) -> dist.Work:
         """Never raises, and never waits for a peer: a failure is the work's."""
-        signature = SIGNATURES[operation.method]
-        work = GroupWork(signature.name, flatten([operation.arguments[at] for at in signature.writes]))
+        work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
         with self._state:
             generation, why_none = self._generation, self._why_none
         if generation is None:
@@ -628,8 +612,8 @@ class ProcessGroup(Collectives):
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
-    """Returns the error without its traceback, whose frames hold the group, without the source line in front, and without the advice and
-    the stack of C++ behind; None where there is none."""
+    """Returns the error without its traceback, whose frames refer to the group, without the source line in front, and without the advice
+    and the stack of C++ behind; None where there is none."""
     try:
         wait()
     except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)

@@ -23,7 +23,7 @@ from pathlib import Path
 from ft.children import unsignalled
 from ft.process_groups.errors import GroupError
 
-FORK, BURY, READY = b"fork", b"bury", b"ready"
+FORK, REAP, READY = b"fork", b"reap", b"ready"
 ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
 PREPARE_S = 300.0  # the longest that it may take to import torch
 MOST_DESCRIPTORS = 8  # of one message
@@ -179,7 +179,7 @@ class ForkServer:
         """The fork server takes leave of children that have ended."""
         with self._lock, suppress(OSError):
             if self._control is not None:
-                self._control.send(BURY)
+                self._control.send(REAP)
 
     def close(self) -> None:
         """Ends it, and with it all children. May be called twice; `child` starts it again."""

@@ -44,23 +44,23 @@ class Engine(Protocol):
 
 class Rendezvous:
     """One member's part in forming one generation. `build` runs in a thread of its own and returns the engine; it names whatever wakes it
-    (`at_giving_up`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`, `rank`, `size`,
-    `shape`, `holders`: as ProcessGroup.configure's."""
+    (`at_giving_up`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`: that of the
+    store. `rank`, `size`, `shape`, `holders`: as ProcessGroup.configure's. `place`: those six, for a rendezvous in a child."""
 
     def __init__(
         self,
+        build: Callable[[Rendezvous], Engine],
         address: str,
         rank: int,
         size: int,
         limit_s: float,
-        build: Callable[[Rendezvous], Engine],
-        prepare: Callable[[], None] = lambda: None,
-        *,
         shape: Shape = (),
         holders: Sequence[int] = (),
+        *,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.address, self.rank, self.size, self.limit_s = address, rank, size, limit_s
-        self.shape, self.holders = shape, holders
+        self.place = address, rank, size, limit_s, shape, holders
+        self.rank, self.size, self.limit_s = rank, size, limit_s
         self.began_s = time.monotonic()
         self.store = StoreClient(address, limit_s)
         self.given_up = threading.Event()
@@ -151,20 +151,21 @@ class Rendezvous:
     def gather(self, mine: Any) -> list[Any]:
         """Connects to the store, and returns each member's `mine` (JSON), by rank, once all are there and have the same shape. Raises
         RendezvousFailed."""
+        *_, shape, holders = self.place
         self._until_s = time.monotonic() + self.limit_s
         self.at_giving_up(self.store.hang_up)
         self.store.connect()
-        digest = hashlib.sha256(repr(self.shape).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._compare([(("version of Pharos", version),) for version, _, _ in members])
+        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders)
         if len({digest for _, digest, _ in members}) > 1:  # then the shapes themselves are worth their bytes
-            shapes = self._exchange("shape", json.dumps(self.shape))
-            self._compare([tuple((name, value) for name, value in json.loads(shape)) for shape in shapes])
+            shapes = self._exchange("shape", json.dumps(shape))
+            self._compare([tuple((name, value) for name, value in json.loads(shape)) for shape in shapes], holders)
         return [more for _, _, more in members]
 
-    def _compare(self, shapes: Sequence[Shape]) -> None:
+    def _compare(self, shapes: Sequence[Shape], holders: Sequence[int]) -> None:
         """All members come to the same result, and none has connected to another before."""
-        if found := strangers(shapes, self.holders):
+        if found := strangers(shapes, holders):
             reason = "; ".join(
                 f"rank {rank} has another {' and '.join(names)} than the job" for rank, names in found.items()
             )

@@ -123,7 +123,7 @@ def test_a_child_is_killed_while_its_communicator_waits_for_a_rank_that_never_co
     group = ProcessGroupBabyNCCL(timeout=120.0, rendezvous_s=120.0)
     group.prepare()
     place = f"{store}/{next(_generations)}"
-    other = Rendezvous(place, 1, 2, 120.0, lambda it: pytest.fail("it builds nothing"))
+    other = Rendezvous(lambda it: pytest.fail("it builds nothing"), place, 1, 2, 120.0)
     with ThreadPoolExecutor(1) as threads:
         forming = threads.submit(group.configure, place, 0, 2)
         other.gather(0)  # it says that it is there, and then nothing

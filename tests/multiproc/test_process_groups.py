@@ -357,7 +357,7 @@ def own_limit(kind: str) -> None:
     group, _ = formed(kind, limit_s=0.3)
     if dist.get_rank() < 2:
         problem = raised(GroupError, group.allreduce([torch.ones(4, device=device(kind))]).wait)
-        assert "AllReduce has not ended after 0.3 s" in problem and problem == str(group.errored())
+        assert "AllReduce did not complete within 0.3 s" in problem and problem == str(group.errored())
     dist.barrier()
     group.shutdown(LIMIT_S)
 

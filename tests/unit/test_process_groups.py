@@ -248,7 +248,7 @@ def test_what_cannot_be_started_is_a_failed_work():
 def test_the_limit_wakes_who_waits():
     """And the engine: a child that is stopped takes no commands, and who gives it one waits, too."""
     group = FakeGroup(limit_s=0.05)
-    with pytest.raises(GroupError, match=r"AllReduce has not ended after 0.05 s"):
+    with pytest.raises(GroupError, match=r"AllReduce did not complete within 0.05 s"):
         group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=20))
     group.shutdown(10)
     assert group.engine.woken == 2, "by the limit, and by who gave it up"
@@ -258,7 +258,7 @@ def test_a_wait_with_a_limit_of_its_own_leaves_the_group_alone():
     group = FakeGroup()
     work = group.barrier()
     assert group.waits_since_s is not None
-    with pytest.raises(TimeoutError, match="Barrier has not ended"):
+    with pytest.raises(TimeoutError, match="Barrier did not complete"):
         work.wait(timedelta(milliseconds=1))
     assert group.errored() is None
     group.engine.finish(0)
@@ -274,7 +274,7 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
         hold.wait()
         return engine
 
-    rendezvous = Rendezvous("localhost:1/test", 0, 3, 600.0, build)
+    rendezvous = Rendezvous(build, "localhost:1/test", 0, 3, 600.0)
     rendezvous.at_giving_up(hold.set)
     rendezvous.start()
     threading.Thread(target=rendezvous.give_up, args=("member x is lost",)).start()
@@ -299,7 +299,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
         refused.set()
         raise RendezvousFailed("given up")
 
-    rendezvous = Rendezvous("localhost:1/test", 0, 3, 600.0, build)
+    rendezvous = Rendezvous(build, "localhost:1/test", 0, 3, 600.0)
     rendezvous.start()
     assert refused.wait(30)
     with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
@@ -311,7 +311,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
 def test_a_prefix_serves_once():
     store = serve()
     for number in range(2):
-        rendezvous = Rendezvous(f"127.0.0.1:{store.port}/a", 0, 1, 60.0, lambda it: FakeEngine())
+        rendezvous = Rendezvous(lambda it: FakeEngine(), f"127.0.0.1:{store.port}/a", 0, 1, 60.0)
         if number == 0:
             assert rendezvous.gather("first") == ["first"]
         else:
@@ -323,7 +323,7 @@ def test_a_prefix_serves_once():
 def test_who_is_absent_is_named():
     store, limit_s, absent = serve(), 0.05, ()
     while not absent:  # on a busy machine, the store is not reached in the first of these
-        rendezvous = Rendezvous(f"127.0.0.1:{store.port}/{limit_s}", 1, 3, limit_s, lambda it: FakeEngine())
+        rendezvous = Rendezvous(lambda it: FakeEngine(), f"127.0.0.1:{store.port}/{limit_s}", 1, 3, limit_s)
         with contextlib.suppress(OSError), pytest.raises(RendezvousFailed, match=f"within {limit_s:g} s") as failure:
             rendezvous.gather("here")
         absent, limit_s = rendezvous.absent, 2 * limit_s
