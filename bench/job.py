@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,11 +135,14 @@ class Forked:
     """`target(*arguments, pipe)` in a process of its own, forked where `preload` is imported already. Raises Failed where nothing comes."""
 
     def __init__(self, preload: Sequence[str], target: Callable[..., object], *arguments: object) -> None:
-        from ft.children import start_forkserver
+        from ft.children import unsignalled
 
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
-        start_forkserver()  # its first user decides for all
+        with unsignalled():
+            resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
+        with unsignalled():
+            forkserver.ensure_running()  # its first user decides for all
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         self.process.start()

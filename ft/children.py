@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
 
 LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -28,21 +27,10 @@ def unsignalled() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_forkserver() -> None:
-    """Starts multiprocessing's fork server as `unsignalled` has it, for all that this process forks from it later, or leaves it running."""
-    with unsignalled():
-        resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
-    with unsignalled():
-        forkserver.ensure_running()
-
-
 def die_with(parent: int) -> None:
     """Ties a child to its parent, as its first call: Linux kills it as soon as the thread that started it is gone. Exits
     if that has happened before. parent: its process number."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1  # prctl(2)
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    pr_set_pdeathsig = 1  # prctl(2)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

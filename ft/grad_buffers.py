@@ -128,5 +128,5 @@ def like(parameter: Any, local: Tensor) -> Tensor:
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
-            stride=shared_memory.strides(parameter.shape),
+            stride=torch.empty(parameter.shape, device="meta").stride(),
         )

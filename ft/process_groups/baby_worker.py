@@ -4,8 +4,8 @@ It imports torch, starts no thread, and forks a child (baby.ChildGroup) for each
 large a process, and the first writes of the child to pages that it shares, take tens of milliseconds on a busy machine. So one child, the
 spare, is always forked ahead, when nobody waits: it gets its socket when it is asked for.
 
-Nobody outlives the process that trains: Linux kills the fork server with the thread that started it and each child with it; elsewhere,
-or should that fail, all leave when their socket ends.
+None outlives the process that trains: Linux kills the fork server with the thread that started it and each child with it; should that
+fail, all exit when their socket ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _serve(control: Channel) -> None:
         while not given:
             number, channel = spare or _fork(control)
             spare = None
-            with suppress(OSError):  # it was killed, by whoever looks for memory
+            with suppress(OSError):  # it was killed, as by a system that is out of memory
                 channel.send(FORK, descriptors)
                 given = True
             channel.close()
@@ -73,7 +73,7 @@ def _fork(control: Channel) -> tuple[int, Channel]:
 
 
 def _become(waiting: Channel) -> None:
-    """A child, for whoever is at the other end of the socket that comes."""
+    """A child, for the process at the other end of the socket that comes."""
     from ft.process_groups.baby import ChildGroup
 
     try:
@@ -81,7 +81,7 @@ def _become(waiting: Channel) -> None:
             waiting.close()
             ChildGroup(Channel(socket.socket(fileno=message[1][0]))).serve()
     finally:
-        os._exit(0)  # without a word to torch's threads: they may never end
+        os._exit(0)  # without a wait for torch's threads: they may never end
 
 
 if __name__ == "__main__":

@@ -133,8 +133,7 @@ class Collectives(dist.ProcessGroup):
         raise NotImplementedError
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        settings = {} if opts is None else {"reduceOp": reduction(opts)}
-        return self.launch(Operation("allreduce", ([tensors] if isinstance(tensors, Tensor) else tensors,), settings))
+        return self.launch(Operation("allreduce", (tree_leaves(tensors),), {"reduceOp": reduction(opts)}))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self.launch(Operation("allreduce_coalesced", (list(tensors),), {"reduceOp": reduction(opts)}))

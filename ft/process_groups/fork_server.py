@@ -2,7 +2,7 @@
 
 A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
 waits for an import. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a successor of its number.
-multiprocessing's fork server is none for this: it has no spare child, its children outlive it, and one that is stopped holds its caller.
+multiprocessing's fork server is none for this: it has no spare child, its children outlive it, and one that is stopped blocks its caller.
 """
 
 from __future__ import annotations
@@ -91,41 +91,29 @@ class Child:
 
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
-        self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        self._handle = os.pidfd_open(pid)
         self._lock = threading.Lock()
         self._closed = False
 
     def kill(self) -> None:
-        """At once; what it does with shared memory ends with it. The channel ends for who receives. May be called twice."""
+        """At once; its use of shared memory ends with it, and its channel for the receiver. May be called twice."""
         with self._lock:
             if self._closed:
                 return
             with suppress(ProcessLookupError):
-                if self._handle is not None:
-                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-                else:
-                    os.kill(self.pid, signal.SIGKILL)
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
         self.channel.hang_up()
 
     def end(self) -> None:
         """After kill: returns when the process is gone."""
-        if self._handle is not None:
-            poll = select.poll()
-            poll.register(self._handle, select.POLLIN)
-            poll.poll()
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        poll.poll()
         with self._lock:
             self._closed = True
-            if self._handle is not None:
-                os.close(self._handle)
+            os.close(self._handle)
         self.fork_server.reap()
         self.channel.close()
-
-    def memory_bytes(self) -> int:
-        """Resident, with the pages that it shares with others."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        return 0
 
 
 class ForkServer:
@@ -176,7 +164,7 @@ class ForkServer:
         raise GroupError("no child process: the fork server dies at once, or does not answer")
 
     def reap(self) -> None:
-        """The fork server takes leave of children that have ended."""
+        """Has the fork server wait for children that have ended."""
         with self._lock, suppress(OSError):
             if self._control is not None:
                 self._control.send(REAP)
@@ -198,15 +186,15 @@ class ForkServer:
     def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
         descriptor = theirs.fileno()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         try:
-            # unsignalled: it is killed with its generation, or when this process ends, and by nobody else
+            # unsignalled: it is killed with its generation, or when this process ends, and by nothing else
             with theirs, unsignalled():
                 self._process = process = subprocess.Popen(
                     [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
                     pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
-                    cwd=_ROOT,  # `-m` looks there first
+                    cwd=_ROOT,  # `-m` searches there first
                     env={**os.environ, **own},
                 )
             self.pid = process.pid

@@ -31,11 +31,11 @@ from ft.process_groups.sockets import Address
 _Task = tuple[list[dist.Work], Operation, Ended]
 ANSWER_S = 0.02  # for gloo to answer what it has heard, and to hear the end
 LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends after that resets it, over what it has not read yet
-END_S = 2.0  # after which a work that has not ended is looked at
+END_S = 2.0  # after which the threads of a work that has not ended are examined
 MOST_STRANDED = 32  # a few threads each, for as long as the backstop
-AGAIN_S = 0.5  # until it is looked whether there are descriptors again
+AGAIN_S = 0.5  # between two tries to get descriptors
 CONNECTS = 5  # so many of its timeouts gloo gives a peer to connect (waitUntil in its transport/tcp/pair.cc)
-NO_TAG = (1 << 31) - 1  # of a message that nobody sends
+NO_TAG = (1 << 31) - 1  # of a message that is never sent
 log = logging.getLogger("pharos.group")
 
 
@@ -47,8 +47,6 @@ class ProcessGroupGloo(ProcessGroup):
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
     ) -> None:
-        if not sockets.can_be_found():
-            raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.interface = interface
 
@@ -64,23 +62,20 @@ def form_gloo(
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so what stands needs the store no longer.
+    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer.
 
-    `backstop`: after which a thread of gloo that nobody can wake ends by itself. There is such a case: when a connection is reset while
-    gloo's own thread answers to a receiver's word, it forgets to fail that send, and who waits for it waits on.
+    `backstop`: after which a thread of gloo that cannot be woken ends by itself. There is such a case: when a connection is reset while
+    gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on.
     """
     before = _threads_of_gloo()
-    if sockets.can_be_found():
-        device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.store.host))
-    else:
-        device, near = _gloo_device(interface, rendezvous.store.host), set()  # in a child: it is killed, not woken
+    device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.store.host))
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
-    rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far) if near else None)
+    rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
-    options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # nobody can call it off
+    options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # cannot be called off
     backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
     rendezvous.store.close()
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
@@ -98,7 +93,7 @@ def _set_timeout(backend: Any, timeout: timedelta) -> None:
 
 def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
     """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
-    until a sum has waited for collective_s. So each says its rank to each other while forming may still fail. Raises RendezvousFailed.
+    until a sum has waited for collective_s. So each sends its rank to each other while forming may still fail. Raises RendezvousFailed.
 
     Waits for the future: torch keeps a hundred bytes for ever for each thread that has waited for a work, and this one is new each time."""
     heard, mine = torch.empty(rendezvous.size, dtype=torch.int64), torch.full((rendezvous.size,), rendezvous.rank)
@@ -107,24 +102,9 @@ def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 
-class Stranded:
-    """Counts groups of gloo that have a thread which waits for nothing: each is dropped when that has met its backstop."""
-
-    def __init__(self, most: int) -> None:
-        self._places = threading.BoundedSemaphore(most)
-
-    def take(self, only: list[Any]) -> None:
-        """Raises MustExit where there are too many."""
-        if not self._places.acquire(blocking=False):
-            raise MustExit("too many groups of gloo have left threads behind")
-        threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
-
-    def _drop(self, only: list[Any]) -> None:
-        only.clear()  # joins torch's threads
-        self._places.release()
-
-
-STRANDED = Stranded(MOST_STRANDED)  # of this process
+STRANDED = threading.BoundedSemaphore(
+    MOST_STRANDED
+)  # places of this process for groups that have a thread which waits for nothing
 
 
 class GlooEngine:
@@ -143,7 +123,7 @@ class GlooEngine:
         far: set[Address],
         threads: set[int],
         *,
-        stranded: Stranded = STRANDED,
+        stranded: threading.Semaphore = STRANDED,
         end_s: float = END_S,
     ) -> None:
         self._native: dist.ProcessGroup | None = native
@@ -152,8 +132,8 @@ class GlooEngine:
         self._waiters = _Waiters()
         self._news = threading.Condition()
         self._open = 0  # works that have not ended
-        self._cutting: threading.Thread | None = None
-        self._is_cut = threading.Event()
+        self._ending: threading.Thread | None = None
+        self._has_ended = threading.Event()
 
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
@@ -180,32 +160,39 @@ class GlooEngine:
 
     def wake(self) -> None:
         with self._news:
-            if not self.near or self._cutting is not None:
+            if self._ending is not None:
                 return
-            self._cutting = threading.Thread(target=self._cut, name="ft-gloo-cut", daemon=True)
-        self._cutting.start()
+            self._ending = threading.Thread(target=self._end_connections, name="ft-gloo-end", daemon=True)
+        self._ending.start()
 
     def end(self) -> None:
         self._waiters.close()
-        if self._cutting is not None:
-            self._is_cut.wait()
+        if self._ending is not None:
+            self._has_ended.wait()
         only, self._native = [self._native], None
         with self._news:
             ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
-        while not ended and self._cutting is not None:
+        while not ended and self._ending is not None:
             if _sleep(self._threads | self._waiters.busy):
-                self._stranded.take(only)
+                if not self._stranded.acquire(blocking=False):
+                    raise MustExit("too many groups of gloo have left threads behind")
+                threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
                 return
             with self._news:
                 ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
         only.clear()  # joins torch's threads
+
+    def _drop(self, only: list[Any]) -> None:
+        """Drops the group when the thread that it left behind has met its backstop."""
+        only.clear()  # joins torch's threads
+        self._stranded.release()
 
     def _count_down(self) -> None:
         with self._news:
             self._open -= 1
             self._news.notify_all()
 
-    def _cut(self) -> None:
+    def _end_connections(self) -> None:
         held: list[socket.socket] = []
         try:
             held = self._held()
@@ -215,7 +202,7 @@ class GlooEngine:
                 _fail_all(self._native)
             sockets.end(held, socket.SHUT_RDWR)
         finally:
-            self._is_cut.set()
+            self._has_ended.set()
         time.sleep(LINGER_S)
         for sock in held:
             sock.close()
@@ -305,7 +292,7 @@ class _Waiters:
             work = only.pop()
             error = failure_of(work.wait)
             source = source_of(work, operation) if error is None else -1
-            del work  # before anybody is told: it holds torch's group
+            del work  # before its end is reported: it refers to torch's group
             ended(error, source)
             del task, operation, ended  # the tensors
             self.busy.discard(threading.get_native_id())

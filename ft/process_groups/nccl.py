@@ -1,7 +1,7 @@
 """torch's NCCL: formed with what torch reads from the environment, proved by a first sum, and aborted in a thread that has a deadline.
 
 A communicator never blocks its caller, and this process watches its own operations: of torch's watchdog and heartbeat monitor only what
-cannot end this process, or hold up a thread that ends a group, is left.
+cannot end this process, or delay a thread that ends a group, is left.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from ft.device import current_device, device_thread
-from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
+from ft.process_groups.base import NEVER, GroupWork, Operation, ProcessGroup, failure_of, group_of, source_of
 from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
-POLL_S = 0.0005  # between looks at the GPU's progress
+POLL_S = 0.0005  # between two checks of the GPU's progress
 NATIVE: Any = getattr(c10d, "ProcessGroupNCCL", None)  # None where torch is built without NCCL
 
 # In force while ProcessGroupNCCL is constructed, in this process and in a child. Lines are those of ProcessGroupNCCL.hpp of torch 2.13.0,
@@ -113,27 +113,23 @@ def form_nccl(
 
 
 def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
-    """torch connects when a communicator is first used, and whoever uses it waits with its mutex, which `abort` wants, too. So that is this
-    thread, which nobody waits for and which holds no lock of ours. On a stream of its own: what trains may be queued on the other for
-    long. Raises RendezvousFailed."""
-    over, errors = threading.Event(), list[Exception | None]()
-
-    def ended(error: Exception | None, source: int) -> None:
-        errors.append(error)
-        over.set()
-
-    rendezvous.at_giving_up(over.set)
+    """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too. So that is this
+    thread, which no other waits for and which has no lock of ours. On a stream of its own: the other may have long work queued. Raises
+    RendezvousFailed."""
+    work = GroupWork("AllReduce", [])
+    rendezvous.at_giving_up(lambda: work.end(GroupError("given up")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), ended)
-        over.wait(rendezvous.left_s())
-    if not errors:
-        raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s")
-    if errors[0] is not None:
-        raise RendezvousFailed(f"the first sum failed: {errors[0]}")
+        engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), work.end)
+    try:
+        work.wait(timedelta(seconds=rendezvous.left_s()))
+    except TimeoutError:
+        raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s") from None
+    except GroupError as error:
+        raise RendezvousFailed(f"the first sum failed: {error}") from None
 
 
 class NcclEngine:
-    """Looks at the GPU's progress from a thread: no stream ever waits for a peer. NCCL ends operations in their order. `device`: the GPU's
+    """Checks the GPU's progress from a thread: no stream ever waits for a peer. NCCL ends operations in their order. `device`: the GPU's
     number."""
 
     def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:

@@ -53,14 +53,12 @@ class SharedTensor:
 def empty(
     shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which containers keep small,
-    where the system has another way."""
+    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which is small in containers."""
     shape = (shape,) if isinstance(shape, int) else shape
     if torch.device(device).type == "cuda":
         with plain_segments():
             return torch.empty(shape, dtype=dtype, device=device)
-    memory = _memory(math.prod(shape) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(memory, 0, torch.Size(shape), strides(shape))
+    return _contiguous(_memory(math.prod(shape) * dtype.itemsize), dtype, shape)
 
 
 @contextmanager
@@ -102,7 +100,9 @@ class SharedPoolOwner:
         self._tell, self._release = tell, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
-        self._exports: dict[int, Export] = {}  # by number: what the child has mapped, and has not said to have dropped
+        self._exports: dict[
+            int, Export
+        ] = {}  # by number: what the child has mapped, and has not confirmed to have dropped
         self._free: dict[int, list[UntypedStorage]] = {}  # buffers by size
         self._count = 0
         self._closed = False
@@ -124,7 +124,7 @@ class SharedPoolOwner:
             free = self._free.get(size)
             buffer = free.pop() if free else _memory(size)
         lease.buffers.append(buffer)
-        copy = torch.empty(0, dtype=tensor.dtype).set_(buffer, 0, tensor.shape, strides(shape))
+        copy = _contiguous(buffer, tensor.dtype, shape)
         if read:
             copy.copy_(tensor.detach())
         if written:
@@ -216,15 +216,12 @@ class SharedPoolClient:
         return made.set_(self._segments[place.segment], place.offset, place.shape, place.strides)
 
 
-def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of that shape."""
-    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+def _contiguous(memory: UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(memory, 0, shape, torch.empty(shape, device="meta").stride())
 
 
 def _memory(count: int) -> UntypedStorage:
     count = max(count, LEAST_BYTES)
-    if not hasattr(os, "memfd_create"):
-        return _map._new_using_fd_cpu(count)
     descriptor = os.memfd_create("ft-tensor")
     try:
         os.ftruncate(descriptor, count)

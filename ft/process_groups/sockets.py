@@ -2,7 +2,7 @@
 
 A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
 waits on them ends within milliseconds, here and at the peers. torch does not say which they are. A gloo device listens on one port of its
-own, and each connection has such a port at one end; members tell each other these ports before they connect (rendezvous.py). So a socket
+own, and each connection has such a port at one end; members tell each other these ports before they connect (forming.py). So a socket
 belongs to a group if its near end is our port or its far end is a port of a peer: true also for connections that are made late, and
 never for a socket that another thread opens at the same moment.
 """
@@ -23,12 +23,7 @@ Made = TypeVar("Made")
 Address = tuple[str, int]  # as the kernel names it
 
 MAKES = 20  # of a device, at most, until no other thread begins to listen meanwhile
-_DESCRIPTORS = Path("/proc/self/fd")
 _one_at_a_time = threading.Lock()
-
-
-def can_be_found() -> bool:
-    return _DESCRIPTORS.is_dir()
 
 
 def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
@@ -95,7 +90,7 @@ def towards(host: str) -> str:
 def _sockets() -> Iterator[socket.socket]:
     """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for. Raises OSError where none
     is left for that."""
-    for path in list(_DESCRIPTORS.iterdir()):
+    for path in list(Path("/proc/self/fd").iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):
                 continue

@@ -423,7 +423,7 @@ def forms_anew(kind: str, times: int, address: str) -> tuple[list[int], list[int
             group.abandon("counted")
             assert group.reaper.wait(LIMIT_S / 2)
             for thread in threading.enumerate():
-                if thread.name == "ft-gloo-cut":
+                if thread.name == "ft-gloo-end":
                     thread.join(LIMIT_S / 2)
             gc.collect()
             parts = sum(isinstance(thing, PARTS) for thing in gc.get_objects())

@@ -31,7 +31,7 @@ from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, r
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.fork_server import Channel
 from ft.process_groups.forming import Ended, Engine, Rendezvous
-from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, Stranded, form_gloo
+from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import parse, serve
 from ft.quantized import CollectiveQueue
@@ -642,7 +642,7 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
         def __del__(self) -> None:
             thread.join()
 
-    stranded = Stranded(most=1)
+    stranded = threading.Semaphore(1)
 
     def engine() -> GlooEngine:
         near, threads = {("127.0.0.1", 1)}, {thread.native_id or 0}
