@@ -4,7 +4,7 @@
     queue = CollectiveQueue(group)
     work = queue.sum_quantized(tensor, feedback)        # or queue.allreduce([tensor]), in fp32, in its turn
     work.wait()                                        # the tensor is the sum, by the same bits in every group
-    feedback.commit()                                  # the step holds
+    feedback.commit()                                  # the step is committed
 
 Flow: gradients.py and user_sums.py send through a CollectiveQueue where a sum is to be quantised; quantize and dequantize have the format.
 
@@ -14,7 +14,7 @@ sends 2 (n - 1) / n bytes a value where a ring in fp32 sends 8 (n - 1) / n, and 
 
 Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): what a rank's own
 rounding left out it adds to its next values; what the owner's left out of a sum the owner adds to its own next values. So over many
-steps everything arrives: the sums that were delivered and all that is still held back are the sums of what was given. That does not hang
+steps everything arrives: the sums that were delivered and all that is still held back are the sums of what was given. That does not depend
 on who is there, since an owner gives what it kept as values of its own, whoever owns them next time.
 """
 
@@ -57,8 +57,8 @@ class Feedback:
 
 
 class CollectiveQueue:
-    """Sums of one attempt over a group that stands, one after the other in a thread of its own: a quantised sum has a second exchange when
-    the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
+    """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
+    when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
     Nobody waits longer than on the group itself: when that is given up, so are the works. `shared`: what is exchanged lies in memory that
     a child process maps."""

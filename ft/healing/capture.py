@@ -29,13 +29,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """The state as it stands: tensors are not copied, so it holds until the next commit. `whole`: the tensors as they were registered, by
-    name; a DTensor is itself there, and its local shard in `local`. `ready`: event on `device` (None: all are the host's) of when it was
-    taken; a body is made later, by a thread that may find the next forward queued by then."""
+    """The state as it stands: tensors are not copied, so it is valid until the next commit. `registered`: the tensors, by name; a DTensor
+    is itself there, and its local shard in `local`. `ready`: event on `device` (None: all are the host's) of when it was taken; a body is
+    made later, by a thread that may find the next forward queued by then."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
-    whole: Mapping[str, torch.Tensor]
+    registered: Mapping[str, torch.Tensor]
     device: torch.device | None
     ready: Any
 
@@ -57,8 +57,8 @@ class StateSnapshot:
         return self.body(theirs)
 
     def values_of(self, theirs: StateManifest) -> dict[str, Any]:
-        """Their state, with our own tensors in it, which hold their bytes by now."""
-        tensors = [self.whole[entry.name] for entry in theirs.entries]
+        """Their state, with our own tensors in it, which have their bytes by now."""
+        tensors = [self.registered[entry.name] for entry in theirs.entries]
         return {name: from_json(tree, tensors) for name, tree in theirs.values.items()}
 
 
@@ -78,10 +78,10 @@ class State:
 
     def snapshot(self) -> StateSnapshot:
         """Raises FormatError, which names the place, where something is registered that cannot be sent."""
-        whole, local = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        registered, local = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
         def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            whole[name], local[name] = tensor, _local(name, tensor)
+            registered[name], local[name] = tensor, _local(name, tensor)
             return local[name]
 
         manifest = StateManifest.describe({name: get() for name, (get, _) in self._pairs.items()}, note)
@@ -90,7 +90,7 @@ class State:
         device = next(iter(devices), None)
         streams = streams_of(device) if device is not None else None
         return StateSnapshot(
-            manifest, local, whole, device, streams.current_stream(device).record_event() if streams else None
+            manifest, local, registered, device, streams.current_stream(device).record_event() if streams else None
         )
 
     def load(self, values: Mapping[str, Any]) -> None:

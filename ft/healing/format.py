@@ -66,7 +66,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A whole state except for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
+    """A state except for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
 
     entries: tuple[TensorEntry, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -189,10 +189,10 @@ def digest(chunk: int, data: memoryview) -> bytes:
 
     numpy reduces a chunk in cache at twice the speed of torch, which has no XOR reduction.
     """
-    whole = len(data) & ~7
-    words = np.frombuffer(data[:whole], dtype=np.uint64)
+    aligned = len(data) & ~7
+    words = np.frombuffer(data[:aligned], dtype=np.uint64)
     xored, added = int(np.bitwise_xor.reduce(words)), int(np.add.reduce(words, dtype=np.uint64))
-    if rest := bytes(data[whole:]):
+    if rest := bytes(data[aligned:]):
         word = int.from_bytes(rest.ljust(8, b"\0"), sys.byteorder)
         xored, added = xored ^ word, added + word
     place = (chunk * 0x9E3779B97F4A7C15 + len(data) + 1) & _WORD  # any odd factor spreads the numbers

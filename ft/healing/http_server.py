@@ -32,12 +32,12 @@ from ft.rpc.access import Access, Endpoint
 MAX_CONNECTIONS = 32
 MAX_HEAD_BYTES = 16 << 10
 MAX_FIELDS = 64
-HEAD_S = 10.0  # for a whole head, or until a connection asks for something
+HEAD_S = 10.0  # for all of a head, or until a connection asks for something
 _REQUEST = re.compile(r"(GET|POST) (/[!-~]{0,255}) HTTP/1\.[01]")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([\t -~]*?)[ \t]*")
 _PATH = re.compile(r"/heal/(\d{1,18})/(\d{1,18})/(header|body|digests|done)", re.ASCII)
 _READER = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-_WORDS = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
+_PHRASES = {200: "OK", 206: "Partial Content", 401: "Unauthorized", 404: "Not Found", 410: "Gone"}
 log = logging.getLogger("pharos.healing")
 
 
@@ -95,7 +95,7 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
 
 class HealServer:
     """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long,
-    `head_s`: or say nothing. Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+    `head_s`: or send nothing. Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
 
     def __init__(
         self,
@@ -270,8 +270,8 @@ class _Connection:
 
     def _reply(self, status: int, length: int, field: str = "") -> None:
         field = "WWW-Authenticate: Bearer\r\n" if status == 401 else field
-        word = _WORDS.get(status, "Refused")
-        self._send(f"HTTP/1.1 {status} {word}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
+        phrase = _PHRASES.get(status, "Refused")
+        self._send(f"HTTP/1.1 {status} {phrase}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
 
     def _send(self, data: bytes | memoryview) -> None:
         """Raises TimeoutError, an OSError, where the reader takes nothing for too long."""

@@ -4,10 +4,10 @@ A fetch has one thread per source, or two for a single source, which meet in the
 front, the second from the back; a faster source so sends more, and the other takes over its rest. A stripe counts when its seal has
 come: until then the source may have changed its state under it.
 
-Two sources must hold the same bits, or the joiner would get a mixture that nobody ever had. So the one that answers first is the chosen
+Two sources must hold the same bits, or the joiner would get a mixture that no rank ever had. So the one that answers first is the chosen
 one, and gives chunks at once; the other gives none before both have told the digests of all their chunks, and these are equal. They are
 told on connections of their own, so a heal from two is never slower than one from the first alone. Where they differ the other gives
-nothing, and an error says so: the joiner will equal one of them, and the next comparison of weights finds that they differ. Should the
+nothing, and an error is logged: the joiner will equal one of them, and the next comparison of weights finds that they differ. Should the
 chosen one fail before that is known, the other begins anew.
 """
 
@@ -43,8 +43,8 @@ MAX_SOURCES = 2
 MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
 LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
 TELL_S = 1.0
-AGAIN_S = 0.05  # between two looks for an offer that is not there yet
-LOOK_S = 0.25  # between two looks, of a connection that has nothing left to take, for one that is too slow
+AGAIN_S = 0.05  # between two requests for an offer that is not there yet
+CHECK_S = 0.25  # between two checks, by a connection that has nothing left to take, for one that is too slow
 SLOWER = 4.0  # times as slow as the one that waits for it, and a second
 _REPLY = re.compile(
     rb"HTTP/1\.1 (\d{3})[ -~]{0,100}\r\n(?:[ -~]*\r\n)*?Content-Length: (\d{1,15})\r\n[ -~\r\n]*", re.IGNORECASE
@@ -106,7 +106,7 @@ class HttpTransport(Transport):
 
 
 class SourceFailed(RuntimeError):
-    """This source is of no more use. The text says why."""
+    """This source is of no more use. The text is the cause."""
 
 
 class SourceUnlike(SourceFailed):
@@ -120,7 +120,7 @@ class SourceConnection:
         self.source, self.backwards, self._transport, self._path = source, backwards, transport, path
         self._sock: socket.socket | None = None
         self._seal = b""
-        self.ended = ""  # why, once somebody has hung up
+        self.ended = ""  # why, once it was hung up
         self.failure, self.unlike, self.damaged = "", False, 0
         self.stripe: Sequence[int] = ()  # that is being received
         self.moved_s = 0.0  # when the last chunk of it came
@@ -218,7 +218,7 @@ class HttpFetch:
         self._lock = threading.Condition()
         self._header = b""
         self._body: TensorPayload | None = None
-        self._open: set[int] = set()  # chunks that nobody receives and nobody has
+        self._open: set[int] = set()  # chunks that no connection receives or has received
         self._flying: set[int] = set()
         self._touched = False
         self._chosen: StateSource | None = None
@@ -270,8 +270,8 @@ class HttpFetch:
                 self._receive_stripe(one, body, staging, *stripe)
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
-            words = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
-            one.failure, one.unlike = one.ended or words, isinstance(error, SourceUnlike)
+            cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
+            one.failure, one.unlike = one.ended or cause, isinstance(error, SourceUnlike)
             log.warning("healing from %s: %s", one.source.replica_id, one.failure)
         finally:
             one.close()
@@ -291,7 +291,7 @@ class HttpFetch:
                 raise SourceFailed(f"digests of {length} bytes")
             self._compare(one.source, one.read_checked(length, "its list of digests was"))
         except (SourceFailed, OSError, ValueError) as error:
-            log.info("%s does not say what its state is: %s", one.source.replica_id, error)
+            log.info("%s does not tell its digests: %s", one.source.replica_id, error)
         finally:
             one.close()
 
@@ -352,7 +352,7 @@ class HttpFetch:
         with self._lock:
             may = lambda: self._equal or self._chosen in (None, one.source)  # noqa: E731
             idle_since_s = time.monotonic()
-            while not self._lock.wait_for(lambda: self._over or (self._open and may()), LOOK_S):
+            while not self._lock.wait_for(lambda: self._over or (self._open and may()), CHECK_S):
                 for other in self._streams:
                     moved_s = max(other.moved_s, idle_since_s) if not one.chunk_s else idle_since_s
                     waited_s = time.monotonic() - moved_s

@@ -7,8 +7,8 @@ both sides where they lie in one piece of memory; the order of messages follows 
     length of the header, header, seal | messages, each followed by its chunks' digests | the chunks that came damaged are asked for
     again, a few times | the seal again, if the offer has stood to the end
 
-The source's thread holds its lock while a flight of messages is sent, so a fence waits for those that are under way, at most heal_grace_s:
-a flight is cut short where one waits.
+The source's thread keeps the tensors as they are while a flight of messages is sent, so a fence waits for those that are under way, at most
+heal_grace_s: a flight ends early where one waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ft.healing.transport import (
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
-FLIGHT = 8  # messages between two looks at what a fence has changed
+FLIGHT = 8  # messages between two checks for a fence
 ROUNDS = 3  # of chunks asked for again
 MAX_AGAIN = 64  # chunks in one round; more are no accident
 log = logging.getLogger("pharos.healing")
@@ -103,7 +103,7 @@ class PgFetch:
                 if self._stopped:  # it may have come before there was anything to abandon
                     break
                 return self._from_one()
-            except (RuntimeError, ValueError) as error:  # torch says RuntimeError for whatever happens to a group
+            except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
                 unlike &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
@@ -196,7 +196,7 @@ def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) ->
 
 
 def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
-    """(first, last) chunk: both sides see the same. Chunks inside one tensor go together, one that holds several goes alone."""
+    """(first, last) chunk: both sides see the same. Chunks inside one tensor go together, one with parts of several goes alone."""
     first = 0
     while first < manifest.chunks:
         last = first

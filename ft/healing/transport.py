@@ -8,7 +8,7 @@
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and void it stays if `fetch` raises.
 
 A CheckpointOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
-little enough is unsent and nobody reads, copies the rest aside, and from then on everybody reads the copies. When that does not work in
+little enough is unsent and no thread reads, copies the rest aside, and from then on all read the copies. When that does not work in
 time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and believe nothing of it.
 """
 
@@ -52,7 +52,7 @@ class Withdrawn(RuntimeError):
 class Fenced(Enum):
     """Outcome of a fence. In all three cases the state may be changed now."""
 
-    FREE = "nobody needs any more of it"
+    FREE = "no reader needs any more of it"
     COPIED = "what is unsent was copied aside"
     WITHDRAWN = "the offer is withdrawn: its readers heal anew"
 
@@ -164,7 +164,7 @@ class Transport(ABC):
         return outcome
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
-        """Ends the offer of that quorum, if that is the one that stands; a fence that waits for it ends. Any thread may call it."""
+        """Ends the offer of that quorum, if that is the present one; a fence that waits for it ends. Any thread may call it."""
         offer = self._offer
         if offer is not None and offer.quorum_id == quorum_id:
             offer.withdraw(reason)
@@ -186,7 +186,7 @@ class CheckpointOffer:
         self.header = snapshot.manifest.encode()
         self.over = ""  # why, once it is
         self.fencing = False  # the source waits to commit: a sender is to come to an end soon
-        self.digests: dict[int, bytes] = {}  # of the chunks that somebody has looked at, also when they are gone
+        self.digests: dict[int, bytes] = {}  # of the chunks that were read, also when they are gone
         self._expected = readers
         self._wants: dict[str, set[int]] = {}  # by reader: chunks not sent yet, or to be sent again
         self._aside: dict[int, memoryview] | None = None  # from the fence on
@@ -294,7 +294,7 @@ class CheckpointOffer:
 
     def withdraw(self, reason: str) -> Fenced:
         """Ends the offer, from any thread: no reader gets anything more that it would believe, and a waiting fence ends."""
-        self.over = self.over or reason  # first: the fence may have the lock, and look
+        self.over = self.over or reason  # first: the fence may have the lock, and check
         with self._changed:
             if self._aside:
                 self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another

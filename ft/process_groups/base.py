@@ -458,20 +458,18 @@ class ProcessGroup(Collectives):
             forming.give_up("no longer wanted")
         forming.start()
         try:
-            generation = Generation(forming.wait(self.rendezvous_s + GRACE_S), self.timeout_s)
+            forming.wait(self.rendezvous_s + GRACE_S)
+            with self._state:
+                self._generation = Generation(
+                    forming.wait(0.0), self.timeout_s
+                )  # unless it was given up at this moment
+                self._forming = None
         except RendezvousFailed as error:
             with self._state:
                 self._forming, self._why_none = None, error
             forming.give_up("it failed")
             self.reaper.take(forming.end, f"did not form: {error}")
             raise
-        with self._state:
-            self._forming, given_up = None, forming.given_up.is_set()
-            if not given_up:
-                self._generation = generation
-        if given_up:  # in the last moment
-            generation.give_up("abandoned while it formed", self.reaper, None)
-            raise RendezvousFailed("abandoned while it formed")
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
         """Meets the others and connects; in a thread. Whatever it may block on is named to rendezvous.at_giving_up before."""

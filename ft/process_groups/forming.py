@@ -24,7 +24,9 @@ from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Shape
 from ft.protocol.rules import strangers
 
-Ended = Callable[[Exception | None, int], None]  # the error if there was one; the rank that a message came from, or -1
+Ended = Callable[
+    [Exception | None, int], object
+]  # the error if there was one; the rank that a message came from, or -1
 PREPARE_S = 300.0  # the longest that a fork server may take to import torch
 VERSION = "2"  # of what members write into the store, and of what they send each other then
 

@@ -110,9 +110,9 @@ STRANDED = threading.BoundedSemaphore(
 class GlooEngine:
     """A native gloo group, ended in an order that leaves hardly any thread stuck. When a connection ends, gloo fails the operations that
     wait for it, but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So
-    connections are held under descriptors of our own, and end in three steps: 1. the read side is shut: gloo still answers what it has
-    read, and no write fails; 2. a receive without a sender times out, at which gloo fails all pending work; 3. the connections are closed,
-    and peers see the end.
+    connections are duplicated under descriptors of our own, and end in three steps: 1. the read side is shut: gloo still answers what it
+    has read, and no write fails; 2. a receive without a sender times out, at which gloo fails all pending work; 3. the connections are
+    closed, and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 
@@ -193,25 +193,25 @@ class GlooEngine:
             self._news.notify_all()
 
     def _end_connections(self) -> None:
-        held: list[socket.socket] = []
+        connections: list[socket.socket] = []
         try:
-            held = self._held()
-            sockets.end(held, socket.SHUT_RD)
+            connections = self._connections()
+            sockets.end(connections, socket.SHUT_RD)
             time.sleep(ANSWER_S)
             if self._native is not None:
                 _fail_all(self._native)
-            sockets.end(held, socket.SHUT_RDWR)
+            sockets.end(connections, socket.SHUT_RDWR)
         finally:
             self._has_ended.set()
         time.sleep(LINGER_S)
-        for sock in held:
+        for sock in connections:
             sock.close()
 
-    def _held(self) -> list[socket.socket]:
+    def _connections(self) -> list[socket.socket]:
         """All of its connections. Where no descriptors are left it waits for some: else no peer would hear of the end."""
         for tries in itertools.count():
             with suppress(OSError):
-                return sockets.held(near=self.near, far=self.far)
+                return sockets.duplicates(near=self.near, far=self.far)
             if not tries:
                 log.warning(
                     "no descriptors are left: the connections of a group that was given up are ended once there are some"

@@ -53,7 +53,7 @@ class SharedTensor:
 def empty(
     shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which is small in containers."""
+    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which containers limit."""
     shape = (shape,) if isinstance(shape, int) else shape
     if torch.device(device).type == "cuda":
         with plain_segments():

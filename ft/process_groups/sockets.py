@@ -1,7 +1,7 @@
 """The sockets of a group, found among all descriptors of this process (Linux).
 
 A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
-waits on them ends within milliseconds, here and at the peers. torch does not say which they are. A gloo device listens on one port of its
+waits on them ends within milliseconds, here and at the peers. torch does not tell which they are. A gloo device listens on one port of its
 own, and each connection has such a port at one end; members tell each other these ports before they connect (forming.py). So a socket
 belongs to a group if its near end is our port or its far end is a port of a peer: true also for connections that are made late, and
 never for a socket that another thread opens at the same moment.
@@ -28,7 +28,7 @@ _one_at_a_time = threading.Lock()
 
 def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
     """Ends all traffic of the sockets whose near end is in `near` or whose far end is in `far`; how many there were. Nothing is closed: the
-    owner does that, else the number might be somebody else's by then. Where no descriptors are left some are missing."""
+    owner does that, else the number might be another socket's by then. Where no descriptors are left some are missing."""
     count = 0
     with suppress(OSError):
         for sock in _sockets():
@@ -38,9 +38,9 @@ def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> in
     return count
 
 
-def held(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> list[socket.socket]:
+def duplicates(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> list[socket.socket]:
     """Returns those sockets, under descriptors of the caller's own: when another closes one, the far end hears of it only once the caller
-    does. Raises OSError where no descriptors are left; it then holds none."""
+    does. Raises OSError where no descriptors are left; it then has none."""
     found: list[socket.socket] = []
     try:
         found.extend(sock.dup() for sock in _sockets() if _belongs(sock, near, far))
@@ -51,9 +51,9 @@ def held(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> li
     return found
 
 
-def end(held: Collection[socket.socket], how: int) -> None:
+def end(socks: Collection[socket.socket], how: int) -> None:
     """SHUT_RD: this end hears no more, and the far end does not notice. SHUT_RDWR: both see the end, the far one after all data."""
-    for sock in held:
+    for sock in socks:
         with suppress(OSError):  # its peer is gone
             sock.shutdown(how)
 

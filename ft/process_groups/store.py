@@ -1,12 +1,12 @@
-"""The store where the members of a group meet: torch's TCPStore, served and asked so that nothing but its host can hold anybody up.
+"""The store where the members of a group meet: torch's TCPStore, served and asked so that nothing but its host can delay a member.
 
-torch's two ends of it have habits that cost whole generations. Both ask the resolver for the name of each address that connects (for
-their log; a PTR query even for loopback, since the address is an IPv6 one that maps an IPv4 one). The server does that in the one thread
-that serves everybody: one lost packet of DNS, and all members wait the resolver's five seconds. And nobody can call off a client whose
-server is silent. So `serve` starts torch's server with these questions off, and StoreClient speaks its protocol over a socket of its own.
+torch's two ends of it have habits that cost whole generations. Both ask the resolver for the name of each address that connects (for their
+log; a PTR query even for loopback, since the address is an IPv6 one that maps an IPv4 one). The server does that in the one thread that
+serves all: one lost packet of DNS, and all members wait the resolver's five seconds. And a client whose server is silent cannot be called
+off. So `serve` starts torch's server with these questions off, and StoreClient speaks its protocol over a socket of its own.
 
-The protocol (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, not documented, unchanged in the torch that is supported): a byte says what
-is asked, integers are 8 bytes of the host's order, strings have their length in front, and each key begins with "/".
+The protocol (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, not documented, unchanged in the torch that is supported): a
+byte is the command, integers are 8 bytes of the host's order, strings have their length in front, and each key begins with "/".
 """
 
 # mypy: disable-error-code="override"
@@ -46,7 +46,7 @@ def parse(address: str) -> tuple[str, int, str]:
 
 
 def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
-    """torch's store, on that address alone (it asks nobody for a token, so it is shown to no more networks than need be) and a free port.
+    """torch's store, on that address alone (it asks for no token, so it is shown to no more networks than need be) and a free port.
     It lives as long as the object. From then on torch asks for no names in this process."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listening:
@@ -228,7 +228,7 @@ class StoreClient(Store):
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
-        """An OSError says where."""
+        """Names the store in an OSError."""
         try:
             yield
         except OSError as error:
@@ -249,7 +249,7 @@ class _Resolver(ctypes.Structure):
 @contextmanager
 def no_names() -> Iterator[None]:
     """In this thread, whoever asks the resolver is told at once that it has no answer now. torch, once told so, asks for no name again in
-    this process, and says so in a line of its log. Without glibc nothing is changed, and look-ups take what they take."""
+    this process, and logs it once. Without glibc nothing is changed, and look-ups take what they take."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
         yield

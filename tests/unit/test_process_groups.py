@@ -92,7 +92,7 @@ def test_a_process_without_descriptors_finds_no_sockets():
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_connection(ours.getsockname()):
         with no_descriptors_left():
             with pytest.raises(OSError, match="Too many open files"):
-                sockets.held(far={ours.getsockname()})
+                sockets.duplicates(far={ours.getsockname()})
             assert sockets.shut(far={ours.getsockname()}) == 0
         assert sockets.shut(far={ours.getsockname()}) == 1
 
@@ -761,7 +761,7 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming():
     strays = list[socket.socket]()
 
     def is_read(stray: socket.socket) -> bool:
-        ends = sockets.held(far=[stray.getsockname()])
+        ends = sockets.duplicates(far=[stray.getsockname()])
         unread = [fcntl.ioctl(end, termios.FIONREAD, bytes(4)) for end in ends]
         for end in ends:
             end.close()
