@@ -69,7 +69,9 @@ class CollectiveQueue:
         # around the start of an exchange: a group that is given up forms anew, for others
         self._lock = threading.Lock()
         self._error: Exception | None = None  # the first one: what comes later fails with it
-        self._tasks: queue.SimpleQueue[tuple[GroupWork, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
         self._thread.start()
 
@@ -101,36 +103,28 @@ class CollectiveQueue:
         work = GroupWork("AllReduce", [tensor])
         streams = streams_of(tensor.device)
         ready = streams.current_stream(tensor.device).record_event() if streams else None
-
-        def begin() -> None:
-            if ready is None:
-                return task()
-            stream = streams.current_stream(tensor.device)
-            stream.wait_event(ready)
-            task()
-            stream.synchronize()  # a work ends when its tensors are complete in memory
-
-        self._tasks.put((work, tensor, begin))
+        self._tasks.put((work, tensor.device, ready, task))
         return work
 
     def _run(self) -> None:
         own: dict[torch.device, Any] = {}  # streams
         while (item := self._tasks.get()) is not None:
-            work, tensor, begin = item
-            streams = streams_of(tensor.device)
-            if streams and tensor.device not in own:
-                own[tensor.device] = streams.Stream(tensor.device)
+            work, device, ready, task = item
+            streams = streams_of(device)
+            if streams and device not in own:
+                own[device] = streams.Stream(device)
             if self._error is None:
                 try:
-                    with (
-                        streams.stream(own[tensor.device]) if streams else nullcontext(),
-                        torch.no_grad(),
-                    ):
-                        begin()
+                    with streams.stream(own[device]) if streams else nullcontext(), torch.no_grad():
+                        if streams:
+                            own[device].wait_event(ready)
+                        task()
+                        if streams:
+                            own[device].synchronize()  # a work ends when its tensors are complete in memory
                 except Exception as error:  # noqa: BLE001 (whatever it is, it is the work's)
                     self._error = self._error or error.with_traceback(None)
             work.end(self._error)
-            del work, tensor, begin, item
+            del work, task, item
 
     def _exchange(self, start: Callable[[], dist.Work]) -> None:
         with self._lock:

@@ -52,7 +52,7 @@ def again(group: ProcessGroup, store: str) -> None:
 def copies(group: ProcessGroup) -> bool:
     """An all-gather of one member: whoever carries it out writes what it has read."""
     given, got = filled(0.0).copy_(torch.arange(float(ELEMENTS))), filled(0.0)
-    group._allgather_base(got, given).wait()
+    group.all_gather_single(got, given).wait()
     return bool(got.equal(given))
 
 
@@ -77,7 +77,7 @@ def test_a_future_completes_after_the_physical_end(kind: type[ProcessGroup], sto
     torch.cuda.synchronize()
     written = spin(2.0)
     given.fill_(3.0)
-    work = group._allgather_base(got, given)
+    work = group.all_gather_single(got, given)
     future = work.get_future()
     assert not written.query(), "the kernel was to be under way still"
     assert not future.done() and not work.is_completed()

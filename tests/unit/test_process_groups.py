@@ -819,13 +819,16 @@ def test_a_peer_that_never_connects_is_waited_for_no_longer_than_forming_may_tak
             asked.append(options._timeout.total_seconds())
             super().__init__(store, rank, size, options)
 
+        def set_timeout(self, timeout: timedelta) -> None:
+            asked.append(timeout.total_seconds())
+            super().set_timeout(timeout)
+
         def alltoall_base(self, *given: Any) -> Any:
-            asked.append(self.options._timeout.total_seconds())
             threads.append(threading.current_thread().name)
             return super().alltoall_base(*given)
 
     store, group = serve(), Disturbed(600.0, rendezvous_s=100.0, kind=Asked)
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
     group.shutdown()
-    (to_connect, to_hear), [thread] = asked, threads
+    (to_connect, to_hear, _), [thread] = asked, threads
     assert 0 < 5 * to_connect <= 100 and to_connect < to_hear <= 100 and thread.startswith("ft-form-")
