@@ -227,8 +227,11 @@ class _Connection:
         if asked.what == "header":
             self._send_checked(offer, offer.header)
         elif asked.what == "digests":
-            staging = StagingBuffer(offer.body)
-            self._send_checked(offer, b"".join(self._digest(offer, i, staging) for i in range(offer.manifest.chunks)))
+            staging, digests = StagingBuffer(offer.body), bytearray()
+            for i in range(offer.manifest.chunks):
+                with offer.reading():
+                    digests += offer.digests.get(i) or offer.digest_of(i, offer.read(i, staging))
+            self._send_checked(offer, bytes(digests))
         elif asked.what == "body":
             self._send_body(offer, asked)
         else:
@@ -250,11 +253,6 @@ class _Connection:
             self._send(mark)
             offer.sent(asked.reader, [chunk])
         self._send_seal(offer)
-
-    @staticmethod
-    def _digest(offer: CheckpointOffer, chunk: int, staging: StagingBuffer) -> bytes:
-        with offer.reading():
-            return offer.digests.get(chunk) or offer.digest_of(chunk, offer.read(chunk, staging))
 
     def _send_checked(self, offer: CheckpointOffer, data: bytes) -> None:
         """`data`, its digest and the seal."""

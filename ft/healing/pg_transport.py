@@ -234,7 +234,14 @@ class _Sender:
                         self._name, [chunk for first, last in messages[:sent] for chunk in range(first, last + 1)]
                     )
                     del messages[:sent]
-                messages = [(chunk, chunk) for chunk in self._receive_again()] if again < ROUNDS else []
+                if again < ROUNDS:
+                    asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
+                    self.group.recv([asked], 1, self._tag).wait()
+                    self._tag += 1
+                    count, *chunks = asked.tolist()
+                    messages = [(chunk, chunk) for chunk in chunks[: max(0, count)]]
+                    if not all(0 <= chunk < offer.manifest.chunks for chunk, _ in messages):
+                        raise ValueError("it asks for chunks that do not exist")
                 if not messages:
                     break
             offer.check()
@@ -269,16 +276,6 @@ class _Sender:
             return torch.frombuffer(memory, dtype=torch.uint8)
         length = sum(len(self._offer.read(chunk, staging, place + chunk - first)) for chunk in range(first, last + 1))
         return staging.bytes[place * CHUNK_BYTES : place * CHUNK_BYTES + length]
-
-    def _receive_again(self) -> list[int]:
-        """The chunks that came damaged. Raises ValueError."""
-        asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
-        self.group.recv([asked], 1, self._tag).wait()
-        self._tag += 1
-        count, *chunks = asked.tolist()
-        if not 0 <= count <= MAX_AGAIN or not all(0 <= chunk < self._offer.manifest.chunks for chunk in chunks[:count]):
-            raise ValueError("it asks for chunks that do not exist")
-        return chunks[:count]
 
     def _send(self, *tensors: torch.Tensor) -> None:
         _wait([self._start(tensor) for tensor in tensors])

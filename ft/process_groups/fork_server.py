@@ -231,16 +231,13 @@ def fork_server_of_this_process() -> ForkServer:
 
 
 def main() -> None:
+    """`python -m ft.process_groups.fork_server DESCRIPTOR PARENT`. Hands out a child for each message, which brings the child's socket;
+    answers with its process number. Ends when the parent has hung up. Makes a spare when there is nothing to do."""
     die_with(int(sys.argv[2]))
     import ft.process_groups.baby  # noqa: F401  # with torch
 
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
-    _serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
-
-
-def _serve(control: Channel) -> None:
-    """Hands out a child for each message, which brings the child's socket; answers with its process number. Ends when the parent has hung
-    up. Makes a spare when there is nothing to do."""
+    control = Channel(socket.socket(fileno=int(sys.argv[1])))
     spare: tuple[int, Channel] | None = _fork(control)
     control.send(READY)
     while True:
