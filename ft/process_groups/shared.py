@@ -65,7 +65,7 @@ def empty(
 def plain_segments() -> Iterator[None]:
     """Keeps what is allocated on a GPU outside of expandable segments: to map one, a child must have the right to trace this process
     (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's: another thread's tensors may lie there as well,
-    which harms nobody. torch's allocator gives out no free block of an expandable segment then (get_free_block of
+    which does no harm. torch's allocator gives out no free block of an expandable segment then (get_free_block of
     CUDACachingAllocator.cpp); a MemPool by itself takes them."""
     with _settings_lock:
         # As they are in force; as they were at the start where torch does not tell (2.11).
@@ -100,9 +100,7 @@ class SharedPoolOwner:
         self._tell, self._release = tell, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
-        self._exports: dict[
-            int, Export
-        ] = {}  # by number: what the child has mapped, and has not confirmed to have dropped
+        self._exports: dict[int, Export] = {}  # by number: mapped in the child, until it confirms the unmapping
         self._free: dict[int, list[UntypedStorage]] = {}  # buffers by size
         self._count = 0
         self._closed = False
@@ -115,7 +113,7 @@ class SharedPoolOwner:
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
-        # rounded up to a power of two, or whole MiB: buffers are kept by size
+        # rounded up to a power of two, or full MiB: buffers are kept by size
         count = tensor.numel() * tensor.element_size()
         size = (
             -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << max(0, count - 1).bit_length())
