@@ -530,7 +530,7 @@ class Manager:
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
             # Unless it is known by now which members cannot be reached, this rank has to find out by itself.
             known = not set(part.members).isdisjoint(self._prober.unreachable)
-            self._prober.look(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
+            self._prober.probe(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
             return m.Configured(part.quorum_id, ok=False, reason=str(error))
         self._has_formed = True
         return m.Configured(part.quorum_id, ok=True)

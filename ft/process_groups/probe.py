@@ -1,14 +1,14 @@
 """Reachability of the other members: a port of this rank's own that answers, and connection attempts to theirs.
 
-A wait for other groups does not say why it lasts: a slow peer, a lost one and a broken link look alike, and gloo names nobody. So who waits
-for longer than a moment tries to connect to each member by itself. A kernel answers for its processes, whatever they do: slow, stopped
-and stuck ones are reachable, and a port that nobody listens at any more is refused, which is an answer, too. Only silence is a broken link.
+A wait for other groups does not say why it lasts: a slow peer, a lost one and a broken link appear alike, and gloo names none. So a rank
+that waits for longer than a moment tries to connect to each member by itself. A kernel answers for its processes, whatever they do: slow,
+stopped and stuck ones are reachable, and a port without a listener is refused, which is an answer, too. Only silence is a broken link.
 
     prober = Prober("10.0.0.1", within_s=4.0)
     prober.handle                              # to be told to the others: "10.0.0.1:40411"
     prober.watch({"b:1": "10.0.0.2:40112"})    # the members of the newest generation
     prober.start(waits_since, report)          # from now on it tries, when it is of use, in a thread of its own
-    prober.look()                              # now, and waits for what comes of it
+    prober.probe()                             # now, and waits for what comes of it
     prober.unreachable                         # ("b:1",), until b:1 answers again
 """
 
@@ -26,9 +26,9 @@ from typing import Any
 
 from ft.process_groups.store import parse
 
-PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be looked into, and closes what has connected
+PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be explained, and closes what has connected
 TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
-MOST = 64  # members that are looked at at once: each takes a few descriptors for a moment
+MOST = 64  # members that are probed at once: each takes a few descriptors for a moment
 KEPT = 256  # unreachable ids that are remembered beyond their generation
 _ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # of a kernel at the other end
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # they say nothing about a link
@@ -39,7 +39,7 @@ Place = tuple[int, Any]  # address family, address
 
 class Prober:
     """`host`: of this machine, as the others reach it. `within_s`: a member without an answer for so long is unreachable. `wait_s`: a
-    wait for other groups of so long is looked into; `again_s`: between two looks at the same wait, or at who was unreachable. Raises
+    wait for other groups of so long is explained; `again_s`: between two probes for the same wait, or of unreachable members. Raises
     OSError where it cannot listen. All of its work is done in one thread, from `start` to `close`."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Prober:
         self._places: dict[str, Place] = {}
         self._members: frozenset[str] = frozenset()  # of the newest generation
         self._unreachable: dict[str, None] = {}  # in the order in which they became so
-        self._wanted = self._done = 0  # counts looks that were asked for, and those that came to an end
+        self._wanted = self._done = 0  # counts probes that were asked for, and those that came to an end
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -76,7 +76,7 @@ class Prober:
         self._thread.start()
 
     def watch(self, members: Mapping[str, str]) -> None:
-        """The others of the newest generation, each with its handle; an empty one is not looked at. Who is unreachable stays looked at."""
+        """The others of the newest generation, each with its handle; one without is not probed. An unreachable one is still probed."""
         places = {replica_id: place for replica_id, handle in members.items() if (place := _place(handle))}
         with self._lock:
             self._members = frozenset(members)
@@ -89,9 +89,9 @@ class Prober:
         with self._lock:
             return tuple(self._unreachable)
 
-    def look(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-        """Looks at all members, and returns who is unreachable: at once where all answer, and after within_s or a little more where
-        somebody does not. `enough` is asked meanwhile: nobody needs to know any more."""
+    def probe(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
+        """Probes all members, and returns the unreachable: at once where all answer, and after within_s or a little more where
+        one does not. `enough` is asked meanwhile: the answer is no longer needed."""
         with self._lock:
             self._wanted += 1
             mine = self._wanted
@@ -102,7 +102,7 @@ class Prober:
         return self.unreachable
 
     def close(self) -> None:
-        """Its port is closed; nobody is tried any more."""
+        """Its port is closed; no member is tried any more."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -123,17 +123,17 @@ class Prober:
                 if not due and not self._closed:
                     self._lock.wait(min(PAUSE_S, self._wait_s / 2))
             if due:
-                self._look_around(everybody=waits or wanted > self._done)
+                self._probe_members(all_members=waits or wanted > self._done)
                 last_s = self._clock()
                 with self._lock:
                     self._done = wanted
                     self._lock.notify_all()
         self._listener.close()
 
-    def _look_around(self, *, everybody: bool) -> None:
-        """Looks at members (`everybody`, or those that are unreachable); their reachability is known when this returns."""
+    def _probe_members(self, *, all_members: bool) -> None:
+        """Probes members (all, or those that are unreachable); their reachability is known when this returns."""
         with self._lock:
-            places = [(i, self._places[i]) for i in (self._places if everybody else self._unreachable)]
+            places = [(i, self._places[i]) for i in (self._places if all_members else self._unreachable)]
         silent: dict[str, Place] = {}
         for first in range(0, len(places), MOST):
             silent |= self._silent(dict(places[first : first + MOST]))
@@ -194,7 +194,7 @@ def _close(sock: socket.socket) -> None:
 
 
 def _place(handle: str) -> Place | None:
-    """None: it is none. No name is looked up."""
+    """None: it is none. No name is resolved."""
     with suppress(ValueError, OSError):
         host, port, _ = parse(handle)
         [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

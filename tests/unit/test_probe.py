@@ -75,16 +75,16 @@ def test_who_answers_is_reachable_whatever_it_does():
     stopped = Prober("127.0.0.1", WITHIN_S)
     with prober() as other, prober() as mine:
         mine.watch({"b:1": other.handle, "c:1": stopped.handle, "d:1": closed_port(), "e:1": "", "f:1": "not a place"})
-        assert mine.look() == ()
+        assert mine.probe() == ()
         for _ in range(200):
-            assert mine.look() == ()
+            assert mine.probe() == ()
     stopped.close()
 
 
 def test_who_says_nothing_is_unreachable_until_it_answers(silent: Silent):
     with prober() as mine:
         mine.watch({"b:1": silent.handle, "c:1": closed_port()})
-        assert mine.look() == mine.unreachable == ("b:1",)
+        assert mine.probe() == mine.unreachable == ("b:1",)
         mine.watch({"c:1": closed_port()})  # the next generation is without it
         assert mine.unreachable == ("b:1",)
         silent.answer()
@@ -104,25 +104,25 @@ def test_who_waits_for_a_moment_looks_why(silent: Silent):
     since_s: list[float] = []
     with prober(lambda: since_s[0] if since_s else None, tell) as mine:
         mine.watch({"b:1": silent.handle, "c:1": mine.handle})
-        mine.look()
+        mine.probe()
         assert not cut  # nobody waits
         since_s.append(time.monotonic())
         assert found.wait(LIMIT_S) and cut[0] == ("b:1",)
         since_s.clear()
         mine.watch({"c:1": mine.handle})
-        mine.look()
+        mine.probe()
         found.clear()
         since_s.append(time.monotonic())  # for c, which answers
-        mine.look()
+        mine.probe()
         assert not found.is_set() and mine.unreachable == ("b:1",)
 
 
 def test_what_this_process_lacks_is_no_cut_link(silent: Silent):
     with prober() as mine:
-        mine.look()  # its thread has what it needs
+        mine.probe()  # its thread has what it needs
         mine.watch({"b:1": silent.handle})
         with no_descriptors_left():
-            assert mine.look() == ()
+            assert mine.probe() == ()
 
 
 def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent):
@@ -138,14 +138,14 @@ def test_a_pause_of_this_process_is_no_silence_of_the_others(silent: Silent):
     with prober(clock=clock) as mine:
         mine.watch({"b:1": silent.handle})
         while not mine.unreachable:
-            mine.look()
+            mine.probe()
         assert tried.count(place) >= TRIES
 
 
 def test_who_looks_is_let_go_when_nobody_needs_to_know(silent: Silent):
     with prober() as mine:
         mine.watch({"b:1": silent.handle})
-        assert mine.look(enough=lambda: True) == ()
+        assert mine.probe(enough=lambda: True) == ()
 
 
 def test_an_address_of_the_sixth_version():
@@ -158,7 +158,7 @@ def test_an_address_of_the_sixth_version():
     with prober() as mine:
         assert there.handle.startswith("[::1]:")
         mine.watch({"b:1": there.handle})
-        assert mine.look() == ()
+        assert mine.probe() == ()
     there.close()
 
 
@@ -166,13 +166,13 @@ def test_who_is_silent_while_the_next_generation_begins_without_it_stays_looked_
     tried.clear()
     with prober() as made:
         made.watch({"s:1": silent.handle})
-        looking = threading.Thread(target=made.look)
+        looking = threading.Thread(target=made.probe)
         looking.start()
         while not tried:
             time.sleep(0.001)
         made.watch({"b:1": closed_port()})
         looking.join(LIMIT_S)
-        assert made.look() == ("s:1",)
+        assert made.probe() == ("s:1",)
         silent.answer()
-        while made.look():
+        while made.probe():
             pass
