@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,7 +31,8 @@ def unsignalled() -> Iterator[None]:
 def die_with(parent: int) -> None:
     """Ties a child to its parent, as its first call: Linux kills it as soon as the thread that started it is gone. Exits
     if that has happened before. parent: its process number."""
-    pr_set_pdeathsig = 1  # prctl(2)
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

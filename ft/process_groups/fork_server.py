@@ -99,7 +99,7 @@ class Child:
 
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
-        self._handle = os.pidfd_open(pid)
+        self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # macOS
         self._lock = threading.Lock()
         self._closed = False
 
@@ -109,17 +109,22 @@ class Child:
             if self._closed:
                 return
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                if self._handle is not None:
+                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+                else:
+                    os.kill(self.pid, signal.SIGKILL)
         self.channel.hang_up()
 
     def end(self) -> None:
         """After kill: returns when the process is gone."""
-        poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        poll.poll()
+        if self._handle is not None:
+            poll = select.poll()
+            poll.register(self._handle, select.POLLIN)
+            poll.poll()
         with self._lock:
             self._closed = True
-            os.close(self._handle)
+            if self._handle is not None:
+                os.close(self._handle)
         self.fork_server.reap()
         self.channel.close()
 
@@ -194,7 +199,7 @@ class ForkServer:
     def _keep(self, theirs: socket.socket, started: threading.Event) -> None:
         descriptor = theirs.fileno()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
         try:
             # unsignalled: it is killed with its generation, or when this process ends, and by nothing else
             with theirs, unsignalled():

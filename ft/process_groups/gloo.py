@@ -47,6 +47,8 @@ class ProcessGroupGloo(ProcessGroup):
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
     ) -> None:
+        if not sockets.DESCRIPTORS.is_dir():
+            raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self.interface = interface
 
@@ -102,9 +104,8 @@ def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 
-STRANDED = threading.BoundedSemaphore(
-    MOST_STRANDED
-)  # places of this process for groups that have a thread which waits for nothing
+# Places of this process for groups with a thread of torch's that waits for nothing any more.
+STRANDED = threading.BoundedSemaphore(MOST_STRANDED)
 
 
 class GlooEngine:

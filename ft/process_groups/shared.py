@@ -220,6 +220,8 @@ def _contiguous(memory: UntypedStorage, dtype: torch.dtype, shape: tuple[int, ..
 
 def _memory(count: int) -> UntypedStorage:
     count = max(count, LEAST_BYTES)
+    if not hasattr(os, "memfd_create"):  # macOS
+        return _map._new_using_fd_cpu(count)
     descriptor = os.memfd_create("ft-tensor")
     try:
         os.ftruncate(descriptor, count)

@@ -23,6 +23,7 @@ Made = TypeVar("Made")
 Address = tuple[str, int]  # as the kernel names it
 
 MAKES = 20  # of a device, at most, until no other thread begins to listen meanwhile
+DESCRIPTORS = Path("/proc/self/fd")
 _one_at_a_time = threading.Lock()
 
 
@@ -90,7 +91,7 @@ def towards(host: str) -> str:
 def _sockets() -> Iterator[socket.socket]:
     """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for. Raises OSError where none
     is left for that."""
-    for path in list(Path("/proc/self/fd").iterdir()):
+    for path in list(DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):
                 continue
