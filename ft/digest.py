@@ -18,7 +18,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ft.device import on_host
 from ft.grad_buffers import local_of
 from ft.protocol.compare import FIGURES
 
@@ -29,7 +28,7 @@ def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """FIGURES whole numbers below 2**24, never all zero, of what this rank holds of `tensors`, in this order. Waits for the device once."""
     with torch.no_grad():
         sums = [_sum(local_of(tensor.detach())) for tensor in tensors]
-        said: list[int] = on_host(torch.stack(sums)).tolist() if sums else []
+        said: list[int] = torch.stack(sums).cpu().tolist() if sums else []
     spread = hashlib.blake2b(struct.pack(f"<{len(said)}q", *said), digest_size=3 * FIGURES).digest()
     figures = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(FIGURES)]
     return tuple(figures) if any(figures) else (1.0, *figures[1:])

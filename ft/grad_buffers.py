@@ -7,8 +7,7 @@ Sets are touched when they are made, so no step waits for the kernel to find pag
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ class GradBuffers:
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
         *most, last = layout.buckets
-        self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most] + [
-            flat[last.kind][last.start :]
-        ]
+        self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most]
+        self.buckets.append(flat[last.kind][last.start :])
         self.addresses = {memory.untyped_storage().data_ptr() for memory in flat.values()} - {0}
         self.sums: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
@@ -37,39 +35,6 @@ class GradBuffers:
             local = local_of(parameters[index].detach())
             self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
             self.gradients[index] = like(parameters[index], self.sums[index])
-
-
-class BufferPool:
-    """The sets of one layout. Thread-safe."""
-
-    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
-        self._make = lambda: GradBuffers(layout, parameters, shared=shared)
-        self._lock = threading.Lock()
-        self._free = deque(self._make() for _ in range(READY))
-        self._made = READY
-
-    def take(
-        self, delivered: GradBuffers | None, gradients: Iterable[Tensor | None]
-    ) -> tuple[GradBuffers, GradBuffers | None]:
-        """The set that was given back first; a new one if all are out. Before that `delivered` is given back, unless one of `gradients`
-        lies there: then it is returned, too."""
-        if delivered is not None:
-            used = {local_of(g).untyped_storage().data_ptr() for g in gradients if g is not None}
-            if used.isdisjoint(delivered.addresses):
-                self.give(delivered)
-                delivered = None
-        with self._lock:
-            if self._free:
-                return self._free.popleft(), delivered
-            self._made += 1
-        return self._make(), delivered
-
-    def give(self, scratch: GradBuffers) -> None:
-        with self._lock:
-            if self._made > READY:
-                self._made -= 1
-            else:
-                self._free.append(scratch)
 
 
 class Buffers:

@@ -60,8 +60,8 @@ class Healer:
 
     def offer(self, part: m.Part) -> None:
         """Serves the state as it stands, at a step's boundary, to those who are to fetch it here; or nothing, if nobody is."""
-        if part.heals:
-            readers = [part.members[rank] for rank in part.heals]
+        if part.recover_dst_replica_ranks:
+            readers = [part.members[rank] for rank in part.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
             self.transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
             if part.quorum_id <= self._ended_quorum:  # said before there was an offer to end

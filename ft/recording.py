@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from ft.device import on_host
 from ft.grad_buffers import local_of
 from ft.manager import Manager
 from ft.protocol import messages as m
@@ -59,22 +58,22 @@ class RecordingManager(Manager):
         super().close()
         self._file.close()
 
-    def _drop_gradients(self, effect: m.DropGradients) -> None:
-        super()._drop_gradients(effect)
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
         self._thrown = True
 
-    def _configure(self, effect: m.Configure) -> m.Event:
-        event, part = super()._configure(effect), effect.part
+    def _configure(self, part: m.Part) -> m.Event:
+        event = super()._configure(part)
         names = [replica_id.partition(":")[0] for replica_id in part.participants]
         self._write_line("quorum", quorum_id=part.quorum_id, participants=names, heals=part.heal)
         return event
 
-    def _load_state(self, effect: m.LoadState) -> None:
-        super()._load_state(effect)
+    def _load_state(self, step: int) -> None:
+        super()._load_state(step)
         self._write_line("healed")
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> m.Event:
-        event = super()._load_checkpoint(effect)
+    def _load_checkpoint(self) -> m.Event:
+        event = super()._load_checkpoint()
         self._write_line("restored")
         return event
 
@@ -94,5 +93,5 @@ class RecordingManager(Manager):
         digest = hashlib.blake2b(digest_size=16)
         for weight in self._weights:
             shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
-            digest.update(on_host(shard).numpy().data)
+            digest.update(shard.cpu().numpy().data)
         return digest.hexdigest()

@@ -61,9 +61,9 @@ class GroupEnded(RuntimeError):
     """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
 
 
-class Going(RuntimeError):
-    """This group was asked to leave while it waited for others, and all its ranks go now. `holds`: a state that it has committed, which
-    nobody else may have; else it was about to receive one."""
+class GroupReleased(RuntimeError):
+    """This group was asked to leave while it waited for others: all its ranks end now. `holds`: it holds a state that it has committed, and
+    that no other group may have; else it was about to receive one."""
 
     def __init__(self, *, holds: bool) -> None:
         super().__init__("asked to leave while it waited for other groups")
@@ -124,7 +124,7 @@ class Seam(Protocol):
 
     def commit(self, sums: StepTotals) -> Commit | None:
         """Commits the step if it holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises
-        Stopped where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
+        Stopped where it never will, as `reduce` and `begin_step` do; and GroupEnded, and GroupReleased."""
         ...
 
     def tell(self, lane: str, words: str) -> None:
@@ -145,7 +145,7 @@ class Seam(Protocol):
 
     def want_to_leave(self) -> None:
         """Notes that SIGTERM has come; from any thread, and by one rank or several. Where the group waits for others, it waits no longer,
-        and all its ranks get Going. Elsewhere the loop sees to it, with `leave`."""
+        and all its ranks get GroupReleased. Elsewhere the loop sees to it, with `leave`."""
         ...
 
     def leave(self) -> None:
@@ -164,7 +164,8 @@ class Seam(Protocol):
         ...
 
     def regroup(self, until: int) -> None:
-        """After step `until`, the last: settles who is there, and so who writes, once more. By all ranks of the group. Raises Going."""
+        """After step `until`, the last: settles who is there, and so who writes, once more. By all ranks of the group. Raises
+        GroupReleased."""
         ...
 
     def finish(self, *, saved: bool) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
-from ft.protocol.ledger import Ledger
+from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, StepTotals, Stopped, from_checkpoint, to_checkpoint
 
 ALONE = "solo"

@@ -60,7 +60,7 @@ class NoPhaseTimer(PhaseTimer):
 
 class OnEvent(Protocol):
     """A receiver of events of a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed"
-    (reason), "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by
+    (reason), "lost work", and "weights differ" (rank, groups; empty: no majority has the same), which any rank may see; the rest is told by
     rank 0."""
 
     def __call__(self, event: str, step: int, **what: object) -> None: ...
@@ -166,8 +166,8 @@ class ManagerTelemetry:
         if part.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             words += f"; this group heals from {' and '.join(sources)}"
-        if part.heals:
-            words += f"; {', '.join(members[rank] for rank in part.heals)} heal from this group"
+        if part.recover_dst_replica_ranks:
+            words += f"; {', '.join(members[rank] for rank in part.recover_dst_replica_ranks)} heal from this group"
         log.info("%s", words)
 
     def healed(self, received_bytes: int) -> None:
@@ -179,7 +179,7 @@ class ManagerTelemetry:
         self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
         whose = " and ".join(map(name_of, odd or members))
         others = len(members) - len(odd)
-        than = f"the same rank of {others} others" if odd else "each other, and nobody can tell whose are right"
+        than = f"the same rank of {others} others" if odd else "each other, and no majority has the same"
         words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
         self._tell("corruption", effect.step, words)
         log.error("%s", words)

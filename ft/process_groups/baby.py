@@ -33,7 +33,7 @@ from ft.process_groups.gloo import form_gloo
 from ft.process_groups.nccl import form_nccl
 from ft.protocol.messages import Shape
 
-# Replies: [what, number, error, more]; more of FAILED: absent ranks, and strangers; of DROPPED: what `unmap` named; of ENDED: the sender.
+# Replies: [what, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: what `unmap` named; of ENDED: the sender.
 READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
 
 
@@ -75,8 +75,8 @@ class ProcessGroupBaby(ProcessGroup):
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
                 group_init.absent = error.absent
-                if error.strangers:
-                    group_init.refuse(error.strangers, str(error))
+                if error.mismatched:
+                    group_init.refuse(error.mismatched, str(error))
             engine.wake()
             engine.end()
             raise
@@ -240,7 +240,7 @@ class ChildGroup:
             try:
                 self.engine = build(group_init)
             except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
-                self._reply(FAILED, 0, str(error), [group_init.absent, group_init.strangers])
+                self._reply(FAILED, 0, str(error), [group_init.absent, group_init.mismatched])
             else:
                 self._reply(READY, 0, None, [])
 

@@ -12,12 +12,12 @@ class Abandoned(GroupError):
 
 
 class RendezvousFailed(GroupError):
-    """The group did not form. `absent`: the ranks that had not come, as far as is known. `strangers`: those whose shape is not the job's;
+    """The group did not form. `absent`: the ranks that had not come, as far as is known. `mismatched`: those whose shape is not the job's;
     the same at all members, none of which has connected to any other."""
 
-    def __init__(self, message: str, absent: tuple[int, ...] = (), strangers: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, absent: tuple[int, ...] = (), mismatched: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.absent, self.strangers = absent, strangers
+        self.absent, self.mismatched = absent, mismatched
 
 
 class MustExit(GroupError):

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Shape
-from ft.protocol.rules import strangers
+from ft.protocol.rules import shape_mismatches
 
 Ended = Callable[[Exception | None, int], None]  # the error if there was one; the rank that a message came from, or -1
 PREPARE_S = 300.0  # the longest that a fork server may take to import torch
@@ -66,7 +66,7 @@ class GroupInit:
         self.began_s = time.monotonic()
         self.given_up = threading.Event()
         self.absent: tuple[int, ...] = ()
-        self.strangers: tuple[int, ...] = ()
+        self.mismatched: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], object]] = []
         self._prepared, self._over = threading.Event(), threading.Event()
@@ -89,7 +89,7 @@ class GroupInit:
                 return self._engine
             cause = self._reason or str(self._error)
         missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
-        raise RendezvousFailed(cause + missing, self.absent, self.strangers) from self._error
+        raise RendezvousFailed(cause + missing, self.absent, self.mismatched) from self._error
 
     def give_up(self, reason: str) -> None:
         """Wakes who waits, and the thread that builds. From any thread; what came first counts."""
@@ -103,10 +103,10 @@ class GroupInit:
         for wake in wakers:
             wake()
 
-    def refuse(self, strangers: Sequence[int], why: str) -> None:
+    def refuse(self, mismatched: Sequence[int], why: str) -> None:
         """These ranks have another shape. That is the cause, even if the word of a member that found it out first came before."""
         with self._lock:
-            self.strangers, self._reason = tuple(strangers), why
+            self.mismatched, self._reason = tuple(mismatched), why
 
     def at_giving_up(self, wake: Callable[[], object]) -> None:
         """`wake` is called when the group is given up while it forms; at once, if it is already."""
@@ -167,10 +167,10 @@ class Rendezvous:
         shape = self.group_init.shape
         digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         said = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._refuse_strangers([(("version of Pharos", version),) for version, _, _ in said])
+        self._refuse_mismatched([(("version of Pharos", version),) for version, _, _ in said])
         if len({digest for _, digest, _ in said}) > 1:  # then it is worth its bytes to know what differs
             shapes = self._exchange("shape", json.dumps(shape))
-            self._refuse_strangers([tuple((what, digest) for what, digest in json.loads(value)) for value in shapes])
+            self._refuse_mismatched([tuple((what, digest) for what, digest in json.loads(value)) for value in shapes])
         return [more for _, _, more in said]
 
     def close(self) -> None:
@@ -178,9 +178,9 @@ class Rendezvous:
         if self._own is not None:
             self._own.close()
 
-    def _refuse_strangers(self, shapes: Sequence[Shape]) -> None:
+    def _refuse_mismatched(self, shapes: Sequence[Shape]) -> None:
         """All members come to the same verdict, and nobody has connected to another before."""
-        if found := strangers(shapes, self.group_init.holders):
+        if found := shape_mismatches(shapes, self.group_init.holders):
             words = "; ".join(
                 f"rank {rank} has another {' and '.join(what)} than the job" for rank, what in found.items()
             )

@@ -2,7 +2,7 @@
 (plan.py), and votes decide whatever determines which collective a rank enters next. Runs in the group server, without torch.
 
 Where the rules leave a choice:
-- A verdict `failed` decides at once, for no commit is possible any more. `again` waits for all votes: what comes next, another attempt
+- A verdict `failed` decides at once, for no commit is possible any more. `retry` waits for all votes: what comes next, another attempt
   or another generation, must be decided by what all ranks have seen.
 - Ranks of one group that report different states are a fault that no healing may paper over: the group ends and starts again.
 - A failed lighthouse call is told to all waiting ranks at once when there are no retries left. By default there always are: a
@@ -26,7 +26,7 @@ from ft.protocol.plan import plan
 
 OUTCOMES_KEPT = 16  # of the last ballots; a rank asks again at most for the newest few
 GO_BEATS = 3  # that a group that was asked to leave still waits for a step to end
-_WORST = {"yes": 0, "again": 1, "failed": 2}
+_WORST = {"yes": 0, "retry": 1, "failed": 2}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class GroupConfig:
 
 
 class Group:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank LetRankGo AnswerVote NotifyRank
-    TellWaits Metadata EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank ReleaseRank AnswerVote
+    NotifyRank TellWaits Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
@@ -74,7 +74,7 @@ class Group:
         self._votes: dict[Ballot, dict[int, Vote]] = {}
         self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
-        self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
+        self._decided_step, self._decided_attempt = 0, 0  # of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
         self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
         self._held_since_s = 0.0
@@ -225,7 +225,8 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
-            self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
+            self._notices, self._votes, self._asking = [], {}, {}
+            self._decided_step, self._decided_attempt = 0, 0
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
         self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
@@ -245,12 +246,12 @@ class Group:
     def _answer(self, rank: int) -> None:
         quorum = self.quorum
         if self._goes:
-            self._out.append(m.LetRankGo(rank))
+            self._out.append(m.ReleaseRank(rank))
         elif self._restores is not None:
             self._out.append(m.RestoreRank(rank, self._restores))
         elif quorum:
-            known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
-            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
+            same = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
+            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
             self._out.append(m.AnswerRank(rank, part))
 
     def _on_failed(self, call: m.Call, why: str) -> None:
@@ -333,8 +334,11 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if vote.quorum_id != current:
             return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
-        if vote.kind != "healed" and (vote.step, vote.attempt) < self._at:
-            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {self._at[0]}, attempt {self._at[1]}"
+        step, attempt = self._decided_step, self._decided_attempt
+        if vote.kind != "healed" and (vote.step, vote.attempt) < (step, attempt):
+            return (
+                f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {step}, attempt {attempt}"
+            )
         if not 0 <= vote.group_rank < self.config.world_size:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""
@@ -366,13 +370,14 @@ class Group:
             self._decide(replace(self._held, verdict="failed", reason=reason))
 
     def _decide(self, outcome: Outcome) -> None:
-        key: Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        key = outcome.key
         self._held = None
         if outcome.kind == "healed":
             self._healed = outcome.verdict == "yes"
         else:
             outcome = replace(outcome, healed=True) if self._healed else outcome
-            self._at = max(self._at, (outcome.step, outcome.attempt))
+            decided = (self._decided_step, self._decided_attempt), (outcome.step, outcome.attempt)
+            self._decided_step, self._decided_attempt = max(decided)
         self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)

@@ -22,10 +22,10 @@ from ft.protocol.rules import (
     Decision,
     Problem,
     QuorumView,
+    choose_sitting_out,
     decide,
     in_words,
     pairs_with,
-    parts,
     unlike,
     validate_request,
 )
@@ -80,7 +80,7 @@ class Lighthouse:
         self.config = config = config.under(terms)
         self.roster = Roster()
         self.reason = "nobody has called"
-        self._generation: QuorumRecord | None = None  # of the newest quorum
+        self._record: QuorumRecord | None = None  # of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
         self._shape: Shape = ()  # of the job
@@ -99,12 +99,12 @@ class Lighthouse:
     @property
     def quorum(self) -> Quorum | None:
         """The newest."""
-        return self._generation.quorum if self._generation else None
+        return self._record.quorum if self._record else None
 
     @property
     def saved(self) -> Saved:
         """The state that a restart needs."""
-        over = self._generation is not None and not self.roster.claims  # nobody holds a state any more
+        over = self._record is not None and not self.roster.claims  # nobody holds a state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
         return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
 
@@ -152,7 +152,7 @@ class Lighthouse:
     def _on_call(self, event: Call, now_s: float) -> None:
         if self._refused(event, now_s):
             return
-        roster, generation, member = self.roster, self._generation, event.member
+        roster, record, member = self.roster, self._record, event.member
         replica_id = member.replica_id
         peer = roster.see(replica_id, event.kind, now_s)
         if event.kind == "pharos":
@@ -161,20 +161,15 @@ class Lighthouse:
                 return  # a late copy of an older question
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
-            if generation and generation.repeats(event, retried=retried):
-                if generation.holds(member):
-                    self._emit(m.Answer((replica_id,), generation.quorum))
+            if record and record.repeats(event, retried=retried):
+                if record.holds(member):
+                    self._emit(m.Answer((replica_id,), record.quorum))
                     return
-                generation.fail(f"{replica_id} has gone on since it was put in", replica_id)
-            if (
-                generation
-                and event.failed
-                and event.known == generation.quorum.quorum_id
-                and replica_id in roster.previous
-            ):
-                generation.keep_wait(replica_id)
-                if not generation.failed:
-                    generation.fail(f"{replica_id}: the generation failed", replica_id)
+                record.fail(f"{replica_id} has gone on since it was put in", replica_id)
+            if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
+                record.keep_wait(replica_id)
+                if not record.failed:
+                    record.fail(f"{replica_id}: the generation failed", replica_id)
             self._excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
@@ -185,8 +180,8 @@ class Lighthouse:
         peer.call, peer.called, peer.cancelled = event, True, False
         roster.place(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
-        if generation and newcomer and replica_id in roster.candidates:
-            generation.announce(f"{replica_id} waits to come in", now_s)
+        if record and newcomer and replica_id in roster.candidates:
+            record.announce(f"{replica_id} waits to come in", now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
@@ -204,15 +199,15 @@ class Lighthouse:
                     self._settled = max(self._settled, event.settled)
         roster.see(replica_id, "pharos", now_s).stream = True
         roster.live.setdefault(m.name_of(replica_id), replica_id)
-        if self._generation:
+        if self._record:
             member = replica_id in roster.previous
-            if member and 0 < known_id < self._generation.quorum.quorum_id:
-                self._emit(m.Answer((replica_id,), self._generation.quorum))
+            if member and 0 < known_id < self._record.quorum.quorum_id:
+                self._emit(m.Answer((replica_id,), self._record.quorum))
             elif (
                 known_id and not member
             ):  # left out by the lighthouse that was here before, which alone knew since when
                 roster.left_out.setdefault(replica_id, now_s)
-            self._generation.bring_up_to_date(replica_id, known_id)
+            self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
@@ -232,12 +227,12 @@ class Lighthouse:
             return
         self.roster.see(event.replica_id, "pharos", now_s)
         self.roster.hear_blame(event.replica_id, event.blame)
-        generation = self._generation
-        if generation and event.replica_id in self.roster.previous:
-            in_it = event.commit_quorum_id == generation.quorum.quorum_id
+        record = self._record
+        if record and event.replica_id in self.roster.previous:
+            in_it = event.commit_quorum_id == record.quorum.quorum_id
             of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
             self._settled = max(self._settled, event.settled * of_this_history, (event.step - 1) * in_it)
-            generation.hear(event, now_s)
+            record.hear(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
         roster, replica_id, held = self.roster, event.replica_id, len(self.roster.claims)
@@ -253,19 +248,19 @@ class Lighthouse:
         if replica_id in roster.previous:
             roster.gone.add(replica_id)
         roster.forget(replica_id, event.reason)
-        if self._generation and replica_id in roster.previous:
+        if self._record and replica_id in roster.previous:
             if event.finished:
-                self._generation.finish(replica_id)
-            self._generation.announce(f"{replica_id} {event.reason}", now_s)
+                self._record.finish(replica_id)
+            self._record.announce(f"{replica_id} {event.reason}", now_s)
 
     def _on_tick(self, now_s: float) -> None:
-        roster, generation, times = self.roster, self._generation, self.config.times
+        roster, record, times = self.roster, self._record, self.config.times
         gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
         if gap_s > times.heartbeat_timeout_s / 2:  # it was itself stopped, and missed beats: silence is counted without
             roster.extend_deadlines(gap_s, now_s)
-            if generation:
-                generation.extend_deadlines(gap_s, now_s)
+            if record:
+                record.extend_deadlines(gap_s, now_s)
         silent = roster.silent(now_s, times.heartbeat_timeout_s)
         self._lose(silent, f"silent for {times.heartbeat_timeout_s:g} s")
         for replica_id in silent:
@@ -273,12 +268,12 @@ class Lighthouse:
         roster.expire_claims(now_s, times.takeover_s)
         why = f"others went on without it, and for {times.stall_s:g} s it has not called"
         self._lose(roster.stalled(now_s, times.stall_s), why)
-        if generation:
-            self._lose(*generation.stalled(now_s))
-            generation.end_crossed_waits(now_s)
+        if record:
+            self._lose(*record.stalled(now_s))
+            record.end_crossed_waits(now_s)
         roster.end_waits(now_s)
-        if generation and roster.candidates and roster.waited(now_s) >= times.beat_s:
-            generation.announce(f"{next(iter(roster.candidates))} waits", now_s)
+        if record and roster.candidates and roster.waited(now_s) >= times.beat_s:
+            record.announce(f"{next(iter(roster.candidates))} waits", now_s)
         if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
             self._persist(now_s)
 
@@ -290,7 +285,7 @@ class Lighthouse:
             self._settle_odd(now_s)
         if not roster.candidates:
             return
-        if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._generation is None:
+        if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
         decision = decide(self.view(now_s))
@@ -301,7 +296,7 @@ class Lighthouse:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
         least = self.config.min_replicas
-        if cut and (out := parts(decision, cut, least)):  # some sit out, and the others go on
+        if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
             roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
             self._evaluate(now_s)
             self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
@@ -336,16 +331,16 @@ class Lighthouse:
         # The id grows if the members changed, one of them reports a failed generation or knows of a quorum that this lighthouse does not;
         # else they keep it. It also grows when they go back to a checkpoint: what was decided on the steps after it keeps its names.
         if (
-            self._generation is None
-            or self._generation.failed
-            or self._generation.quorum.ids != ids
+            self._record is None
+            or self._record.failed
+            or self._record.quorum.ids != ids
             or any(member.commit_failures > 0 or member.restored is not None for member in decision.members)
-            or any(call.known > self._generation.quorum.quorum_id for call in calls)
+            or any(call.known > self._record.quorum.quorum_id for call in calls)
         ):
             new_id = self._last_id = self._highest_id + 1
             self._forgot = False
         else:
-            new_id = self._generation.quorum.quorum_id
+            new_id = self._record.quorum.quorum_id
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._shape)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = new_id
@@ -353,19 +348,19 @@ class Lighthouse:
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number
         self._excuse_heals(now_s)
-        generation = self._take(quorum, now_s)
+        record = self._take(quorum, now_s)
         self._persist(now_s)
         self._emit(m.Answer(ids, quorum))
-        generation.leave_behind(old)
+        record.leave_behind(old)
 
     def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
-        generation = self._generation
-        if generation and generation.quorum.quorum_id == quorum.quorum_id:
-            generation.renew(quorum)
+        record = self._record
+        if record and record.quorum.quorum_id == quorum.quorum_id:
+            record.renew(quorum)
         else:
-            generation = self._generation = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
+            record = self._record = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
         self.roster.take(quorum, now_s)
-        return generation
+        return record
 
     def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         """From the state file or a report."""
@@ -381,17 +376,17 @@ class Lighthouse:
         for replica_id in gone:
             if peers[replica_id].call:
                 self._emit(m.Refuse(replica_id, "LOST", why))
-            if self._generation:
-                self._generation.keep_wait(replica_id)
+            if self._record:
+                self._record.keep_wait(replica_id)
             self.roster.forget(replica_id, why)
-        if self._generation:
-            self._generation.lose([i for i in gone if i in self.roster.previous], why)
+        if self._record:
+            self._record.lose([i for i in gone if i in self.roster.previous], why)
 
     def _excuse_heals(self, now_s: float) -> None:
         """Excuses those whose heal soon ended with the loss of another member."""
-        generation = self._generation
-        if generation and generation.lost:
-            self.roster.excuse_heals(generation.quorum.quorum_id, generation.lost[0], now_s)
+        record = self._record
+        if record and record.lost:
+            self.roster.excuse_heals(record.quorum.quorum_id, record.lost[0], now_s)
 
     # ---- what to refuse
 
@@ -412,9 +407,9 @@ class Lighthouse:
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
         """The job's is its members', whoever called before they did; where none may come back, that of the first to call."""
-        roster, generation = self.roster, self._generation
-        if generation and roster.was_in(event.member.replica_id):
-            if self._shape != (shape := generation.quorum.shape or event.shape):
+        roster, record = self.roster, self._record
+        if record and roster.was_in(event.member.replica_id):
+            if self._shape != (shape := record.quorum.shape or event.shape):
                 self._take_shape(shape)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
             self._take_shape(event.shape)
@@ -444,7 +439,7 @@ class Lighthouse:
     def refuses(self, kind: Kind) -> Problem:
         """Why members of this kind cannot join. Until one has called, either may."""
         ours = self.roster.kind
-        if kind == ours or (self._generation is None and not self.roster.candidates):
+        if kind == ours or (self._record is None and not self.roster.candidates):
             return None
         return ("FAILED_PRECONDITION", f"this job's quorums hold members of {ours}; {kind} cannot join them")
 

@@ -46,7 +46,7 @@ def heals(quorum: Quorum) -> dict[int, tuple[int, ...]]:
 
 
 def plan(
-    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, known: bool = False
+    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
 ) -> Part:
     """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
 
@@ -67,10 +67,10 @@ def plan(
         reference=quorum.reference,
         heal=me in sources,
         sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
-        heals=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
+        recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
         participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
         dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
-        known=known,
+        same_generation=same_generation,
         handles=tuple(_handle(member, group_rank) for member in members),
     )
 

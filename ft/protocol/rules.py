@@ -106,7 +106,7 @@ def validate_request(event: Call) -> Problem:
     return None
 
 
-def strangers(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
+def shape_mismatches(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
     """Returns members, by rank, whose shape is not the job's, and the difference. The job's is what most `holders` have, who hold its
     state (of all members, where there are none); of equally many, that of the lowest rank."""
     votes = Counter(shapes[rank] for rank in sorted(holders) or range(len(shapes)))
@@ -144,7 +144,7 @@ def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collect
     return frozenset(frozenset((replica_id, i)) for i in cut)
 
 
-def parts(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
+def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
     """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or nobody
     with the state."""
     holders = {member.replica_id for member in decision.members if member.state == decision.reference}

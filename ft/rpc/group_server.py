@@ -201,7 +201,7 @@ class GroupService:
             m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
             m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
-            m.LetRankGo: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
+            m.ReleaseRank: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
             m.TellWaits: lambda e: self._tell_all(waits=codec.to_message(m.Waits(e.reason, e.waited_s))),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
@@ -378,8 +378,7 @@ class GroupService:
         outcome = effect.outcome
         if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
-        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        for pending in self._waiting.pop((effect.group_rank, ballot), []):
+        for pending in self._waiting.pop((effect.group_rank, outcome.key), []):
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:

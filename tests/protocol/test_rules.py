@@ -21,7 +21,7 @@ from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster
-from ft.protocol.rules import pairs_among, reference_state, smallest_cover, strangers
+from ft.protocol.rules import pairs_among, reference_state, shape_mismatches, smallest_cover
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -38,9 +38,9 @@ from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, forme
         ("a a", (), {}),  # who says nothing differs in nothing
     ],
 )
-def test_strangers(shapes: str, holders: tuple[int, ...], found: dict[int, list[str]]):
+def test_shape_mismatches(shapes: str, holders: tuple[int, ...], found: dict[int, list[str]]):
     said = [(("layout", "1"), *([("lr", lr)] if lr != " " else [])) for lr in shapes]
-    assert strangers(said, holders) == found
+    assert shape_mismatches(said, holders) == found
 
 
 def test_a_state_file_without_a_layout_gets_the_first_members():
@@ -229,7 +229,7 @@ def test_nan_and_inf_in_a_tail_are_a_failed_attempt(place: int, figure: float):
     rank.reduced(*tail)
     [cast] = rank.effects
     assert isinstance(cast, m.CastVote) and (cast.vote.kind, cast.vote.verdict) == ("commit", "failed")
-    assert "are no numbers" in cast.vote.reason
+    assert "not finite" in cast.vote.reason
     rank.effects = []
     rank.outcome("commit", "failed")
     assert [type(effect) for effect in rank.effects] == [m.AbandonGeneration, m.AskQuorum]

@@ -301,7 +301,7 @@ class GroupNode:
             m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.part),
             m.FailRank: self._fail_rank,
             m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
-            m.LetRankGo: lambda e: self._answer(e.group_rank, None, m.Go()),
+            m.ReleaseRank: lambda e: self._answer(e.group_rank, None, m.Released()),
             m.TellWaits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
@@ -372,7 +372,7 @@ class GroupNode:
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
         self.truth.decided(self, outcome)
-        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        ballot = outcome.key
         self._answer(effect.group_rank, ballot, outcome)
 
     def _fail_rank(self, effect: m.FailRank) -> None:

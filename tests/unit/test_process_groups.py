@@ -304,7 +304,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
     assert refused.wait(30)
     with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
         group_init.wait(600)
-    assert failure.value.strangers == (2,)
+    assert failure.value.mismatched == (2,)
     group_init.end()
 
 

@@ -42,14 +42,14 @@ class RankStream(Event):
 
 @dataclass(frozen=True)
 class Vote(Event):
-    """One rank's word on what decides which collective comes next. Keyed by (kind, quorum_id, attempt, step)."""
+    """One rank's vote on a decision that determines which collective comes next."""
 
     group_rank: int
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int
     attempt: int
     step: int  # that the attempt starts from
-    verdict: Literal["yes", "again", "failed"]  # again: all sums are there, but some group was unable
+    verdict: Literal["yes", "retry", "failed"]  # retry: all sums are there, but a group was unable
     change: bool = False
     reason: str = ""  # of a verdict that is not yes
     blame: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class Vote(Event):
 
     @property
     def key(self) -> Ballot:
-        return (self.quorum_id, self.step, self.attempt, self.kind)
+        return (self.quorum_id, self.attempt, self.step, self.kind)
 
 
-Ballot = tuple[int, int, int, str]  # (quorum_id, step, attempt, kind)
+Ballot = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class RestoreRank(Effect):
 
 
 @dataclass(frozen=True)
-class LetRankGo(Effect):
-    """Answer the waiting call of one rank: the group goes, all its ranks do, with the state in hand."""
+class ReleaseRank(Effect):
+    """Answer the waiting call of one rank: the group leaves with all its ranks, and keeps the state that it holds."""
 
     group_rank: int
 
@@ -221,8 +221,8 @@ class EndGroup(Effect):
 # ------------------------------------------------------------------------------------------------ from group to ranks
 
 
-class Go(Event):
-    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. For the driver, which ends the rank."""
+class Released(Event):
+    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and the driver ends the rank."""
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ class Part(Event):
     reference: State
     heal: bool  # the whole group, or none of its ranks
     sources: tuple[Source, ...]  # at most two; empty unless heal
-    heals: tuple[int, ...]  # replica_ranks that heal from this group
+    recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
     participants: tuple[str, ...]  # who is dealt slots, by replica_rank
     dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
-    known: bool = False  # the rank has this very generation already: keep the process group
+    same_generation: bool = False  # the rank has this very generation already: keep the process group
     handles: tuple[str, ...] = ()  # where this rank's peer in each member answers connections; "": that is not known
 
 
@@ -269,8 +269,12 @@ class Outcome(Event):
     quorum_id: int
     attempt: int
     step: int
-    verdict: Literal["yes", "again", "failed"]
+    verdict: Literal["yes", "retry", "failed"]
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
     healed: bool = False  # decided after the group's yes to the open heal: its ranks take the state with this one
+
+    @property
+    def key(self) -> Ballot:
+        return (self.quorum_id, self.attempt, self.step, self.kind)

@@ -106,9 +106,9 @@ class AskQuorum(Effect):
 
 @dataclass(frozen=True)
 class Configure(Effect):
-    """Build the inter-group process group of part.quorum_id (part.known: keep it), offer the state if part.heals, start to fetch it if
-    part.heal; then feed back Configured. Store keys carry job, epoch, quorum_id, group_rank.
-    The state may not change while it is captured."""
+    """Build the inter-group process group of part.quorum_id (part.same_generation: keep it), offer the state to
+    part.recover_dst_replica_ranks, start to fetch it if part.heal; then feed back Configured. The state may not change while it is
+    captured. Store keys have job, epoch, quorum_id, group_rank."""
 
     part: Part
     attempt: int
@@ -132,7 +132,7 @@ class LaunchTail(Effect):
     step: int
     tail: tuple[float, ...]
     zeros: bool = False  # all buckets as zeros
-    again: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
+    retry: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
     digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
     copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
@@ -142,7 +142,7 @@ class WeightsDiffer(Effect):
     """To be told to people: this rank's weights after `step` are not those of the same rank of other groups."""
 
     step: int
-    replica_ids: tuple[str, ...]  # the odd ones; empty where nobody can tell who they are
+    replica_ids: tuple[str, ...]  # the odd ones; empty where no majority has the same
 
 
 @dataclass(frozen=True)
