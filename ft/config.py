@@ -320,9 +320,6 @@ class Environment:
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
     # How often torchelastic has started this group's ranks again; its store lives through that.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
-    run_id: str = _variable("TORCHELASTIC_RUN_ID", str, "")
-    # The store at master_addr is the launcher's already.
-    use_agent_store: bool = _variable("TORCHELASTIC_USE_AGENT_STORE", lambda text: text.lower() == "true", False)
 
     # torchft's: they stand above the arguments of ft.Manager. Seconds.
     timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))

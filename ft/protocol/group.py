@@ -43,7 +43,7 @@ class GroupConfig:
 
 class Group:
     """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank ReleaseRank AnswerVote
-    NotifyRank TellWaits Metadata EndGroup."""
+    NotifyRank Waits Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
@@ -114,10 +114,20 @@ class Group:
                     self._decide(self._held)
             case m.LighthouseAnswered():
                 self._on_answered(event)
-            case m.LighthouseRefused():
-                self._on_refused(event, now_s)
-            case m.LighthouseFailed(reason) if self._calling:
-                self._on_failed(self._calling, reason)
+            case m.LighthouseRefused(replica_id) if replica_id != self.replica_id:
+                self.reason = f"{replica_id} was refused; this group is {self.replica_id} by now"
+            case m.LighthouseRefused(_, "LOST", reason):
+                self._return(reason, now_s)
+            case m.LighthouseRefused(_, code, reason):
+                self._refused("ALREADY_EXISTS" if code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", reason)
+            case m.LighthouseFailed(why) if self._calling:
+                self._tries += 1
+                if self.config.retries is None or self._tries <= self.config.retries:
+                    self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
+                    self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
+                else:
+                    tries = f"the lighthouse did not answer in {self._tries} tries: {why}"
+                    self._fail_waiting("UNAVAILABLE", tries)
             case m.LighthouseWantsRestore(settled) if self._calling:
                 self._answer_all(settled)
                 self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
@@ -253,22 +263,6 @@ class Group:
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
             part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
             self._out.append(m.AnswerRank(rank, part))
-
-    def _on_failed(self, call: m.Call, why: str) -> None:
-        self._tries += 1
-        if self.config.retries is None or self._tries <= self.config.retries:
-            self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
-            self._out.append(m.CallLighthouse(call, self.config.retry_s))
-        else:
-            self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
-
-    def _on_refused(self, event: m.LighthouseRefused, now_s: float) -> None:
-        if event.replica_id != self.replica_id:
-            self.reason = f"{event.replica_id} was refused; this group is {self.replica_id} by now"
-        elif event.code == "LOST":
-            self._return(event.reason, now_s)
-        else:
-            self._refused("ALREADY_EXISTS" if event.code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", event.reason)
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
         """A newcomer is told: what is wrong is the user's to mend, and asking again no help. Whoever was a member holds a state: it waits,
@@ -464,7 +458,7 @@ class Group:
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
-                self._out.append(m.TellWaits(reason, now_s - since_s))
+                self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
                 self._give_up_waiting()
 

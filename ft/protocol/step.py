@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -307,11 +307,51 @@ class Step:
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now_s: float) -> m.Out:
-        self._out = []
-        handler = _ALWAYS.get(type(event)) or _TABLE.get((self.phase, type(event)))
-        if handler is None or self.phase is Phase.STOPPED:
-            return m.Out((), f"{type(event).__name__} does not fit: this rank {self.phase.value}")
-        handler(self, event, now_s)
+        self._out, phase = [], self.phase
+        match event:
+            case _ if phase is Phase.STOPPED:
+                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
+            case Outcome():  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
+                self._on_outcome(event, now_s)
+            case m.Tick() if phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
+                why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
+                self._out.append(m.GiveUp(why))
+                self._fail(why, now_s)
+            case m.Tick():
+                pass
+            case m.Notice():
+                self._on_notice(event, now_s)
+            case m.HealEnded():
+                self._on_heal_ended(event)
+            case m.Leaving(None):
+                self._leaving, self.reason = True, "leaves after the next commit"
+            case m.Leaving(step):
+                self._last = step
+            case m.Begin() if phase is Phase.BOUNDARY:
+                self._on_begin(now_s)
+            case m.Computed() if phase is Phase.COMPUTING:
+                self._on_computed(event)
+            case m.Reduced() if phase is Phase.COMPUTING:
+                self._on_reduced(event)
+            case m.ReduceFailed() if phase is Phase.COMPUTING:
+                if self.at == (event.quorum_id, event.attempt, event.step):
+                    self._failure, self.reason = self._failure or event, event.reason
+                    if not self._missing:
+                        self._vote_on_commit()
+            case Part() if phase is Phase.ASKING:
+                self._on_part(event, now_s)
+            case m.Configured() if phase is Phase.CONFIGURING:
+                self._on_configured(event)
+            case m.QuorumFailed(why) if phase is Phase.ASKING:
+                self._stop(f"no quorum: {why}")
+            case m.WantsRestore(settled) if phase is Phase.ASKING:
+                self._drop_gradients()
+                self._out.append(m.LoadCheckpoint(settled))
+                self.reason = f"step {settled} was settled, and nobody holds it any more"
+            case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
+                self._on_restored(event)
+            case _:
+                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
         return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
@@ -351,12 +391,12 @@ class Step:
 
     # ---- a step begins
 
-    def _on_begin(self, event: m.Begin | None, now_s: float) -> None:
+    def _on_begin(self, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         is_full = len(self._held) >= self.config.heal_backlog
         if self._heal and self._heal.agreed and (self._due or is_full):
             self._take_state()
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         elif self._heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
@@ -417,7 +457,7 @@ class Step:
         self._out.append(m.Configure(part, self._attempt))
         early, self._early_notices = self._early_notices, []
         for notice in early:
-            _ALWAYS[type(notice)](self, notice, now_s)
+            self._on_notice(notice, now_s)
 
     def _become_void(self, part: Part) -> None:
         """Drops this group's state: it is not the one from which the others continue."""
@@ -426,7 +466,7 @@ class Step:
         self._drop_gradients()
         self._drop_held()
 
-    def _on_configured(self, event: m.Configured, now_s: float) -> None:
+    def _on_configured(self, event: m.Configured) -> None:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
         if not event.ok:
@@ -507,7 +547,7 @@ class Step:
             )
         )
 
-    def _on_computed(self, event: m.Computed, now_s: float) -> None:
+    def _on_computed(self, event: m.Computed) -> None:
         if not self._missing:
             return
         own, before = self._contribution, self._contribution.computed
@@ -528,7 +568,7 @@ class Step:
         else:
             self._launch(retry=False)
 
-    def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
+    def _on_reduced(self, event: m.Reduced) -> None:
         if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
         tail = StepControl.of(event.tail, self._digests)
@@ -538,13 +578,6 @@ class Step:
             why = "the sums in the tail are not finite"
             self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
         self._vote_on_commit()
-
-    def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
-        if self.at != (event.quorum_id, event.attempt, event.step):
-            return
-        self._failure, self.reason = self._failure or event, event.reason
-        if not self._missing:
-            self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
         part, tail, failure = self.part, self.tail, self._failure
@@ -604,15 +637,17 @@ class Step:
                 True,
                 f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal",
             )
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop(f"step {self._collective_step}: none of its slots has a target to learn", tuple(self.ledger.pending))
+            self._stop(
+                f"step {self._collective_step}: none of its slots has a target to learn", tuple(self.ledger.pending)
+            )
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
             self._tail_slots = self.ledger.width(len(part.participants))
             self._out.append(m.HoldSums(self._collective_step))
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         else:
             self._commit(tail)
         if part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
@@ -716,7 +751,7 @@ class Step:
 
     # ---- healing
 
-    def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
+    def _on_heal_ended(self, event: m.HealEnded) -> None:
         heal = self._heal
         if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
             return
@@ -749,7 +784,7 @@ class Step:
             self._take_state()
         if self.phase is Phase.AWAITING:
             self.phase = Phase.BOUNDARY
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         elif self.phase is Phase.CLOSING:
             self._close(self.reason)
 
@@ -789,12 +824,7 @@ class Step:
 
     # ---- checkpoints
 
-    def _on_wants_restore(self, event: m.WantsRestore, now_s: float) -> None:
-        self._drop_gradients()
-        self._out.append(m.LoadCheckpoint(event.settled))
-        self.reason = f"step {event.settled} was settled, and nobody holds it any more"
-
-    def _on_restored(self, event: m.Restored, now_s: float) -> None:
+    def _on_restored(self, event: m.Restored) -> None:
         self._drop_held()
         self._heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
@@ -803,50 +833,25 @@ class Step:
         if self.phase is Phase.ASKING:
             self._ask(self.reason)
 
-    def _on_quorum_failed(self, event: m.QuorumFailed, now_s: float) -> None:
-        self._stop(f"no quorum: {event.reason}")
-
     # ---- what may come at any time
 
-    def _on_broken(self, notice: m.MemberLost | m.GenerationAborted, now_s: float) -> None:
-        """Interrupts a generation that cannot complete. Sums that are complete all the same are voted on as usual."""
-        if self._is_early(notice) or not self._is_of_this_quorum(notice) or self._failed or self._abort_reason:
+    def _on_notice(self, notice: m.Notice, now_s: float) -> None:
+        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. One of the end of this generation
+        interrupts it; sums that are complete all the same are voted on as usual."""
+        if isinstance(notice, m.Finished):
+            self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
+        elif self.phase is Phase.ASKING:
+            self._early_notices = [*(n for n in self._early_notices if n.quorum_id == notice.quorum_id), notice]
+        elif self.part is None or notice.quorum_id != self.part.quorum_id:
             return
-        self._abort_reason = f"{type(notice).__name__}: {notice.reason}"
-        self.reason = self._abort_reason
-        if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-            self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
-        elif self.phase is Phase.AWAITING:
-            self._fail(self._abort_reason, now_s)
-
-    def _on_change(self, notice: m.ChangeAnnounced, now_s: float) -> None:
-        if not self._is_early(notice) and self._is_of_this_quorum(notice):
+        elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"
-
-    def _on_finished(self, notice: m.Finished, now_s: float) -> None:
-        self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
-
-    def _is_early(self, notice: m.Notice) -> bool:
-        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. True: it was kept."""
-        if self.phase is not Phase.ASKING:
-            return False
-        self._early_notices = [*(n for n in self._early_notices if n.quorum_id == notice.quorum_id), notice]
-        return True
-
-    def _is_of_this_quorum(self, notice: m.Notice) -> bool:
-        return self.part is not None and notice.quorum_id == self.part.quorum_id
-
-    def _on_leaving(self, event: m.Leaving, now_s: float) -> None:
-        if event.after is None:
-            self._leaving, self.reason = True, "leaves after the next commit"
-        else:
-            self._last = event.after
-
-    def _on_tick(self, event: m.Tick, now_s: float) -> None:
-        if self.phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
-            why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
-            self._out.append(m.GiveUp(why))
-            self._fail(why, now_s)
+        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self._abort_reason):
+            self._abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
+            if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
+                self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
+            elif self.phase is Phase.AWAITING:
+                self._fail(self._abort_reason, now_s)
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
@@ -861,26 +866,3 @@ def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, .
 
 
 _INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
-_Handler = Callable[[Step, Any, float], None]
-_TABLE: dict[tuple[Phase, type[Event]], _Handler] = {
-    (Phase.BOUNDARY, m.Begin): Step._on_begin,
-    (Phase.BOUNDARY, m.Restored): Step._on_restored,
-    (Phase.ASKING, Part): Step._on_part,
-    (Phase.ASKING, m.WantsRestore): Step._on_wants_restore,
-    (Phase.ASKING, m.Restored): Step._on_restored,
-    (Phase.ASKING, m.QuorumFailed): Step._on_quorum_failed,
-    (Phase.CONFIGURING, m.Configured): Step._on_configured,
-    (Phase.COMPUTING, m.Computed): Step._on_computed,
-    (Phase.COMPUTING, m.Reduced): Step._on_reduced,
-    (Phase.COMPUTING, m.ReduceFailed): Step._on_reduce_failed,
-}
-_ALWAYS: dict[type[Event], _Handler] = {
-    Outcome: Step._on_outcome,  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
-    m.HealEnded: Step._on_heal_ended,
-    m.MemberLost: Step._on_broken,
-    m.GenerationAborted: Step._on_broken,
-    m.ChangeAnnounced: Step._on_change,
-    m.Finished: Step._on_finished,
-    m.Leaving: Step._on_leaving,
-    m.Tick: Step._on_tick,
-}

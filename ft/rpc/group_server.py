@@ -202,7 +202,7 @@ class GroupService:
             m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
             m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
             m.ReleaseRank: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
-            m.TellWaits: lambda e: self._tell_all(waits=codec.to_message(m.Waits(e.reason, e.waited_s))),
+            m.Waits: lambda e: self._tell_all(waits=codec.to_message(e)),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,

@@ -302,7 +302,7 @@ class GroupNode:
             m.FailRank: self._fail_rank,
             m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
             m.ReleaseRank: lambda e: self._answer(e.group_rank, None, m.Released()),
-            m.TellWaits: self._tell_waits,
+            m.Waits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
             m.EndGroup: lambda e: self.end(e.reason),
@@ -392,7 +392,7 @@ class GroupNode:
         elif end is not None:
             end.send(effect.notice)
 
-    def _tell_waits(self, effect: m.TellWaits) -> None:
+    def _tell_waits(self, effect: m.Waits) -> None:
         for end in self._rank_streams.values():
             end.send(m.Waits(effect.reason, effect.waited_s))
 

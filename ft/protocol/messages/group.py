@@ -180,8 +180,8 @@ class ReleaseRank(Effect):
 
 
 @dataclass(frozen=True)
-class TellWaits(Effect):
-    """Say to all ranks what the group waits for, and for how long it has: once a beat, as long as no rank of its own is late."""
+class Waits(Effect):
+    """Send this to all ranks: the reason of the group's wait, and its length. Once a beat, as long as no rank of the group is late."""
 
     reason: str
     waited_s: float
@@ -223,14 +223,6 @@ class EndGroup(Effect):
 
 class Released(Event):
     """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and the driver ends the rank."""
-
-
-@dataclass(frozen=True)
-class Waits(Event):
-    """The reason of the group's wait. For the driver alone."""
-
-    reason: str
-    waited_s: float
 
 
 @dataclass(frozen=True)
