@@ -1,11 +1,9 @@
-"""Layout of gradients while they are summed: bucket, piece of memory, and the order in which buckets go.
-
-Flow: gradients.py asks for the layout once, of all parameters it was given; grad_buffers.py makes memory of it; what goes over the wire is
-one Bucket after the other. Groups that differ in any of this would add apples to pears, so `shape` names it for the first quorum.
+"""Layout of gradients while they are summed: buckets, their memory (grad_buffers.py), and the order in which they are sent.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
-one dtype on one device. The last one is fp32 and ends in the tail, which is known only when all else has gone: with the tail ride
-parameters so small that their wait costs nothing, or none.
+one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before the tail it has
+parameters so small that their wait costs nothing. Groups of different layouts would add unrelated numbers, so `shape` has its digests for
+the first quorum.
 """
 
 from __future__ import annotations
@@ -17,21 +15,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ALIGN_BYTES = 64  # where a gradient begins: a cache line, and more than any vector instruction or NCCL wants
-TAIL_ELEMENTS = 1 << 14  # room for the tail: a slot per group, and then some
-BUCKET_BYTES = 25 << 20  # what travels together at most, unless a gradient is larger
-RIDER_BYTES = 64 << 10  # a gradient may ride with the tail up to this size
-RIDERS_BYTES = 1 << 20  # and all of them up to that
-FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all but riders are quantised: what costs a thin link nothing either
-ALONE_BYTES = 1 << 20  # in place, from this size on: below, a message of its own costs more than the copy
+ALIGN_BYTES = 64  # of a gradient's begin: a cache line, and enough for vector instructions and NCCL
+TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
+BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
+RIDER_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
+RIDERS_BYTES = 1 << 20  # and of all of them
+FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all other buckets are quantised
+ALONE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
 
 Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the memory of its kind; `members`: parameters by number. `in_place`: one gradient, reduced where
-    it is."""
+    """Elements `start` to `stop` of the memory of its kind; `members`: indices of gradients. `in_place`: one gradient, reduced in place."""
 
     kind: Kind
     members: tuple[int, ...]
@@ -52,7 +49,7 @@ class BucketLayout:
     shape: tuple[tuple[str, str], ...] = ()
 
     def close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
-        """Makes them the next bucket."""
+        """Adds the next bucket."""
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)
         for index in members:
@@ -67,8 +64,8 @@ class BucketLayout:
 def lay_out(
     tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool = False
 ) -> BucketLayout:
-    """`tensors`: what this rank holds of each parameter, in the order of registration. `in_place`: large gradients need no memory of
-    ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
+    """`tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: large gradients are reduced in place.
+    `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
     layout = BucketLayout()
     device = tensors[0].device if tensors else device
     last_bucket_params: list[int] = []  # small ones, whose gradients are complete last

@@ -1,7 +1,7 @@
-"""Memory for sums: a set holds all sums of one attempt and is taken whole; single buffers serve tensors that a user hands over.
+"""Memory for sums: sets for the gradients of one attempt, and single buffers for tensors that a user hands over.
 
-Sets are touched when they are made, so no step waits for the kernel to find pages, and taken in turns: what a step delivered lies in
-`.grad` while the next one is summed into the other set. Whoever gives memory back may be a thread that ends a process group.
+Sets are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad` while the next
+one is summed into the other set. The thread that ends a process group may return memory, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ft.buckets import BucketLayout, Kind
 from ft.process_groups import shared as shared_memory
 
-READY = 2  # sets that are kept; more while one is still with an abandoned group, or holds sums of a step to come
+READY = 2  # sets that are kept; more exist while an abandoned group or sums of a held step have one
 
 
 class GradBuffers:
-    """One set. `buckets`: each bucket's memory, the last one's with room for the whole tail. `sums` and `gradients`, by number: where its
-    sum goes, and the same memory as its `.grad` (a DTensor around it if the parameter is one); none for those that are reduced in place."""
+    """One set. `buckets`: each bucket's memory, the last one's with the whole tail. `sums`, by a gradient's index: its sum; `gradients`:
+    the same memory as its `.grad` (a DTensor, if the parameter is one). Neither has those that are reduced in place."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
@@ -38,7 +38,7 @@ class GradBuffers:
 
 
 class Buffers:
-    """Single buffers by size. What a whole step does not ask for is freed. Thread-safe."""
+    """Single buffers by size. Those that a whole step does not take are freed. Thread-safe."""
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
@@ -47,7 +47,7 @@ class Buffers:
         self._before: dict[tuple[int, Kind], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A contiguous tensor of its shape, dtype and device; its values are anybody's."""
+        """A contiguous, uninitialised tensor of its shape, dtype and device."""
         key = (like.numel(), (like.dtype, like.device))
         with self._lock:
             for free in (self._before, self._given):
@@ -65,7 +65,7 @@ class Buffers:
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
-    """Memory that has been touched. `shared`: a child process may map it."""
+    """Zeroed memory. `shared`: a child process may map it."""
     if shared:
         return shared_memory.empty(count, dtype, device).zero_()
     return torch.zeros(count, dtype=dtype, device=device)
@@ -81,7 +81,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def like(parameter: Any, local: Tensor) -> Tensor:
-    """`local` as what the parameter is: itself, or a DTensor around it."""
+    """Returns `local`, as a DTensor if the parameter is one."""
     if not hasattr(parameter, "placements"):
         return local
     from torch.distributed.tensor import DTensor

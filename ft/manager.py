@@ -54,7 +54,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import NOWHERE, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Stands, Status, ignore_event
+from ft.telemetry import NO_WAIT, CurrentWait, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
 HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
@@ -634,7 +634,7 @@ class Manager:
             self._assignment = None
             raise
         telemetry.sums_began_s = began_s = time.monotonic()
-        telemetry.stands = Stands("sums", began_s)
+        telemetry.current_wait = CurrentWait("sums", began_s)
         account = "heal" if self._machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
@@ -642,7 +642,7 @@ class Manager:
         except GroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
-            telemetry.stands = NOWHERE
+            telemetry.current_wait = NO_WAIT
         telemetry.waits.append(time.monotonic() - began_s)
         # The shortest recent wait counts as the reduction itself; only the excess is time spent waiting for other groups.
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
@@ -663,14 +663,14 @@ class Manager:
         another effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
-            telemetry.stands = Stands("vote", telemetry.sums_began_s)
+            telemetry.current_wait = CurrentWait("vote", telemetry.sums_began_s)
         try:
             if self._agreement and self._machine.is_for_all(vote):
                 outcome = self._agreement.outcome(self._client, vote, able=not busy)
             if outcome is None and not busy and not self._machine.votes_in_background(vote):
                 outcome = self._client.outcome(vote)
         finally:
-            telemetry.stands = NOWHERE
+            telemetry.current_wait = NO_WAIT
         if outcome is None:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
         return outcome

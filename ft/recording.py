@@ -1,13 +1,12 @@
-"""A record of each step of a rank, for fault drills. Where PHAROS_DRILL is not 1, nobody makes this.
+"""A record of each step of a rank, for fault drills: with PHAROS_DRILL=1 start.py makes a RecordingManager in place of a Manager.
 
-start.py makes a RecordingManager in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has
-`event`, `at_s` (the machine's monotonic clock), `pid` and `step`:
+bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
 
     start                    a life of this rank begins
     quorum                   its part in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
-    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights as the next step finds them
-    refused                  a step was thrown away, with its gradients
-    extended                 a step goes on, its gradients kept, with slots that a dead group left
+    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights at the begin of the next step
+    refused                  a step failed, and its gradients were dropped
+    extended                 a step goes on, with kept gradients, and slots of a dead group
     healed, restored         the state came from other groups, or from a checkpoint
 """
 
@@ -29,7 +28,7 @@ from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
-    """A Manager that writes down what it does."""
+    """A Manager that writes a record of its steps."""
 
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

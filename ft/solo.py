@@ -14,10 +14,10 @@ ALONE = "solo"
 
 
 class SoloManager:
-    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every step that is finite; another is the last.
+    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped.
 
-    The ledger counts sequences, not slots, so a run may be resumed with another batch size or number of ranks; and it is the one that
-    replica groups keep, so a run may be resumed with fault tolerance, or without.
+    The ledger is that of replica groups, so a run may be resumed with fault tolerance or without, and counts sequences, not slots, so that
+    another batch size or number of ranks will do, too.
     """
 
     def __init__(self, slot_size: int) -> None:
