@@ -42,8 +42,8 @@ class GroupConfig:
 
 
 class Group:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank ReleaseRank AnswerVote
-    NotifyRank Waits Metadata EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits
+    Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
@@ -256,9 +256,9 @@ class Group:
     def _answer(self, rank: int) -> None:
         quorum = self.quorum
         if self._goes:
-            self._out.append(m.ReleaseRank(rank))
+            self._out.append(m.AnswerRank(rank, m.Released()))
         elif self._restores is not None:
-            self._out.append(m.RestoreRank(rank, self._restores))
+            self._out.append(m.AnswerRank(rank, m.WantsRestore(self._restores)))
         elif quorum:
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
             part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)

@@ -199,9 +199,7 @@ class GroupService:
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
             m.OpenStream: self._open_stream,
             m.CloseStream: lambda e: self.link.close_stream(),
-            m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
-            m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
-            m.ReleaseRank: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
+            m.AnswerRank: self._answer_rank,
             m.Waits: lambda e: self._tell_all(waits=codec.to_message(e)),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
@@ -370,9 +368,16 @@ class GroupService:
 
     # ---- effects
 
-    def _answer_call(self, effect: Any, **reply: Any) -> None:
+    def _answer_rank(self, effect: m.AnswerRank) -> None:
+        match effect.answer:
+            case m.Part():
+                reply = pharos_pb2.RankReply(part=codec.to_message(effect.answer))
+            case m.WantsRestore(settled):
+                reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
+            case m.Released():
+                reply = pharos_pb2.RankReply(go=pharos_pb2.Done())
         for pending in self._waiting.pop((effect.group_rank, None), []):
-            pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
+            pending.give(reply.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome

@@ -153,13 +153,11 @@ class Job:
             elif isinstance(effect, m.EndGroup):
                 raise AssertionError(effect.reason)
             elif isinstance(effect, m.AnswerRank):
-                self.queue.append((self.rank_event, rank, effect.part))
+                self.queue.append((self.rank_event, rank, effect.answer))
             elif isinstance(effect, m.AnswerVote):
                 self.queue.append((self.rank_event, rank, effect.outcome))
             elif isinstance(effect, m.NotifyRank):
                 self.queue.append((self.rank_event, rank, effect.notice))
-            elif isinstance(effect, m.RestoreRank):
-                self.queue.append((self.rank_event, rank, m.WantsRestore(effect.settled)))
             elif isinstance(effect, m.FailRank):
                 raise AssertionError(effect.reason)
 

@@ -35,6 +35,7 @@ TIMES = {field.name for field in dataclasses.fields(m.Times)}
 
 
 UNNAMED = {
+    "answer",
     "call",
     "code",
     "kind",

@@ -95,13 +95,13 @@ class NoCommitIds(Group):
         before = len(self._out)
         super()._answer(rank)
         for place, effect in enumerate(self._out[before:], before):
-            if not isinstance(effect, m.AnswerRank):
+            if not isinstance(effect, m.AnswerRank) or not isinstance(effect.answer, m.Part):
                 continue
             assert self.quorum is not None
-            part = effect.part
+            part = effect.answer
             me = self.quorum.members[part.replica_rank]
             if part.heal and me.step == part.reference[0]:
-                self._out[place] = replace(effect, part=replace(part, heal=False, sources=()))
+                self._out[place] = replace(effect, answer=replace(part, heal=False, sources=()))
 
 
 class JoinerContributes(Step):

@@ -234,7 +234,7 @@ class RankNode:
                 self.world.after(RETRY_S, self.process, self._ask, call, number)
             elif isinstance(reply, m.Released):
                 self._asked += 1
-                self.world.seen["event: Go"] += 1
+                self.world.seen["event: Released"] += 1
                 self.trainer.waits = ("the end", "it is let go")
                 self.group.rank_left()
             else:

@@ -298,10 +298,8 @@ class GroupNode:
             m.CallLighthouse: self._call_lighthouse,
             m.OpenStream: self._open_stream,
             m.CloseStream: self._close_stream,
-            m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.part),
+            m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.answer),
             m.FailRank: self._fail_rank,
-            m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
-            m.ReleaseRank: lambda e: self._answer(e.group_rank, None, m.Released()),
             m.Waits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
@@ -394,7 +392,7 @@ class GroupNode:
 
     def _tell_waits(self, effect: m.Waits) -> None:
         for end in self._rank_streams.values():
-            end.send(m.Waits(effect.reason, effect.waited_s))
+            end.send(effect)
 
     # -- the collectives inside -------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
     group_rank: int
-    part: Part
+    answer: Part | WantsRestore | Released
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,6 @@ class FailRank(Effect):
     group_rank: int
     code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
     reason: str
-
-
-@dataclass(frozen=True)
-class RestoreRank(Effect):
-    """Answer the waiting call of one rank: load the newest valid checkpoint, ask again."""
-
-    group_rank: int
-    settled: int
-
-
-@dataclass(frozen=True)
-class ReleaseRank(Effect):
-    """Answer the waiting call of one rank: the group leaves with all its ranks, and keeps the state that it holds."""
-
-    group_rank: int
 
 
 @dataclass(frozen=True)
@@ -221,8 +206,16 @@ class EndGroup(Effect):
 # ------------------------------------------------------------------------------------------------ from group to ranks
 
 
+@dataclass(frozen=True)
+class WantsRestore(Event):
+    """Answers AskQuorum in place of a Part: load the newest valid checkpoint first, and ask again."""
+
+    settled: int
+
+
 class Released(Event):
-    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and the driver ends the rank."""
+    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and all its ranks end with the state in hand. For
+    the driver."""
 
 
 @dataclass(frozen=True)

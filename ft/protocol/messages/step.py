@@ -62,13 +62,6 @@ class QuorumFailed(Event):
 
 
 @dataclass(frozen=True)
-class WantsRestore(Event):
-    """Answers AskQuorum: load the newest valid checkpoint first."""
-
-    settled: int
-
-
-@dataclass(frozen=True)
 class Restored(Event):
     """Answers LoadCheckpoint. `state`: Step.state_dict() of the checkpoint; None: there is none, go on from the initial state."""
 
