@@ -1,19 +1,26 @@
-"""Layout of gradients while they are summed: buckets, their memory (grad_buffers.py), and the order in which they are sent.
+"""Layout of gradients while they are summed: buckets, the order in which they are sent, and their memory.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
 one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before the tail it has
 parameters so small that their wait costs nothing. Groups of different layouts would add unrelated numbers, so `shape` has its digests for
 the first quorum.
+
+Sets of buffers are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad`
+while the next one is summed into the other set. The thread that ends a process group may return memory, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ft.process_groups import shared as shared_memory
 
 ALIGN_BYTES = 64  # of a gradient's begin: a cache line, and enough for vector instructions and NCCL
 TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
@@ -22,6 +29,7 @@ RIDER_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 RIDERS_BYTES = 1 << 20  # and of all of them
 FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all other buckets are quantised
 ALONE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
+READY = 2  # sets that are kept; more exist while an abandoned group or sums of a held step have one
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -107,3 +115,81 @@ def lay_out(
 
 def _digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+class GradBuffers:
+    """One set. `buckets`: each bucket's memory, the last one's with the whole tail. `sums`, by a gradient's index: its sum; `gradients`:
+    the same memory as its `.grad` (a DTensor, if the parameter is one). Neither has those that are reduced in place."""
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+        flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
+        *most, last = layout.buckets
+        self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most]
+        self.buckets.append(flat[last.kind][last.start :])
+        self.addresses = {memory.untyped_storage().data_ptr() for memory in flat.values()} - {0}
+        self.sums: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        for index, start in layout.starts.items():
+            local = local_of(parameters[index].detach())
+            self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
+            self.gradients[index] = like(parameters[index], self.sums[index])
+
+
+class Buffers:
+    """Single buffers by size. Those that a whole step does not take are freed. Thread-safe."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._given: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._before: dict[tuple[int, Kind], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A contiguous, uninitialised tensor of its shape, dtype and device."""
+        key = (like.numel(), (like.dtype, like.device))
+        with self._lock:
+            for free in (self._before, self._given):
+                if buffers := free.get(key):
+                    return buffers.pop().view(like.shape)
+        return zeros(like.numel(), like.dtype, like.device, shared=self._shared).view(like.shape)
+
+    def give(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._given.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(buffer.view(-1))
+
+    def step_done(self) -> None:
+        with self._lock:
+            self._before, self._given = self._given, {}
+
+
+def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
+    """Zeroed memory. `shared`: a child process may map it."""
+    if shared:
+        return shared_memory.empty(count, dtype, device).zero_()
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard."""
+    if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor
+
+
+def like(parameter: Any, local: Tensor) -> Tensor:
+    """Returns `local`, as a DTensor if the parameter is one."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=shared_memory.strides(parameter.shape),
+        )

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ft.grad_buffers import local_of
+from ft.buckets import local_of
 from ft.protocol.compare import FIGURES
 
 BLOCK = 1 << 13  # integers: 64 KiB, so that a device sums many blocks at once

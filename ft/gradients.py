@@ -13,7 +13,7 @@
         group.abandon(str(error), then=gradients.give_up())
         ...                                             # form again, open, launch, wait
 
-The hook of a parameter (`_completed`) copies its gradient into its bucket (buckets.py, grad_buffers.py) while it is in the cache, and sends
+The hook of a parameter (`_completed`) copies its gradient into its bucket (buckets.py) while it is in the cache, and sends
 each bucket that is complete with all before it. The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
 copies the same gradients into other buckets, so it sends the same bits.
 
@@ -45,9 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, BucketLayout, lay_out
+from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, lay_out, like, local_of
 from ft.device import streams_of
-from ft.grad_buffers import READY, Buffers, GradBuffers, like, local_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 from ft.user_sums import ManagedAllreduce

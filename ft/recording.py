@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ft.grad_buffers import local_of
+from ft.buckets import local_of
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.seam import Commit, DataAssignment, StepTotals

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ft.buckets import Buffers, local_of
 from ft.device import streams_of
-from ft.grad_buffers import Buffers, local_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 

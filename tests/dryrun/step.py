@@ -31,10 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from configs.check import check_settings
 from configs.load import load
+from ft.buckets import local_of
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.config import Environment
 from ft.digest import digest
-from ft.grad_buffers import local_of
 from ft.manager import Manager
 from ft.seam import DataAssignment
 from ft.solo import SoloManager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft import grad_buffers as scratch
+from ft import buckets
 from ft.protocol import messages as m
 from ft.rpc.clients import VOTE_TRIES, GroupClient
 from ft.rpc.driver import now_s
@@ -18,13 +18,13 @@ from tests.ft.groups import Rank, job
 def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     """All of it: once it is in a quorum, whatever a group does first is everybody's next step."""
     made_s: list[float] = []
-    make = scratch.GradBuffers.__init__
+    make = buckets.GradBuffers.__init__
 
-    def timed(self: scratch.GradBuffers, *what: object, **more: object) -> None:
+    def timed(self: buckets.GradBuffers, *what: object, **more: object) -> None:
         make(self, *what, **more)  # type: ignore[arg-type]
         made_s.append(now_s())
 
-    monkeypatch.setattr(scratch.GradBuffers, "__init__", timed)
+    monkeypatch.setattr(buckets.GradBuffers, "__init__", timed)
     with job(min_replicas=1) as made:
         rank = made.group("a", steps=5)[0].join()
         assert rank.error is None
