@@ -1,13 +1,13 @@
-"""The manager of a rank: carries out the effects of the protocol's machine (protocol/step.py), and has no rules of its own.
+"""The manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
 
     trainer ---begin_step, reduce, commit---> Manager ---feeds---> Step ---effects---> Manager ---> Gradients     buckets, kept and summed
                                                  ^                                              ---> ProcessGroup  other groups' ranks
     group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
                                                                                                 ---> GroupClient   quorum calls and votes
 
-Any thread may tell the machine what it has seen: notices come from the stream's thread, a heal's end from the fetch's, the rest from the
-trainer's own. The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts
-its wait for peers. So forward, backward and optimizer never race with a rebuild or a heal.
+Any thread may feed the machine an event: notices come from the stream's thread, a heal's end from the fetch's, the rest from the trainer's.
+The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
+peers. So forward, backward and optimizer never race with a rebuild or a heal.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from ft.seam import (
 )
 from ft.telemetry import NO_WAIT, CurrentWait, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
-HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
-PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
+HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # that wait only for the end of a heal
+PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
     m.AbandonGeneration: "rebuild",
@@ -65,32 +65,32 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's 
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
-TICK_S = 0.5  # the machine is told that time goes by
+TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
-PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for so long is cut; the rest is for the probe to begin
-CLOSE_S = 1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), for which nobody waits
+PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for that long is cut; the rest is the probe's delay
+CLOSE_S = (
+    1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
+)
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
-TrainerEffect = (
-    m.Compute | m.LaunchTail | m.CommitStep
-)  # of the trainer: to compute, to give zeros, or to make a step visible
+TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, gives zeros, or commits
 
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a manager and of its machine, beside those that all ranks of its group share (membership.ReplicaGroupConfig). A manager
-    sets group_rank, every_step, heal_grace_s and restores by itself."""
+    """Settings of a manager and its machine, beside those of its group (membership.ReplicaGroupConfig), from which the manager takes
+    group_rank, every_step and heal_grace_s."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of one group's batch
-    inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py), as users count steps
-    slots_per_step: int = 0  # slots of each step, however many groups there are; 0: one for each group
-    deterministic_reduce: bool = False  # the same bits, whichever group computed which slot; needs slots_per_step
+    inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
+    slots_per_step: int = 0  # slots of each step; 0: one for each group
+    deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_copy_bytes: int = 256 << 20
-    long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: none is reported
+    long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: not reported
     quorum_s: float | None = None  # limit of a call for a quorum; None: none
-    dies_with_group: bool = True  # the group's server may kill this process; False where it has several groups
+    dies_with_group: bool = True  # the group's server may kill this process, which has no other group
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class ManagerStatus:
 class Manager:
     """The Seam (seam.py) of a rank whose job has several replica groups.
 
-    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, where
-    it has several ranks. `restore`: loads the newest valid checkpoint and with it this manager's state (load_state_dict), or does nothing
-    where there is none. `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the
-    group's server. `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine
-    with its effects. `connect`: makes the connection to the group's server, of its address and this rank's number.
+    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, if it
+    has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this manager's state (load_state_dict).
+    `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
+    `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine with its effects.
+    `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
 
     Raises RuntimeError where the group's server does not start.
     """
@@ -170,23 +170,23 @@ class Manager:
         self.want_to_leave = self._client.want_to_leave
         self._agreement = agreement
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
-        self.commit_id = ""  # of that state: groups with equal ids hold equal weights
+        self.commit_id = ""  # of that state: equal ids, equal weights
         self.part: m.Part | None = None  # this group's place in the newest quorum
         self._launched = 0  # reductions in the newest quorum
         self._has_formed = False  # a generation, at least once
         self._has_committed = False  # a step, at least once
         self._mismatched: dict[str, None] = {}  # members whose shape is not this group's
         self._stopped_quorum = 0  # the newest whose collectives were interrupted
-        self._attempt: Attempt | None = None  # the one that has buffers, some of which may be under way
+        self._attempt: Attempt | None = None  # that has buffers, some of which may be sent
         self._weights: list[Tensor] = []
-        self._trainer_effect: TrainerEffect | None = None  # an effect that the trainer itself carries out
+        self._trainer_effect: TrainerEffect | None = None  # that is the trainer's to carry out
         self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # this and the next one may be changed between two steps
         self.shrink_only = False  # True: no group is to join in the next quorum
         self._until: int | None = None  # the last step, as the machine knows it
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # the newest step of which no other version can exist
+        self.settled = 0  # the newest step that no restart can replace by another version
         self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
         self.left = False  # the others know that this group leaves, and the step is committed: close
         step_config = replace(
@@ -221,7 +221,7 @@ class Manager:
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """Epoch and quorum id, if this group is the writer: the first that held the state when the quorum was formed, and still does."""
+        """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
         part = self.part
         if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
             return None
@@ -229,7 +229,7 @@ class Manager:
 
     @property
     def is_between_steps(self) -> bool:
-        """Nothing of a step is under way, and this rank holds the state of the last one."""
+        """True when no step is under way, and this rank holds the state of the last one."""
         return self._machine.phase is Phase.BOUNDARY and not self._machine.void
 
     def attach(self, model_parts: Sequence[Any]) -> None:
@@ -238,7 +238,7 @@ class Manager:
             self._weights += part.parameters()
 
     def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Around the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
+        """Wraps the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
@@ -277,7 +277,7 @@ class Manager:
         self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
         """Returns when all sums have arrived. If a group dies meanwhile, a new generation repeats them; no step is lost. `kept`: another
-        attempt would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
+        attempt would send the same gradients. `failure`: the reason, if this attempt is to fail."""
         turn = self._trainer_effect
         if isinstance(turn, m.Compute | m.LaunchTail):
             assert self.part is not None
@@ -286,7 +286,7 @@ class Manager:
                 self._feed(m.ReduceFailed(self.part.quorum_id, turn.attempt, turn.step, failure))
             if isinstance(turn, m.Compute):
                 if self.part.recover_dst_replica_ranks and self.healer.all_is_sent:
-                    # Their own announcement comes a step later: they launched this one's zeros before they had the state.
+                    # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
@@ -333,7 +333,7 @@ class Manager:
         return self._client.heard_s
 
     def leave(self) -> None:
-        """Announces with the next step that this group leaves; then `left` is True. To be called by all its ranks at the same step."""
+        """Announces with the next step that this group leaves; then `left` is True. Called by all its ranks at the same step."""
         self._feed(m.Leaving())
 
     @property
@@ -345,7 +345,7 @@ class Manager:
         return self._machine.finished
 
     def regroup(self, until: int) -> None:
-        """Forms a new generation after the last step. A step that was begun beyond it is not computed, and is dropped with the old one."""
+        """Forms a new generation after the last step. A step that was begun beyond it is dropped."""
         if self._assignment is not None:
             self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True))
         self.begin_step(until=until)
@@ -376,8 +376,8 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ the machine
 
     def _feed(self, event: m.Event) -> None:
-        """Tells the machine, from any thread. Its effects wait for the trainer's thread, but for InterruptCollectives, which is carried out
-        here: the trainer's thread may be the one that waits."""
+        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except InterruptCollectives, which is carried
+        out here: the trainer's thread may be in the wait that it ends."""
         with self._news:
             now_s = time.monotonic()
             out = self._machine.handle(event, now_s)
@@ -390,21 +390,21 @@ class Manager:
                 self._interrupt(effect.quorum_id, effect.reason)
 
     def _hear(self, event: m.Event) -> None:
-        """`_feed` for threads that have nobody to raise to: the trainer's thread gets what goes wrong."""
+        """`_feed` for other threads: errors are raised in the trainer's."""
         try:
             self._feed(event)
         except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The trainer's thread gets this with its next effect, or in its wait for one."""
+        """Raises the error in the trainer's thread, before its next effect."""
         with self._news:
             self._error = self._error or error
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect and lets the machine's time go by. False: there is none, and after some event `enough` holds. Raises what
-        `_fail` was given."""
+        """Waits for an effect, or until `enough` holds after an event; True: there is an effect. Raises the error that `_fail` was
+        given."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -543,7 +543,7 @@ class Manager:
             if error.mismatched:
                 self._exclude_mismatched(part, {part.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
-            # Unless it is known by now which members cannot be reached, this rank has to find out by itself.
+            # unless some member is known to be unreachable, this rank probes all
             known = not set(part.members).isdisjoint(self._prober.unreachable)
             self._prober.look(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
             return m.Configured(part.quorum_id, ok=False, reason=str(error))
@@ -551,8 +551,8 @@ class Manager:
         return m.Configured(part.quorum_id, ok=True)
 
     def _exclude_mismatched(self, part: m.Part, mismatched: set[str], why: str) -> None:
-        """Members of different shapes must not meet again, whatever the lighthouse knows of shapes: both sides report it while they live.
-        Raises BadInput for a newcomer; a former member waits until groups of its own shape are back."""
+        """Blames the members of another shape for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a former
+        member waits until groups of its own shape are back."""
         others = set(part.members) - mismatched if part.replica_id in mismatched else mismatched
         self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
         if part.replica_id not in mismatched:
@@ -581,12 +581,12 @@ class Manager:
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
     def _interrupt(self, quorum_id: int, reason: str) -> None:
-        """Wakes waits on that generation, however late the notice comes. What is complete stays complete. From any thread."""
+        """Ends waits on that generation, also on one that is not formed yet. Complete sums stay complete. From any thread."""
         self._stopped_quorum = max(self._stopped_quorum, quorum_id)
         self.group.interrupt(reason, quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
-        """Interrupts a generation with members that cannot be connected: no wait on it would end by itself. In the prober's thread."""
+        """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
         part = self.part
         if part is not None and set(members) <= set(part.members):
             why = f"{' and '.join(members)} cannot be connected"
@@ -644,7 +644,7 @@ class Manager:
         finally:
             telemetry.current_wait = NO_WAIT
         telemetry.waits.append(time.monotonic() - began_s)
-        # The shortest recent wait counts as the reduction itself; only the excess is time spent waiting for other groups.
+        # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)
 
@@ -659,8 +659,7 @@ class Manager:
         self._telemetry.lost()
 
     def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
-        """Waits for the group's outcome; in another thread where other ranks may need this one first (Step.votes_in_background), or where
-        another effect is due."""
+        """Waits for the group's outcome; in another thread where Step.votes_in_background, or where another effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
             telemetry.current_wait = CurrentWait("vote", telemetry.sums_began_s)
@@ -699,13 +698,13 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ beside the step
 
     def _on_notice(self, event: m.Event) -> None:
-        """Ends the offer of a generation that is over, lest a commit waits for readers that are dead. In the stream's thread."""
+        """Feeds the machine. Ends the offer of a failed generation: a commit would wait for dead readers. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._hear(event)
 
     def _ended(self, why: str) -> None:
-        """The server is gone, or has ended the group: every wait ends. In the stream's thread."""
+        """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
             if self.part is not None:
@@ -718,7 +717,7 @@ class Manager:
         return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
-        """Sends where this rank is; the lighthouse finds stragglers by it."""
+        """Sends this rank's progress, by which the lighthouse finds stragglers."""
         machine = self._machine
         report = m.Report(
             replica_id=self.replica_id,

@@ -27,7 +27,7 @@ class RankCall(Event):
 
 @dataclass(frozen=True)
 class RankCancelled(Event):
-    """A rank's waiting call ended. It may ask again, and gets what was answered to the others meanwhile."""
+    """A rank's waiting call ended. It may ask again, and gets the answer that the others got meanwhile."""
 
     group_rank: int
 
@@ -53,7 +53,7 @@ class Vote(Event):
     change: bool = False
     reason: str = ""  # of a verdict that is not yes
     blame: tuple[str, ...] = ()
-    whole: bool = False  # all ranks of the group have said so to each other, and this one speaks for them
+    whole: bool = False  # the vote of all ranks of the group, which have agreed on it
 
     @property
     def key(self) -> Ballot:
@@ -81,7 +81,7 @@ class LighthouseFailed(Event):
 
 @dataclass(frozen=True)
 class LighthouseRefused(Event):
-    """The lighthouse said no to this id, on a call or on the stream."""
+    """The lighthouse refused this id, on a call or on the stream."""
 
     replica_id: str
     code: Refusal
@@ -102,20 +102,20 @@ class BeatAnswered(Event):
 
 @dataclass(frozen=True)
 class LighthouseSays(Event):
-    """Why the group's call is not answered yet."""
+    """The reason for which the group's call waits."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class SumsAwaited(Event):
-    """Tells that all ranks are in the collective with other groups or past it, and some still in it; or that this is over."""
+    """All ranks are in the collective with other groups or past it, and some in it; or this is over."""
 
     awaited: bool
 
 
 class WantsToLeave(Event):
-    """A rank was asked to leave (SIGTERM). The trainers see to it at the end of a step; where the group waits, it is to wait no longer."""
+    """A rank was asked to leave (SIGTERM): a wait of the group ends. Else the trainers leave at the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class AskMetadata(Event):
 
 @dataclass(frozen=True)
 class CallLighthouse(Effect):
-    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back what comes of it: Lighthouse..."""
+    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back the answer: Lighthouse..."""
 
     call: Call
     delay_s: float = 0.0
@@ -240,10 +240,12 @@ class Part(Event):
     heal: bool  # the whole group, or none of its ranks
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
-    participants: tuple[str, ...]  # who is dealt slots, by replica_rank
-    dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
-    same_generation: bool = False  # the rank has this very generation already: keep the process group
-    handles: tuple[str, ...] = ()  # where this rank's peer in each member answers connections; "": that is not known
+    participants: tuple[str, ...]  # members that are dealt slots, by replica_rank
+    dealt: (
+        int  # slots of the open deal of all reference members; 0: they have none, or different ones, and make a new one
+    )
+    same_generation: bool = False  # the rank has formed it already: keep the process group
+    handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Outcome(Event):
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
-    healed: bool = False  # decided after the group's yes to the open heal: its ranks take the state with this one
+    healed: bool = False  # decided after the group's yes to the open heal: its ranks load the state with this outcome
 
     @property
     def key(self) -> Ballot:
