@@ -147,7 +147,7 @@ def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collect
 def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
     """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or nobody
     with the state."""
-    holders = {member.replica_id for member in decision.members if member.state == decision.reference}
+    holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = smallest_cover(pairs, holders)
     if holders <= out:  # more may have to sit out that one of them stays
         out = frozenset().union(*pairs) - holders
@@ -164,14 +164,10 @@ def in_words(pairs: Pairs) -> str:
     return f"{'; '.join(named)}{more} cannot work together: no connection comes about, or they are unlike each other"
 
 
-def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
+@lru_cache(4)
+def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozenset[str]:
     """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
     outside `spare`, then those blamed more often, then the last by name."""
-    return _cover(frozenset(pairs), frozenset(spare))
-
-
-@lru_cache(4)
-def _cover(pairs: Pairs, spare: frozenset[str]) -> frozenset[str]:
     others: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:
         others[one].add(other)

@@ -593,13 +593,12 @@ class Step:
             self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"
         else:
             self.reason = "all sums are there"
-            odd = find_divergent(tail.digests, part.members) if any(tail.digests) else ()
+            odd = find_divergent(tail.digests, part.members) if tail.digests else ()
             verdict, change = "yes", tail.change > 0 or bool(odd)
             if odd:
                 self._out.append(m.WeightsDiffer(self.step, () if odd == part.members else odd))
         why = "" if verdict == "yes" else self.reason
-        where = part.quorum_id, self._attempt, self._collective_step
-        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *where, verdict, change, why, odd)))
+        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, odd)))
 
     # ---- the outcome
 

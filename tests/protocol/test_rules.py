@@ -143,12 +143,12 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
     [(["ab"], "b"), (["ab", "ac", "ad"], "a"), (["ab", "cd"], "bd"), (["ab", "bc", "cd", "de"], "bd")],
 )
 def test_smallest_cover(pairs: list[str], cover: str):
-    assert smallest_cover([frozenset(pair) for pair in pairs]) == set(cover)
+    assert smallest_cover(frozenset(map(frozenset, pairs))) == set(cover)
 
 
 def test_smallest_cover_of_many_pairs_covers_them():
     pairs = [frozenset((f"x{i}", f"x{i + 1}")) for i in range(200)]
-    cover = smallest_cover(pairs)
+    cover = smallest_cover(frozenset(pairs))
     assert all(pair & cover for pair in pairs) and len(cover) <= 134
 
 
@@ -158,7 +158,7 @@ def test_smallest_cover_is_the_first_of_the_smallest_ones(pairs: set[frozenset[s
     blamed = Counter(replica_id for pair in pairs for replica_id in pair)
     order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
     covers = (set(x) for n in (1, 2, 3) for x in combinations(order, n) if all(pair & set(x) for pair in pairs))
-    assert (first := next(covers, None)) is None or smallest_cover(pairs, spare) == first
+    assert (first := next(covers, None)) is None or smallest_cover(frozenset(pairs), frozenset(spare)) == first
 
 
 def halves(count: int) -> tuple[list[str], list[str]]:
@@ -189,7 +189,7 @@ def test_a_cut_between_halves_is_covered_in_one_look_at_each_pair():
     left, right = halves(66)
     pairs = [frozenset((one, other)) for one in left for other in right]
     with counting() as calls:
-        cover = smallest_cover(pairs)
+        cover = smallest_cover(frozenset(pairs))
     assert len(cover) == 33 and calls[""] < 20 * len(pairs)
 
 
@@ -270,7 +270,7 @@ C, Y = (-7.0, -8.0), (-7.0, -9.0)  # the same, of a copy
 )
 def test_find_divergent(digests: list[tuple[float, float]], odd: str):
     members = "abcde"[: len(digests)]
-    found = find_divergent([figure for digest in digests for figure in digest], tuple(members))
+    found = find_divergent(tuple(figure for digest in digests for figure in digest), tuple(members))
     assert "".join(found) == (members if odd == "all" else odd)
 
 
