@@ -508,7 +508,7 @@ class Manager:
         except Refused as error:
             raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
         if isinstance(event, m.Released):
-            raise GroupReleased(holds=not self._machine.void)
+            raise GroupReleased(has_state=not self._machine.void)
         return event
 
     def _configure(self, part: m.Part) -> m.Event:

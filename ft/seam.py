@@ -61,12 +61,12 @@ class GroupEnded(RuntimeError):
 
 
 class GroupReleased(RuntimeError):
-    """This group was asked to leave while it waited for others: all its ranks end now. `holds`: it holds a state that it has committed, and
-    that no other group may have; else it was about to receive one."""
+    """This group was asked to leave while it waited for others: all its ranks end now. `has_state`: it has committed a state that no other
+    group may have; else it was about to receive one."""
 
-    def __init__(self, *, holds: bool) -> None:
+    def __init__(self, *, has_state: bool) -> None:
         super().__init__("asked to leave while it waited for other groups")
-        self.holds = holds
+        self.has_state = has_state
 
 
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""The lighthouse's machine: who is in the quorum, and the answer to each call. Driven by rpc/lighthouse_service.py and sim/.
+"""The lighthouse's machine: forms quorums, and answers or refuses each call. Driven by rpc/lighthouse_service.py and the simulator.
 
-Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
-has happened to the newest quorum, and what its members are told of it, is in generation.py.
-`Lighthouse` takes what is said to it apart, refuses what cannot be, and issues.
+roster.py has the live ids; rules.py decides, as a pure function of the roster's counts, whether they make a quorum; generation.py has the
+history of the newest quorum, and the notices of it.
 
 Where the rules leave a choice:
 - A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew
-  without a state file. They are told that theirs is over, and heal.
+  without a state file. They are notified that theirs is over, and heal.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
-from ft.protocol.roster import Roster, word_s
+from ft.protocol.roster import Roster, takeover_order_s
 from ft.protocol.rules import (
     Decision,
     Problem,
@@ -31,7 +30,7 @@ from ft.protocol.rules import (
 )
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
-LEAP = 1_000_000  # over the ids that a lost state file may have known: more than there are while a group is away
+LEAP = 1_000_000  # over the ids of a lost state file: more than are issued while a group is away
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LighthouseConfig:
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
-    num_replica_groups: int = 0  # that the job is meant to have; 0: not said
+    num_replica_groups: int = 0  # of the whole job; 0: unknown
     sit_out_s: float = 10.0  # at least; doubles each time, up to
     most_sit_out_s: float = 30.0
 
@@ -55,7 +54,7 @@ class LighthouseConfig:
 
     @property
     def supersede_s(self) -> float:
-        """A name's live id may be replaced when it was silent for so long: two beats and some time on the way, for who beats is there."""
+        """Silence after which a name's live id may be replaced: two beats and their time on the way."""
         return min(2.5 * self.times.beat_s, self.times.heartbeat_timeout_s)
 
 
@@ -72,10 +71,9 @@ class Lighthouse:
         fresh: bool = False,
         lower_terms: bool = False,
     ) -> None:
-        """`epoch`: unique to this start, used unless `saved` or a report names the job's. saved: the state file. fresh: a state file is
-        kept, but there was none yet. Neither (it is lost): members' reports are awaited for takeover_s, lest a newcomer take over while
-        they go on; with takeover_s None until there is one, or an operator's word.
-        lower_terms: an operator's word, too: the config's terms count, though the state file's may be higher."""
+        """`epoch`: unique to this start, used unless `saved` or a report names the job's. `saved`: the state file. `fresh`: there was none
+        yet. Neither: it is lost, and members' reports are awaited for takeover_s (None: until there is one, or an operator's order), lest a
+        newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         self.config = config = config.under(terms)
         self.roster = Roster()
@@ -140,7 +138,7 @@ class Lighthouse:
             case m.Leave():
                 self._on_leave(event, now_s)
             case m.TakeOver():
-                self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
+                self.roster.takeover_until_s = now_s + takeover_order_s(self.config.times.takeover_s)
             case m.Evict(replica_id):
                 self.roster.end_claim(replica_id, -math.inf)
                 self._lose([replica_id], "an operator evicted it")
@@ -162,7 +160,7 @@ class Lighthouse:
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
-                if record.holds(member):
+                if record.has_state_of(member):
                     self._emit(m.Answer((replica_id,), record.quorum))
                     return
                 record.fail(f"{replica_id} has gone on since it was put in", replica_id)
@@ -210,8 +208,8 @@ class Lighthouse:
             self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
-        """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
-        timeout of the transport; and where this lighthouse was itself stopped, the group may have given it up: then silence tells."""
+        """Takes a broken stream for the end of its process, whose kernel closes it, unless this lighthouse was stopped: then the group may
+        have given it up, and silence decides."""
         timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
         if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
@@ -285,7 +283,7 @@ class Lighthouse:
             self._settle_odd(now_s)
         if not roster.candidates:
             return
-        if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
+        if roster.takeover_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
         decision = decide(self.view(now_s))
@@ -309,7 +307,7 @@ class Lighthouse:
             self._call_back(now_s)
 
     def _call_back(self, now_s: float) -> None:
-        """Lets in who sits out where there is no quorum without; those whose heals failed only when it is clear that nobody else comes."""
+        """Lets in members that sit out where there is no quorum without them; those whose heals failed only when no other group comes."""
         roster, view, least = self.roster, self.view(now_s), self.config.min_replicas
         alone = view.healthy < least and view.waited_s >= view.join_timeout_s
         if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
@@ -383,7 +381,7 @@ class Lighthouse:
             self._record.lose([i for i in gone if i in self.roster.previous], why)
 
     def _excuse_heals(self, now_s: float) -> None:
-        """Excuses those whose heal soon ended with the loss of another member."""
+        """Excuses heals that ended early, with the loss of another member."""
         record = self._record
         if record and record.lost:
             self.roster.excuse_heals(record.quorum.quorum_id, record.lost[0], now_s)
@@ -391,7 +389,7 @@ class Lighthouse:
     # ---- what to refuse
 
     def _refused(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group under one name, another shape, absurd claims. True: it did."""
+        """Refuses a lost id, a wrong kind, a second group under one name, another shape, impossible claims. True: it did."""
         member = event.member
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
@@ -406,7 +404,7 @@ class Lighthouse:
         return problem is not None
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
-        """The job's is its members', whoever called before they did; where none may come back, that of the first to call."""
+        """Settles the job's shape: its members', or, where none may come back, that of the first caller."""
         roster, record = self.roster, self._record
         if record and roster.was_in(event.member.replica_id):
             if self._shape != (shape := record.quorum.shape or event.shape):
@@ -426,7 +424,7 @@ class Lighthouse:
             roster.place(replica_id)
 
     def _settle_odd(self, now_s: float) -> None:
-        """Refuses callers of another layout than the members' when one is heard of; where those may be taken over, it is a new job's."""
+        """Refuses callers of another shape than the members' when one is heard of; where those may be taken over, takes the callers'."""
         roster = self.roster
         if roster.has_members:
             self._take_shape(self._shape)
@@ -448,15 +446,14 @@ class Lighthouse:
             self.roster.settle_kind(kind)
 
     def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
-        """Refuses a foreign or lost id. Of a foreign one nothing is remembered."""
+        """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
         if problem := self.refuses(kind):
             self._emit(m.Refuse(replica_id, *problem))
         return problem is not None or self._is_lost(replica_id, now_s)
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
-        """Tells it so. It will return under another id, and is awaited for a moment: those whom a cut had kept away come back within
-        milliseconds of each other, and the first few must not form a quorum without the rest. Once: one that beats on under an id that
-        it knows to be lost does not return, and must not keep the others waiting."""
+        """Refuses a lost id, and awaits its return under another one for two beats: groups that were cut off come back within milliseconds
+        of each other, and the first few must not form a quorum without the rest. Once for each id: one that beats on does not return."""
         roster = self.roster
         if replica_id not in roster.lost:
             return False

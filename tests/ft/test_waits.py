@@ -47,7 +47,7 @@ def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold(
         a[1].manager.want_to_leave()
         for rank in a:
             error = rank.join().error
-            assert isinstance(error, GroupReleased) and error.holds
+            assert isinstance(error, GroupReleased) and error.has_state
         assert a[0].commits == a[1].commits and a[0].manager.step == a[0].commits[-1][0]
         for rank in a:
             rank.error = None  # what it holds is what its ledger says

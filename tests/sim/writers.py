@@ -246,7 +246,7 @@ class Manager:
             job.changed.wait_for(lambda: group not in job.asking or self.going)
             if not job.changed.wait_for(lambda: group not in job.asking, 1.5):  # three beats after SIGTERM
                 job.asking.discard(group)
-                raise GroupReleased(holds=self.history is not None)
+                raise GroupReleased(has_state=self.history is not None)
             assert self.part is not None
             if self.part.participants:
                 return

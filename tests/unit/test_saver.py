@@ -38,7 +38,7 @@ class Manager:
         self.is_broken = False
         self.regroups()
         if not self.stays:
-            raise GroupReleased(holds=True)
+            raise GroupReleased(has_state=True)
 
     def finish(self, *, saved: bool) -> None:
         self.told.append(saved)
