@@ -148,7 +148,7 @@ class RankNode:
         """From the group's server."""
         if isinstance(message, m.Waits):
             self.word_s = self.world.now_s
-            self.world.seen["event: Waits"] += 1  # no machine's, as Go
+            self.world.seen["event: Waits"] += 1  # no machine's, as Released
         else:
             if isinstance(message, m.MemberLost | m.GenerationAborted):
                 self._ended_quorum = max(self._ended_quorum, message.quorum_id)
