@@ -53,11 +53,6 @@ class Healer:
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
         self.one_source = False  # sources register state, too, in which they differ
 
-    @property
-    def address(self) -> str:
-        """The address for a rank that heals from this one."""
-        return self.transport.address
-
     def offer(self, part: m.Part) -> None:
         """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""
         if part.recover_dst_replica_ranks:

@@ -499,7 +499,7 @@ class Manager:
         call = replace(
             call,
             member=member,
-            checkpoint_metadata=self.healer.address,
+            checkpoint_metadata=self.healer.transport.address,
             shape=self._alike,
             blame=self._blame,
         )

@@ -313,6 +313,12 @@ class Step:
                 return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
             case Outcome():  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
                 self._on_outcome(event, now_s)
+            case m.Begin() if phase is Phase.BOUNDARY:
+                self._on_begin(now_s)
+            case m.Computed() if phase is Phase.COMPUTING:
+                self._on_computed(event)
+            case m.Reduced() if phase is Phase.COMPUTING:
+                self._on_reduced(event)
             case m.Tick() if phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
                 why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
                 self._out.append(m.GiveUp(why))
@@ -327,12 +333,6 @@ class Step:
                 self._leaving, self.reason = True, "leaves after the next commit"
             case m.Leaving(step):
                 self._last = step
-            case m.Begin() if phase is Phase.BOUNDARY:
-                self._on_begin(now_s)
-            case m.Computed() if phase is Phase.COMPUTING:
-                self._on_computed(event)
-            case m.Reduced() if phase is Phase.COMPUTING:
-                self._on_reduced(event)
             case m.ReduceFailed() if phase is Phase.COMPUTING:
                 if self.at == (event.quorum_id, event.attempt, event.step):
                     self._failure, self.reason = self._failure or event, event.reason
