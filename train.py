@@ -28,8 +28,7 @@ from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
-from ft.device import on_host
-from ft.seam import BadInput, DataAssignment, Going, GroupEnded, Stopped
+from ft.seam import BadInput, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
 from parallelisms.device import type_here
 from parallelisms.distributed import launched_rank, launched_world_size, process_group
@@ -125,8 +124,8 @@ class Run(Components):
             try:
                 if not self.train_step():
                     continue  # it did not hold: begin again
-            except Going as going:
-                return self.leave(going)
+            except GroupReleased as released:
+                return self.leave(released)
             step, pending_signals, self.pending_signals = self.manager.step, self.pending_signals, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
@@ -223,7 +222,7 @@ class Run(Components):
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
         """The error that names what this group has seen that is not a number."""
-        ran = [(batch.slot, batch.positions, on_host(loss).item()) for batch, loss in local.losses]
+        ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         return NonFinite(explain_nonfinite(self.world, local.step + 1, ran, self.model.parts))
 
     def validate(self) -> None:
@@ -242,11 +241,11 @@ class Run(Components):
         loss, bits = result.nats_per_token, result.bits_per_byte
         self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=result.tokens, seconds=seconds)
 
-    def leave(self, going: Going) -> None:
+    def leave(self, released: GroupReleased) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
-        if going.holds and self.manager.step:
+        if released.has_state and self.manager.step:
             self.saver.save_unsettled()
-        self.log.info("%s", going)
+        self.log.info("%s", released)
         self.print_summary("stopped at", "the same command goes on")
 
     def sample(self) -> None:
@@ -289,9 +288,9 @@ class SemiSyncRun(Run):
         self.optimizer.zero_grad()
         return window
 
-    def leave(self, going: Going) -> None:
+    def leave(self, released: GroupReleased) -> None:
         self.manager.reset()
-        super().leave(going)
+        super().leave(released)
 
     def validate(self) -> None:
         with self.manager.use_global_weights():

@@ -1,37 +1,42 @@
-"""Layout of gradients while they are summed: bucket, piece of memory, and the order in which buckets go.
-
-Flow: gradients.py asks for the layout once, of all parameters it was given; grad_buffers.py makes memory of it; what goes over the wire is
-one Bucket after the other. Groups that differ in any of this would add apples to pears, so `shape` names it for the first quorum.
+"""Layout of gradients while they are summed: buckets, the order in which they are sent, and their memory.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
-one dtype on one device. The last one is fp32 and ends in the tail, which is known only when all else has gone: with the tail ride
-parameters so small that their wait costs nothing, or none.
+one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before the tail it has
+parameters so small that their wait costs nothing. Groups of different layouts would add unrelated numbers, so `shape` has its digests for
+the first quorum.
+
+Sets of buffers are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad`
+while the next one is summed into the other set. The thread that ends a process group may return memory, too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-ALIGN_BYTES = 64  # where a gradient begins: a cache line, and more than any vector instruction or NCCL wants
-TAIL_ELEMENTS = 1 << 14  # room for the tail: a slot per group, and then some
-BUCKET_BYTES = 25 << 20  # what travels together at most, unless a gradient is larger
-RIDER_BYTES = 64 << 10  # a gradient may ride with the tail up to this size
-RIDERS_BYTES = 1 << 20  # and all of them up to that
-FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all but riders are quantised: what costs a thin link nothing either
-ALONE_BYTES = 1 << 20  # in place, from this size on: below, a message of its own costs more than the copy
+from ft.process_groups import shared as shared_memory
+
+ALIGN_BYTES = 64  # of a gradient's begin: a cache line, and enough for vector instructions and NCCL
+TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
+BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
+RIDER_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
+RIDERS_BYTES = 1 << 20  # and of all of them
+FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all other buckets are quantised
+ALONE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
+READY = 2  # sets that are kept; more exist while an abandoned group or sums of a held step have one
 
 Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the memory of its kind; `members`: parameters by number. `in_place`: one gradient, reduced where
-    it is."""
+    """Elements `start` to `stop` of the memory of its kind; `members`: indices of gradients. `in_place`: one gradient, reduced in place."""
 
     kind: Kind
     members: tuple[int, ...]
@@ -52,7 +57,7 @@ class BucketLayout:
     shape: tuple[tuple[str, str], ...] = ()
 
     def close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
-        """Makes them the next bucket."""
+        """Adds the next bucket."""
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)
         for index in members:
@@ -67,8 +72,8 @@ class BucketLayout:
 def lay_out(
     tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool = False
 ) -> BucketLayout:
-    """`tensors`: what this rank holds of each parameter, in the order of registration. `in_place`: large gradients need no memory of
-    ours. `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
+    """`tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: large gradients are reduced in place.
+    `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
     layout = BucketLayout()
     device = tensors[0].device if tensors else device
     last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
@@ -110,3 +115,81 @@ def lay_out(
 
 def _digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+class GradBuffers:
+    """One set. `buckets`: each bucket's memory, the last one's with the whole tail. `sums`, by a gradient's index: its sum; `gradients`:
+    the same memory as its `.grad` (a DTensor, if the parameter is one). Neither has those that are reduced in place."""
+
+    def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
+        flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
+        *most, last = layout.buckets
+        self.buckets = [flat[bucket.kind][bucket.start : bucket.stop] for bucket in most]
+        self.buckets.append(flat[last.kind][last.start :])
+        self.addresses = {memory.untyped_storage().data_ptr() for memory in flat.values()} - {0}
+        self.sums: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        for index, start in layout.starts.items():
+            local = local_of(parameters[index].detach())
+            self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
+            self.gradients[index] = like(parameters[index], self.sums[index])
+
+
+class Buffers:
+    """Single buffers by size. Those that a whole step does not take are freed. Thread-safe."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self._shared = shared
+        self._lock = threading.Lock()
+        self._given: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._before: dict[tuple[int, Kind], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A contiguous, uninitialised tensor of its shape, dtype and device."""
+        key = (like.numel(), (like.dtype, like.device))
+        with self._lock:
+            for free in (self._before, self._given):
+                if buffers := free.get(key):
+                    return buffers.pop().view(like.shape)
+        return zeros(like.numel(), like.dtype, like.device, shared=self._shared).view(like.shape)
+
+    def give(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._given.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(buffer.view(-1))
+
+    def step_done(self) -> None:
+        with self._lock:
+            self._before, self._given = self._given, {}
+
+
+def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
+    """Zeroed memory. `shared`: a child process may map it."""
+    if shared:
+        return shared_memory.empty(count, dtype, device).zero_()
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard."""
+    if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor
+
+
+def like(parameter: Any, local: Tensor) -> Tensor:
+    """Returns `local`, as a DTensor if the parameter is one."""
+    if not hasattr(parameter, "placements"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=torch.empty(parameter.shape, device="meta").stride(),
+        )

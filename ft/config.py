@@ -206,14 +206,14 @@ class FaultTolerance:
             return
         if not self.enable:
             raise ValueError(
-                f'fault_tolerance.semi_sync_method = "{method}": needs fault_tolerance.enable = true: one group has nobody to agree with; '
-                'nearest: "none"'
+                f'fault_tolerance.semi_sync_method = "{method}": needs fault_tolerance.enable = true: one group has no other to '
+                'synchronise with; nearest: "none"'
             )
         for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
             if getattr(self, key) != wanted:
                 raise ValueError(
-                    f"fault_tolerance.{key} = {_toml(not wanted)}: not with fault_tolerance.semi_sync_method: what a group has come to by "
-                    f"itself is kept until it is summed, and no other makes it; nearest: {_toml(wanted)}"
+                    f"fault_tolerance.{key} = {_toml(not wanted)}: not with fault_tolerance.semi_sync_method: a group keeps the changes of "
+                    f"its own steps until they are summed, and no other group can compute them; nearest: {_toml(wanted)}"
                 )
         if self.outer_nesterov and not self.outer_momentum:
             raise ValueError(
@@ -227,7 +227,7 @@ class FaultTolerance:
         cannot sum them.
 
         "auto" on CUDA is NCCL in this process: unless MPS runs, a child and this process have the GPU by turns, and a sum that waits for
-        peers may take turns from the backward pass. A child by default wants a measurement first.
+        peers may take turns from the backward pass. A child by default needs a measurement first.
         """
         kinds = _KINDS[device_type]
         for kind in kinds:
@@ -320,9 +320,6 @@ class Environment:
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
     # How often torchelastic has started this group's ranks again; its store lives through that.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
-    run_id: str = _variable("TORCHELASTIC_RUN_ID", str, "")
-    # The store at master_addr is the launcher's already.
-    use_agent_store: bool = _variable("TORCHELASTIC_USE_AGENT_STORE", lambda text: text.lower() == "true", False)
 
     # torchft's: they stand above the arguments of ft.Manager. Seconds.
     timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))

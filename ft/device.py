@@ -1,5 +1,5 @@
-"""Device-dependent choices of ft/, which knows no other package: which devices queue their work on streams, where the host reads from one,
-and threads that may touch one. training/ takes it, too.
+"""Device-dependent choices of ft/, which imports no other package: which devices queue their work on streams, and threads that may touch
+one.
 
 What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py), NCCL
 (process_groups/nccl.py).
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 HAVE_STREAMS = {"cuda"}  # kinds of devices
 
@@ -21,11 +20,6 @@ def streams_of(device: torch.device) -> Any:
     """Module of streams and events of a device whose work is queued: what is written on one stream is read on others only after an event,
     such as torch.cuda; None for one that the host computes for itself."""
     return torch.get_device_module(device) if device.type in HAVE_STREAMS else None
-
-
-def on_host(values: Tensor) -> Tensor:
-    """`values` in host memory, once the device has computed them."""
-    return values.cpu()
 
 
 def device_thread(target: Callable[..., object], *args: Any, name: str, device: int | None) -> threading.Thread:

@@ -1,12 +1,11 @@
-"""Digest of a rank's weights, by which groups compare them: a few numbers that change with any bit.
+"""Digest of a rank's weights, by which groups compare them (protocol/compare.py): a few numbers that change with any bit.
 
-Flow: manager.py asks for it where the machine wants it in a tail; compare.py draws the conclusion. Every 64-bit word counts in
-the sum of its block, every block's sum in the tensor's, times an odd number that tells where it lies; all modulo 2**64, so in whatever
-order a device adds, the result is the same. Any change of one word changes it, for certain, and what more changes could cancel must lie in
-one block. It guards against accidents of memory and arithmetic, not against people.
+A tensor's digest is the sum of its blocks, each times an odd number of its own, and a block's is the sum of its 64-bit integers, all modulo
+2**64: the order in which a device adds makes no difference. A change of one integer always changes the digest, and several can cancel each
+other only within one block. It guards against errors of memory and arithmetic, not against attacks.
 
-Not healing's digest (healing/format.py): that is numpy's, of bytes on their way through the host. This one is torch's alone, so that it
-runs where the weights are; on a CPU it reads them at twice that one's speed.
+healing/format.py has a digest of its own, by numpy, for bytes in host memory. This one runs where the weights are, and on a CPU is twice as
+fast.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ft.device import on_host
-from ft.grad_buffers import local_of
+from ft.buckets import local_of
 from ft.protocol.compare import FIGURES
 
-BLOCK = 1 << 13  # words: 64 KiB, of which a device has many at once
+BLOCK = 1 << 13  # integers: 64 KiB, so that a device sums many blocks at once
 
 
 def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """FIGURES whole numbers below 2**24, never all zero, of what this rank holds of `tensors`, in this order. Waits for the device once."""
+    """FIGURES whole numbers below 2**24, never all zero, for this rank's shards of `tensors`, in this order. Waits for the device once."""
     with torch.no_grad():
         sums = [_sum(local_of(tensor.detach())) for tensor in tensors]
-        said: list[int] = on_host(torch.stack(sums)).tolist() if sums else []
-    spread = hashlib.blake2b(struct.pack(f"<{len(said)}q", *said), digest_size=3 * FIGURES).digest()
+        per_tensor: list[int] = torch.stack(sums).cpu().tolist() if sums else []
+    spread = hashlib.blake2b(struct.pack(f"<{len(per_tensor)}q", *per_tensor), digest_size=3 * FIGURES).digest()
     figures = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(FIGURES)]
     return tuple(figures) if any(figures) else (1.0, *figures[1:])
 
@@ -40,7 +38,7 @@ def _sum(tensor: Tensor) -> Tensor:
     octets = tensor.contiguous().view(-1).view(torch.uint8)
     if octets.numel() % 8 or octets.storage_offset() % 8:
         octets = torch.nn.functional.pad(octets, (0, -octets.numel() % 8)).clone()
-    words = octets.view(torch.int64)
-    whole = words.numel() // BLOCK * BLOCK
-    blocks = torch.cat((words[:whole].view(-1, BLOCK).sum(1), words[whole:].sum().view(1)))
+    integers = octets.view(torch.int64)
+    end = integers.numel() // BLOCK * BLOCK  # of the full blocks
+    blocks = torch.cat((integers[:end].view(-1, BLOCK).sum(1), integers[end:].sum().view(1)))
     return (blocks * torch.arange(1, 2 * blocks.numel(), 2, device=blocks.device)).sum()

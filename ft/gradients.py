@@ -13,28 +13,28 @@
         group.abandon(str(error), then=gradients.give_up())
         ...                                             # form again, open, launch, wait
 
-Flow: manager.py calls this; buckets.py says what lies where; grad_buffers.py has the memory; process_groups sum. The hook of a parameter
-(`_completed`) copies its gradient into its bucket while it is still in the cache, and sends each bucket that is complete with all before it
-(`_send`). The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back, and whoever divides reads it once. A retry copies
-the same gradients into other buckets, so it sends the same bits.
+The hook of a parameter (`_completed`) copies its gradient into its bucket (buckets.py) while it is in the cache, and sends
+each bucket that is complete with all before it. The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
+copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, with G = bytes of this rank's gradients, on top of those that autograd makes, which live until `deliver`: 2 G (the set that is
-filled and the one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held.
-With keep=False: 2 S, where S counts gradients below 1 MiB alone, since the others are reduced where they are; a failure then loses them.
-With keep=False and shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
+Memory, with G = bytes of this rank's gradients, on top of autograd's own, which live until `deliver`: 2 G (the set that is filled and the
+one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held. With keep=False: 2
+S, where S counts gradients below 1 MiB alone, since the others are reduced in place; a failure then loses them. With keep=False and
+shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
 
-Slots apart (`slots` = S > 0), for sums whose bits do not depend on who computed what, since addition of floats is not associative: each
-slot's gradients have places of their own, as if there were S times as many parameters. Whoever owns a slot gives its gradients there, all
-others zeros, which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the
-memory above (2 S G), and, kept for a retry, G for each slot that this group owns.
+Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
+slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
+which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the memory above
+(2 S G), and, kept for a retry, G for each slot that this group owns.
 
-Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), but for the last one: the tail counts, and
-what rides with it is small. On top of the above 2 G in fp32 for what sums leave out, and 3 buckets while one is summed.
+Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), except the last one, which has the tail. On top of
+the above 2 G in fp32 for rounding errors, and 3 buckets while one is summed.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,9 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, TAIL_ELEMENTS, BucketLayout, lay_out
-from ft.device import on_host, streams_of
-from ft.grad_buffers import BufferPool, Buffers, GradBuffers, like, local_of
+from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, lay_out, like, local_of
+from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 from ft.user_sums import ManagedAllreduce
@@ -78,7 +77,7 @@ class _Attempt:
 class _StepState:
     """State that all attempts of one step share."""
 
-    kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by number
+    kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by index
     is_kept: bool = False  # they are all there: a launch had them
     is_lost: bool = False  # an attempt has used them up
     after_last_pass: bool = False
@@ -87,8 +86,8 @@ class _StepState:
 
 
 class Gradients:
-    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, summed
-    apart and added in their order; 0: each group's are one sum from the start. `quantized`: sums in int8; kept, slots not apart.
+    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, which are
+    summed one by one and added in their order; 0: a group adds up its slots first. `quantized`: sums in int8; with `keep`, without `slots`.
     `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
 
     Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
@@ -108,8 +107,8 @@ class Gradients:
         self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes
         self._quantized = quantized
         self._feedback: dict[int, Feedback] = {}  # by bucket
-        self._apart, self._places = slots > 0, max(1, slots)  # gradients of one parameter in the layout
-        self._first = 0  # number of the first parameter's gradient, of the slot that is computed
+        self._per_slot, self._copies = slots > 0, max(1, slots)  # copies of each gradient in the layout
+        self._first_index = 0  # of the first parameter's gradient, in the copy of the slot that is computed
         self._device = torch.device(device)
         self._parameters: list[nn.Parameter] = []
         self._streams: dict[torch.device, Any] = {}  # of their devices (device.streams_of)
@@ -120,6 +119,7 @@ class Gradients:
         self._attempt: _Attempt | None = None
         self._step = _StepState()
         self._in_last_pass = False
+        self._made = 0  # sets, those in use included
         self._delivered: GradBuffers | None = None  # may be in .grad
         self._held: dict[int, _Attempt] = {}
 
@@ -150,20 +150,34 @@ class Gradients:
     @cached_property
     def _layout(self) -> BucketLayout:
         return lay_out(
-            [local_of(parameter.detach()) for parameter in self._parameters] * self._places,
+            [local_of(parameter.detach()) for parameter in self._parameters] * self._copies,
             bucket_bytes=self._bucket_bytes,
-            in_place=not self._keep and not self._shared and not self._apart,
+            in_place=not self._keep and not self._shared and not self._per_slot,
             device=self._device,
             quantized=self._quantized,
         )
 
     @cached_property
-    def _sets(self) -> BufferPool:
-        return BufferPool(self._layout, self._parameters * self._places, shared=self._shared)
+    def _free_sets(self) -> deque[GradBuffers]:
+        """Sets that nothing uses; the one that was returned first comes first."""
+        return deque(self._make_set() for _ in range(READY))
+
+    def _make_set(self) -> GradBuffers:
+        self._made += 1
+        return GradBuffers(self._layout, self._parameters * self._copies, shared=self._shared)
+
+    def _return_set(self, buffers: GradBuffers) -> None:
+        """Keeps READY sets at least, and frees what was made beyond them. From any thread."""
+        with self._lock:
+            if self._made > READY:
+                self._made -= 1
+            else:
+                self._free_sets.append(buffers)
 
     def prepare(self) -> None:
-        """Makes and touches what `open` takes, so that nobody who is in a generation already waits for it. Free from the second time on."""
-        _ = self._sets
+        """Allocates and touches the sets that `open` takes, so that members of a generation do not wait for it. Free from the second call
+        on."""
+        _ = self._free_sets
 
     def close(self) -> None:
         """Takes the hooks away. Nothing is sent any more."""
@@ -182,19 +196,24 @@ class Gradients:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
                 self.give_up()()
-            in_use = (*(parameter.grad for parameter in self._parameters), *self._step.kept.values())
-            scratch, self._delivered = self._sets.take(self._delivered, in_use)
+            if (delivered := self._delivered) is not None:
+                gradients = (*(parameter.grad for parameter in self._parameters), *self._step.kept.values())
+                used = {local_of(g).untyped_storage().data_ptr() for g in gradients if g is not None}
+                if used.isdisjoint(delivered.addresses):
+                    self._return_set(delivered)
+                    self._delivered = None
+            scratch = self._free_sets.popleft() if self._free_sets else self._make_set()
             missing = [len(bucket.members) for bucket in self._layout.buckets]
             self._attempt = _Attempt(group, participants, contributes, scratch, missing)
 
-    def begin(self, places: Sequence[int] = (0,)) -> None:
-        """Before the backwards of this attempt, if some came before it: their gradients are added to those that are kept. `places`: of the
-        slots that they are for, in the step's order of slots, where slots are apart."""
+    def begin(self, slot_indices: Sequence[int] = (0,)) -> None:
+        """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`:
+        of the slots that they are for, among the step's slots, where slots are summed one by one."""
         attempt, step = self._attempt, self._step
         assert attempt is not None, "open comes first"
         step.after_last_pass = step.is_kept = False
-        if self._apart:
-            awaited = {index for place in places for index in self._of(place)}
+        if self._per_slot:
+            awaited = {index for slot_index in slot_indices for index in self._indices_of(slot_index)}
             attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
             return
         for index, local in step.kept.items():  # autograd goes on from there
@@ -202,20 +221,20 @@ class Gradients:
         step.kept = {}
 
     @contextmanager
-    def last_pass(self, place: int = 0) -> Iterator[None]:
-        """Around the backward that completes the gradients: inside, they are sent as they come. Without it all goes at `launch`. Where
-        slots are apart, around the last backward of each, at `place` in the order of the step's slots; .grad is none after it."""
-        self._in_last_pass, self._first = True, self._of(place).start if self._apart else 0
+    def last_pass(self, slot_index: int = 0) -> Iterator[None]:
+        """Wraps the backward that completes the gradients: inside, they are sent as they come, else all of them in `launch`. Where slots
+        are summed one by one, wraps the last backward of each, with its index among the step's slots; .grad is None after it."""
+        self._in_last_pass, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
         finally:
             self._in_last_pass = False
-        if self._apart:  # out of the way of the next slot's
+        if self._per_slot:  # out of the way of the next slot's
             with self._lock:
                 attempt = self._attempt
                 assert attempt is not None, "open comes first"
                 if attempt.contributes:
-                    self._copy(attempt, self._of(place))
+                    self._copy(attempt, self._indices_of(slot_index))
                 self._drop_gradients()
         self._step.after_last_pass = True
 
@@ -242,16 +261,15 @@ class Gradients:
             for parameter in self._frozen:
                 if parameter.requires_grad:
                     raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} is trained by now, and was not when it was attached: "
-                        "groups would drift"
+                        f"a parameter of shape {tuple(parameter.shape)} requires a gradient now, and did not when it was attached: "
+                        "it would not be summed, and weights of the groups would differ"
                     )
             zeros = zeros or not attempt.contributes
             if step.is_lost and not zeros:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=False)
-            while attempt.sent < len(attempt.missing) - 1:
-                self._send(attempt, zeros=zeros)
+            self._send_all_but_last(attempt, zeros=zeros)
             for user in step.users:
                 self._send_user(attempt, user, after_buckets=True)
             bucket = self._layout.buckets[-1]
@@ -278,7 +296,7 @@ class Gradients:
         for user in self._step.users:
             user.work.wait()
         attempt.complete = True
-        return tuple(on_host(attempt.tail).tolist())  # the host decides by it what comes next
+        return tuple(attempt.tail.cpu().tolist())  # the host decides by it what comes next
 
     def give_up(self) -> Callable[[], None]:
         """Abandons the attempt. Returns a callable that gives its memory back, for when nothing writes to it any more. Kept gradients
@@ -290,7 +308,7 @@ class Gradients:
             if attempt.queue is not None:
                 attempt.queue.close()
             if self._keep and step.after_last_pass and not step.is_kept:
-                for index in range(len(self._parameters) * self._places):
+                for index in range(len(self._parameters) * self._copies):
                     self._gradient(index)  # the trainer may zero .grad before more is added
                 step.is_kept = True
             buffers = [buffer for user in step.users if (buffer := user.give_up()) is not None]
@@ -301,7 +319,7 @@ class Gradients:
         def give_back() -> None:
             if attempt.queue is not None:
                 attempt.queue.join()
-            self._sets.give(attempt.scratch)
+            self._return_set(attempt.scratch)
             for buffer in buffers:
                 assert self._buffers is not None
                 self._buffers.give(buffer)
@@ -315,17 +333,17 @@ class Gradients:
         `held`: of the sums that were held under this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
-            if self._apart:
+            if self._per_slot:
                 self._add_up(attempt)
             scratch = attempt.scratch
-            for index, parameter in enumerate(self._parameters, (self._places - 1) * len(self._parameters)):
-                whole = attempt.in_place.get(index)
-                parameter.grad = scratch.gradients[index] if whole is None else like(parameter, whole)
+            for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
+                memory = attempt.in_place.get(index)
+                parameter.grad = scratch.gradients[index] if memory is None else like(parameter, memory)
             for user in attempt.users:
                 user.finish()
                 user.forget()
             if self._delivered is not None:
-                self._sets.give(self._delivered)
+                self._return_set(self._delivered)
             self._delivered = scratch
             if held is None:
                 for feedback in self._feedback.values():
@@ -343,7 +361,7 @@ class Gradients:
     def drop_held(self) -> None:
         with self._lock:
             for attempt in self._held.values():
-                self._sets.give(attempt.scratch)
+                self._return_set(attempt.scratch)
                 for user in attempt.users:
                     user.forget()
             self._held.clear()
@@ -371,8 +389,8 @@ class Gradients:
 
         Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`,
         which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of integers and for a
-        tensor with overlapping memory, RuntimeError where no attempt is open for it, or slots are apart."""
-        if self._apart:
+        tensor with overlapping memory, RuntimeError where no attempt is open for it, or slots are summed one by one."""
+        if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
@@ -404,33 +422,33 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    # Gradients have numbers: parameter by parameter, for the last slot first. So a backward of the first slot, which is computed first,
-    # completes them from the highest number on, and the layout sends them in that order.
+    # A gradient's index counts parameters within a copy, and has the copy of the last slot first: a backward of the first slot, which is
+    # computed first, completes gradients from the highest index down, the order in which the layout sends them.
 
-    def _of(self, place: int) -> range:
-        """The numbers of a slot's gradients, in the order of the parameters."""
+    def _indices_of(self, slot_index: int) -> range:
+        """Indices of a slot's gradients, in the order of the parameters."""
         count = len(self._parameters)
-        first = (self._places - 1 - place) * count
+        first = (self._copies - 1 - slot_index) * count
         return range(first, first + count)
 
     def _parameter(self, index: int) -> nn.Parameter:
         return self._parameters[index % len(self._parameters)]
 
-    def _completed(self, number: int, parameter: Tensor) -> None:
+    def _completed(self, parameter_index: int, parameter: Tensor) -> None:
         """The hook of one parameter: its gradient is complete. Never raises, never waits. Called once for each parameter in each step, so
         that what is the same for most of them is done here without a further call."""
         with self._lock:
-            attempt, step, index = self._attempt, self._step, self._first + number
+            attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:
                 return
             if not self._in_last_pass:
-                if step.after_last_pass and not self._apart and attempt.tail is None:  # else of another slot
+                if step.after_last_pass and not self._per_slot and attempt.tail is None:  # else of another slot
                     step.problem = (
-                        f"{self._name(index)} got a gradient after last_pass: it would be in a retry, not in the sums"
+                        f"{self._name(index)} got a gradient after last_pass: a retry would include it, the sums do not"
                     )
                 return
             if index in attempt.ready:
-                step.problem = f"{self._name(index)} got a gradient twice: last_pass is for one backward, the last"
+                step.problem = f"{self._name(index)} got a gradient twice: last_pass is for the last backward alone"
                 return
             attempt.ready.add(index)
             attempt.missing[self._layout.bucket_of[index]] -= 1
@@ -476,8 +494,11 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
-        step, computed = self._step, range(self._first, self._first + len(self._parameters))  # of the slot that is
-        if step.is_kept or (self._apart and (index in step.kept or index not in computed)):
+        step, computed = (
+            self._step,
+            range(self._first_index, self._first_index + len(self._parameters)),
+        )  # of the slot that is
+        if step.is_kept or (self._per_slot and (index in step.kept or index not in computed)):
             return step.kept.get(index)
         gradient = self._parameter(index).grad
         if gradient is None:
@@ -503,14 +524,14 @@ class Gradients:
         elif zeros and bucket.in_place:
             [index] = bucket.members
             attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
-        whole = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.buckets[attempt.sent]
+        memory = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.buckets[attempt.sent]
         if self._quantized:
             feedback = self._feedback.setdefault(attempt.sent, Feedback())
-            work: dist.Work = self._queue(attempt).sum_quantized(whole, feedback, gives=not zeros)
+            work: dist.Work = self._queue(attempt).sum_quantized(memory, feedback, gives=not zeros)
         else:
             if zeros and not bucket.in_place:
-                whole.zero_()
-            work = (attempt.queue or attempt.group).allreduce([whole])
+                memory.zero_()
+            work = (attempt.queue or attempt.group).allreduce([memory])
         attempt.works.append(work)
         attempt.sent += 1
 
@@ -529,7 +550,7 @@ class Gradients:
             attempt.queue = CollectiveQueue(attempt.group, shared=self._shared)
         return attempt.queue
 
-    # ------------------------------------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------------------------------------ helpers
 
     def _end_step(self) -> _Attempt:
         attempt, self._attempt = self._attempt, None
@@ -541,7 +562,10 @@ class Gradients:
 
     def _add_up(self, attempt: _Attempt) -> None:
         """The sums of the slots, in their order, into the first one's."""
-        first, *others = ([attempt.scratch.sums[index] for index in self._of(place)] for place in range(self._places))
+        first, *others = (
+            [attempt.scratch.sums[index] for index in self._indices_of(slot_index)]
+            for slot_index in range(self._copies)
+        )
         if first:
             torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
         for added in others:

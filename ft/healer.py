@@ -1,6 +1,6 @@
-"""A rank's part in healing: offers its state to groups that need it, fetches another's when its own is not the one to go on from.
+"""A rank's part in healing: offers its state to groups that need it, and fetches another group's where its own is not the reference state.
 
-Flow: the Manager (manager.py) carries out Configure, Fence, LoadState and DropHeld with this; the bytes are a transport's (ft/healing).
+The Manager carries out Configure, Fence, LoadState and DropHeld with this, over a transport (ft/healing).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources have a state of another layout
-    than ours. `ask`: for the address of a source's state, of its group's server; "": it does not say. `end_offer` may come from any thread;
-    everything else belongs to the trainer's."""
+    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where the states of all sources have another
+    layout than this rank's. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread,
+    except `end_offer`."""
 
     def __init__(
         self,
@@ -46,25 +46,20 @@ class Healer:
         self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
         self._unlike, self._ask = unlike, ask or self._ask_server
         self._fetching: threading.Thread | None = None
-        self._ended_quorum = 0  # the newest that was said to be over
-        self._over = threading.Event()  # the fetch is of no use any more
+        self._ended_quorum = 0  # the newest quorum whose offer was ended
+        self._over = threading.Event()  # the fetch is given up
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
-        self.progress = (0, 0)  # of the heal that goes on: bytes that are verified, of how many; any thread may ask
-        self.one_source = False  # sources hold other bits beside those that groups agree on
-
-    @property
-    def address(self) -> str:
-        """The address for a rank that heals from this one."""
-        return self.transport.address
+        self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
+        self.one_source = False  # sources register state, too, in which they differ
 
     def offer(self, part: m.Part) -> None:
-        """Serves the state as it stands, at a step's boundary, to those who are to fetch it here; or nothing, if nobody is."""
-        if part.heals:
-            readers = [part.members[rank] for rank in part.heals]
+        """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""
+        if part.recover_dst_replica_ranks:
+            readers = [part.members[rank] for rank in part.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
             self.transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
-            if part.quorum_id <= self._ended_quorum:  # said before there was an offer to end
+            if part.quorum_id <= self._ended_quorum:  # its end came before the offer
                 self.transport.end_offer(part.quorum_id, "its quorum is over")
         else:
             self.transport.withdraw("nobody was to need it any more")
@@ -80,13 +75,13 @@ class Healer:
         return self.transport.is_taken
 
     def fence(self) -> None:
-        """The state is about to change."""
+        """Returns when the state may change: readers are done, or served a copy."""
         outcome = self.transport.fence()
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, part: m.Part) -> None:
-        """In a thread of its own, into the tensors that are there. HealEnded says how it went. What has failed for good is told to the
-        sources, whose commit would wait for a reader that never reads."""
+        """Fetches the state in a thread of its own, into this rank's tensors, and feeds back HealEnded. Tells the sources of a final
+        failure: their commit would wait for a reader that does not read."""
         self.drop()
         self._over, into = threading.Event(), self._state.snapshot()
         self._fetching = threading.Thread(
@@ -95,13 +90,13 @@ class Healer:
         self._fetching.start()
 
     def load(self) -> None:
-        """Takes what has arrived into use."""
+        """Loads the state that has arrived."""
         assert self._arrived is not None, "a state that has not arrived"
         self._state.load(self._arrived)
         self._arrived, self.progress = None, (0, 0)
 
     def drop(self) -> None:
-        """Gives up a state that is on its way or has arrived. Returns when nothing writes into our own."""
+        """Gives up a state that is on its way or has arrived. Returns when nothing writes to this rank's tensors."""
         if self._fetching is not None:
             self.progress = (0, 0)
             self._over.set()
@@ -151,7 +146,7 @@ class Healer:
         self.progress = (done_bytes, total_bytes)
 
     def _ask_server(self, address: str) -> str:
-        """The address where that group's rank of our number serves its state. Empty: it does not say."""
+        """The address where that group's rank of the same group_rank serves its state; "": unknown."""
         try:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:
                 return client.checkpoint_metadata(self._group_rank, ASK_S)

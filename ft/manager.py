@@ -1,13 +1,13 @@
-"""The manager of a rank: carries out the effects of the protocol's machine (protocol/step.py), and has no rules of its own.
+"""The manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
 
     trainer ---begin_step, reduce, commit---> Manager ---feeds---> Step ---effects---> Manager ---> Gradients     buckets, kept and summed
                                                  ^                                              ---> ProcessGroup  other groups' ranks
     group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
                                                                                                 ---> GroupClient   quorum calls and votes
 
-Any thread may tell the machine what it has seen: notices come from the stream's thread, a heal's end from the fetch's, the rest from the
-trainer's own. The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts
-its wait for peers. So forward, backward and optimizer never race with a rebuild or a heal.
+Any thread may feed the machine an event: notices come from the stream's thread, a heal's end from the fetch's, the rest from the trainer's.
+The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
+peers. So forward, backward and optimizer never race with a rebuild or a heal.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import in_tail
-from ft.protocol.ledger import Ledger
 from ft.protocol.messages import VOID
-from ft.protocol.step import Phase, Step, StepConfig
+from ft.protocol.step import Ledger, Phase, Step, StepConfig
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Refused
 from ft.rpc.driver import Seen
@@ -48,17 +47,17 @@ from ft.seam import (
     BadInput,
     Commit,
     DataAssignment,
-    Going,
     GroupEnded,
+    GroupReleased,
     StepTotals,
     Stopped,
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import NOWHERE, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Stands, Status, ignore_event
+from ft.telemetry import NO_WAIT, CurrentWait, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
-HEALS = (Phase.AWAITING, Phase.CLOSING)  # phases that wait for the end of a heal alone
-PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's own (telemetry.PhaseTimer)
+HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # that wait only for the end of a heal
+PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
     m.AbandonGeneration: "rebuild",
@@ -66,30 +65,32 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time is not the step's 
     m.LoadState: "heal",
     m.DropHeld: "heal",
 }
-TICK_S = 0.5  # the machine is told that time goes by
-STRANGERS_KEPT = 64
-PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for so long is cut; the rest is for the probe to begin
-CLOSE_S = 1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), for which nobody waits
+TICK_S = 0.5  # between two Ticks of a wait
+MISMATCHED_KEPT = 64
+PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for that long is cut; the rest is the probe's delay
+CLOSE_S = (
+    1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
+)
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
-Turn = m.Compute | m.LaunchTail | m.CommitStep  # of the trainer: to compute, to give zeros, or to make a step visible
+TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, gives zeros, or commits
 
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a manager and of its machine, beside those that all ranks of its group share (membership.ReplicaGroupConfig). A manager
-    sets group_rank, every_step, heal_grace_s and restores by itself."""
+    """Settings of a manager and its machine, beside those of its group (membership.ReplicaGroupConfig), from which the manager takes
+    group_rank, every_step and heal_grace_s."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of one group's batch
-    inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py), as users count steps
-    slots_per_step: int = 0  # slots of each step, however many groups there are; 0: one for each group
-    deterministic_reduce: bool = False  # the same bits, whichever group computed which slot; needs slots_per_step
+    inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
+    slots_per_step: int = 0  # slots of each step; 0: one for each group
+    deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_copy_bytes: int = 256 << 20
-    long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: none is reported
+    long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: not reported
     quorum_s: float | None = None  # limit of a call for a quorum; None: none
-    dies_with_group: bool = True  # the group's server may kill this process; False where it has several groups
+    dies_with_group: bool = True  # the group's server may kill this process, which has no other group
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,11 @@ class ManagerStatus:
 class Manager:
     """The Seam (seam.py) of a rank whose job has several replica groups.
 
-    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, where
-    it has several ranks. `restore`: loads the newest valid checkpoint and with it this manager's state (load_state_dict), or does nothing
-    where there is none. `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the
-    group's server. `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine
-    with its effects. `connect`: makes the connection to the group's server, of its address and this rank's number.
+    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, if it
+    has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this manager's state (load_state_dict).
+    `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
+    `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine with its effects.
+    `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
 
     Raises RuntimeError where the group's server does not start.
     """
@@ -162,51 +163,32 @@ class Manager:
             access=config.access,
             grace_s=config.times.heal_grace_s,
             hear=self._hear,
-            unlike=self._meet_unlike_state,
+            unlike=self._reject_unlike_state,
         )
         self._closed = threading.Event()
         self._client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self._client.want_to_leave
         self._agreement = agreement
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
-        self.commit_id = ""  # of that state: groups with equal ids hold equal weights
+        self.commit_id = ""  # of that state: equal ids, equal weights
         self.part: m.Part | None = None  # this group's place in the newest quorum
         self._launched = 0  # reductions in the newest quorum
         self._has_formed = False  # a generation, at least once
         self._has_committed = False  # a step, at least once
-        self._strangers: dict[str, None] = {}  # members whose shape is not this group's
+        self._mismatched: dict[str, None] = {}  # members whose shape is not this group's
         self._stopped_quorum = 0  # the newest whose collectives were interrupted
-        self._attempt: Attempt | None = None  # the one that has buffers, some of which may be under way
+        self._attempt: Attempt | None = None  # that has buffers, some of which may be sent
         self._weights: list[Tensor] = []
-        self._turn: Turn | None = None  # an effect that the trainer itself carries out
+        self._trainer_effect: TrainerEffect | None = None  # that is the trainer's to carry out
         self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # this and the next one may be changed between two steps
         self.shrink_only = False  # True: no group is to join in the next quorum
         self._until: int | None = None  # the last step, as the machine knows it
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # the newest step of which no other version can exist
+        self.settled = 0  # the newest step that no restart can replace by another version
         self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
         self.left = False  # the others know that this group leaves, and the step is committed: close
-        self._carry: dict[type[m.Effect], Callable[[Any], m.Event | None]] = {
-            m.AskQuorum: self._ask_quorum,
-            m.Configure: self._configure,
-            m.Compute: self._take_compute,
-            m.LaunchTail: self._take_zeros if options.zeros_wait else self._launch,
-            m.WeightsDiffer: self._tell_of_difference,
-            m.CastVote: self._cast_vote,
-            m.AbandonGeneration: self._abandon,
-            m.DropGradients: self._drop_gradients,
-            m.Fence: self._fence,
-            m.CommitStep: self._take_commit,
-            m.HoldSums: self._hold,
-            m.DropHeld: self._drop_held,
-            m.LoadState: self._load_state,
-            m.LoadCheckpoint: self._load_checkpoint,
-            m.Settled: self._settle,
-            m.GiveUp: self._give_up,
-            m.Stop: self._stop,
-        }
         step_config = replace(
             options,
             group_rank=config.group_rank,
@@ -239,7 +221,7 @@ class Manager:
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """Epoch and quorum id, if this group is the writer: the first that held the state when the quorum was formed, and still does."""
+        """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
         part = self.part
         if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
             return None
@@ -247,7 +229,7 @@ class Manager:
 
     @property
     def is_between_steps(self) -> bool:
-        """Nothing of a step is under way, and this rank holds the state of the last one."""
+        """True when no step is under way, and this rank holds the state of the last one."""
         return self._machine.phase is Phase.BOUNDARY and not self._machine.void
 
     def attach(self, model_parts: Sequence[Any]) -> None:
@@ -256,17 +238,17 @@ class Manager:
             self._weights += part.parameters()
 
     def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Around the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
+        """Wraps the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
-            return self.gradients.last_pass(self._places[slot])
+            return self.gradients.last_pass(self._slot_indices[slot])
         return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
 
     @property
-    def _places(self) -> dict[int, int]:
+    def _slot_indices(self) -> dict[int, int]:
         """Index of each slot of the step, in the order of the slots."""
-        return {slot: place for place, slot in enumerate(self._machine.ledger.pending)}
+        return {slot: index for index, slot in enumerate(self._machine.ledger.pending)}
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
@@ -280,8 +262,8 @@ class Manager:
             assert turn is not None
             if isinstance(turn, m.Compute):
                 if self._options.deterministic_reduce:
-                    places = self._places
-                    self.gradients.begin([places[slot] for slot in turn.slots])
+                    indices = self._slot_indices
+                    self.gradients.begin([indices[slot] for slot in turn.slots])
                 else:
                     self.gradients.begin()
                 self._assignment = DataAssignment(turn.step, turn.slots)
@@ -295,16 +277,16 @@ class Manager:
         self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
         """Returns when all sums have arrived. If a group dies meanwhile, a new generation repeats them; no step is lost. `kept`: another
-        attempt would send the same gradients. `failure`: the reason for which this attempt fails, whatever the others send."""
-        turn = self._turn
+        attempt would send the same gradients. `failure`: the reason, if this attempt is to fail."""
+        turn = self._trainer_effect
         if isinstance(turn, m.Compute | m.LaunchTail):
             assert self.part is not None
-            self._turn = None
+            self._trainer_effect = None
             if failure:
                 self._feed(m.ReduceFailed(self.part.quorum_id, turn.attempt, turn.step, failure))
             if isinstance(turn, m.Compute):
-                if self.part.heals and self.healer.all_is_sent:
-                    # Their own announcement comes a step later: they launched this one's zeros before they had the state.
+                if self.part.recover_dst_replica_ranks and self.healer.all_is_sent:
+                    # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
@@ -327,7 +309,7 @@ class Manager:
             return None
         if assignment and assignment.slots and not {slot for slot, _ in turn.slots}.intersection(assignment.slots):
             self._telemetry.lost()
-        self._turn, self.step, self.commit_id = None, turn.step, turn.commit_id
+        self._trainer_effect, self.step, self.commit_id = None, turn.step, turn.commit_id
         self._has_committed = True
         telemetry, now_s = self._telemetry, time.monotonic()
         telemetry.step_seconds.append(now_s - telemetry.committed_s)
@@ -351,7 +333,7 @@ class Manager:
         return self._client.heard_s
 
     def leave(self) -> None:
-        """Announces with the next step that this group leaves; then `left` is True. To be called by all its ranks at the same step."""
+        """Announces with the next step that this group leaves; then `left` is True. Called by all its ranks at the same step."""
         self._feed(m.Leaving())
 
     @property
@@ -363,7 +345,7 @@ class Manager:
         return self._machine.finished
 
     def regroup(self, until: int) -> None:
-        """Forms a new generation after the last step. A step that was begun beyond it is not computed, and is dropped with the old one."""
+        """Forms a new generation after the last step. A step that was begun beyond it is dropped."""
         if self._assignment is not None:
             self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True))
         self.begin_step(until=until)
@@ -394,8 +376,8 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ the machine
 
     def _feed(self, event: m.Event) -> None:
-        """Tells the machine, from any thread. Its effects wait for the trainer's thread, but for InterruptCollectives, which is carried out
-        here: the trainer's thread may be the one that waits."""
+        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except InterruptCollectives, which is carried
+        out here: the trainer's thread may be in the wait that it ends."""
         with self._news:
             now_s = time.monotonic()
             out = self._machine.handle(event, now_s)
@@ -408,21 +390,21 @@ class Manager:
                 self._interrupt(effect.quorum_id, effect.reason)
 
     def _hear(self, event: m.Event) -> None:
-        """`_feed` for threads that have nobody to raise to: the trainer's thread gets what goes wrong."""
+        """`_feed` for other threads: errors are raised in the trainer's."""
         try:
             self._feed(event)
         except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The trainer's thread gets this with its next effect, or in its wait for one."""
+        """Raises the error in the trainer's thread, before its next effect."""
         with self._news:
             self._error = self._error or error
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect and lets the machine's time go by. False: there is none, and after some event `enough` holds. Raises what
-        `_fail` was given."""
+        """Waits for an effect, or until `enough` holds after an event; True: there is an effect. Raises the error that `_fail` was
+        given."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -432,59 +414,92 @@ class Manager:
                     return bool(self._effects)
             self._feed(m.Tick())
 
-    def _pump(self, *, before_vote: bool = False) -> Turn | None:
-        """Carries out effects, and tells the machine what came of each, until it is the trainer's turn; returns what for. before_vote: or
-        until all that is left is this rank's own vote that the step holds; then None. Raises Stopped, GroupEnded, Going, MustExit."""
+    def _pump(self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False) -> TrainerEffect | None:
+        """Carries out effects, and feeds the machine the event that answers each, until an effect is the trainer's; returns that one. None:
+        `until` holds and no effect is left, or, where `before_vote`, only this rank's own yes to the commit. Raises Stopped, GroupEnded,
+        GroupReleased, MustExit."""
         phase_timer, machine = self._telemetry.phase_timer, self._machine
-        while self._turn is None:
+        while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
                 effect = self._effects[0]
                 if isinstance(effect, m.CastVote) and effect.vote.kind == "commit" and effect.vote.verdict == "yes":
                     break
             if self._error or not self._effects:
-                with phase_timer.phase("heal") if machine.phase in HEALS else nullcontext():
-                    self._wait()
-            effect = self._effects.popleft()
+                with phase_timer.phase("heal") if machine.phase in HEAL_PHASES else nullcontext():
+                    if not self._wait(until):
+                        break
+            effect, event, part = self._effects.popleft(), None, self.part
             account = PHASE_OF.get(type(effect))
             with phase_timer.phase(account) if account else nullcontext():
-                event = self._carry[type(effect)](effect)
+                match effect:
+                    case m.Compute():
+                        assert part is not None
+                        self._open((part.quorum_id, effect.attempt, effect.step))
+                        if self._telemetry.first_began_s is None:
+                            self._telemetry.first_began_s = time.monotonic()
+                        self._trainer_effect = effect
+                    case m.LaunchTail():
+                        event = self._launch_when_healed(effect) if self._options.zeros_wait else self._launch(effect)
+                    case m.CastVote(vote):
+                        event = self._cast_vote(vote)
+                    case m.Settled(step):
+                        self.settled = step
+                    case m.CommitStep():
+                        self.gradients.deliver(held=effect.step if effect.held else None)
+                        self._attempt = self._attempt if effect.held else None
+                        self._trainer_effect = effect
+                    case m.AskQuorum(call):
+                        event = self._ask_quorum(call)
+                    case m.Configure(new_part):
+                        event = self._configure(new_part)
+                    case m.AbandonGeneration(quorum_id):
+                        self._telemetry.failed(machine.reason)
+                        free = self.gradients.give_up() if self._attempt else None
+                        self._attempt = None
+                        self.group.abandon(f"quorum {quorum_id} failed", then=free)
+                    case m.DropGradients():
+                        self._drop_gradients()
+                    case m.WeightsDiffer():
+                        assert part is not None
+                        self._telemetry.difference(effect, part.members)
+                    case m.Fence():  # blocks for up to 2 heal_grace_s (readers, then a copy): reported, or it would be taken for a hang
+                        with self._telemetry.sends(2 * self._config.times.heal_grace_s):
+                            self.healer.fence()
+                    case m.HoldSums(step):
+                        self.gradients.hold(step)
+                        self._attempt = None
+                    case m.DropHeld():
+                        self.gradients.drop_held()
+                        self.healer.drop()
+                    case m.LoadState(step):
+                        self._load_state(step)
+                    case m.LoadCheckpoint():
+                        event = self._load_checkpoint()
+                    case m.GiveUp(reason):
+                        assert part is not None
+                        self._client.give_up(part.quorum_id, reason)
+                    case m.Stop(reason, slots):
+                        raise Stopped(reason, slots)
             if event is not None:
                 self._feed(event)
-        return self._turn
-
-    # ------------------------------------------------------------------------------------------------ carrying out
-
-    def _take_compute(self, effect: m.Compute) -> None:
-        assert self.part is not None
-        self._open((self.part.quorum_id, effect.attempt, effect.step))
-        if self._telemetry.first_began_s is None:
-            self._telemetry.first_began_s = time.monotonic()
-        self._turn = effect
-
-    def _take_commit(self, effect: m.CommitStep) -> None:
-        if effect.held:
-            self.gradients.deliver(held=effect.step)
-        else:
-            self.gradients.deliver()
-            self._attempt = None
-        self._turn = effect
+        return self._trainer_effect
 
     # ---- quorum
 
-    def _ask_quorum(self, effect: m.AskQuorum) -> m.Event | None:
+    def _ask_quorum(self, call: m.RankCall) -> m.Event | None:
         self.gradients.prepare()
         self.group.prepare()
         member = replace(
-            effect.call.member,
+            call.member,
             shrink_only=self.shrink_only,
-            commit_failures=int(effect.call.failed),
+            commit_failures=int(call.failed),
             writes_checkpoint=self.writes is not None,
             reconfigure_handles=(self._prober.handle,),
         )
         call = replace(
-            effect.call,
+            call,
             member=member,
-            checkpoint_metadata=self.healer.address,
+            checkpoint_metadata=self.healer.transport.address,
             shape=self._alike,
             blame=self._blame,
         )
@@ -492,21 +507,21 @@ class Manager:
             event = self._client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
         except Refused as error:
             raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
-        if isinstance(event, m.Go):
-            raise Going(holds=not self._machine.void)
+        if isinstance(event, m.Released):
+            raise GroupReleased(has_state=not self._machine.void)
         return event
 
-    def _configure(self, effect: m.Configure) -> m.Event:
+    def _configure(self, part: m.Part) -> m.Event:
         """The fetch begins last: its start takes milliseconds, and the others wait for the process group, not for the state."""
-        part = self.part = effect.part
+        self.part = part
         self.replica_id = part.replica_id
         self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
         self._telemetry.quorum(part)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(part)
-        if not part.known:
+        if not part.same_generation:
             self._launched = 0
-        configured = m.Configured(part.quorum_id, ok=True) if part.known else self._form(part)
+        configured = m.Configured(part.quorum_id, ok=True) if part.same_generation else self._form(part)
         self.membership.sweep(part.quorum_id)
         if part.heal:
             with self._telemetry.phase_timer.phase("heal"):
@@ -526,29 +541,29 @@ class Manager:
             )
         except RendezvousFailed as error:
             if error.mismatched:
-                self._meet_strangers(part, {part.members[rank] for rank in error.mismatched}, str(error))
+                self._exclude_mismatched(part, {part.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
-            # Unless it is known by now which members cannot be reached, this rank has to find out by itself.
+            # unless some member is known to be unreachable, this rank probes all
             known = not set(part.members).isdisjoint(self._prober.unreachable)
             self._prober.probe(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
             return m.Configured(part.quorum_id, ok=False, reason=str(error))
         self._has_formed = True
         return m.Configured(part.quorum_id, ok=True)
 
-    def _meet_strangers(self, part: m.Part, strangers: set[str], why: str) -> None:
-        """Members of different shapes must not meet again, whatever the lighthouse knows of shapes: both sides report it while they live.
-        Raises BadInput for a newcomer; a former member waits until groups of its own shape are back."""
-        others = set(part.members) - strangers if part.replica_id in strangers else strangers
-        self._strangers = dict.fromkeys([*self._strangers, *sorted(others)][-STRANGERS_KEPT:])
-        if part.replica_id not in strangers:
-            log.warning("%s: they are left out (%s)", why, ", ".join(sorted(strangers)))
+    def _exclude_mismatched(self, part: m.Part, mismatched: set[str], why: str) -> None:
+        """Blames the members of another shape for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a former
+        member waits until groups of its own shape are back."""
+        others = set(part.members) - mismatched if part.replica_id in mismatched else mismatched
+        self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
+        if part.replica_id not in mismatched:
+            log.warning("%s: they are left out (%s)", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
             log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
         else:
             raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {part.replica_rank}")
 
-    def _meet_unlike_state(self, why: str) -> None:
-        """The state of all holders has another layout than this rank's, for good. As `_meet_strangers`; here a member is a rank that has
+    def _reject_unlike_state(self, why: str) -> None:
+        """The state of all holders has another layout than this rank's. As `_exclude_mismatched`, but here a member is a rank that has
         committed a step, since a newcomer forms a generation before it heals. In the fetch's thread."""
         if self._has_committed:
             log.error("%s: this group waits until the others' state is like its own", why)
@@ -563,26 +578,20 @@ class Manager:
     @property
     def _blame(self) -> tuple[str, ...]:
         """Members that this rank cannot work with now."""
-        return tuple(dict.fromkeys([*self._prober.unreachable, *self._strangers]))
+        return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
     def _interrupt(self, quorum_id: int, reason: str) -> None:
-        """Wakes waits on that generation, however late the notice comes. What is complete stays complete. From any thread."""
+        """Ends waits on that generation, also on one that is not formed yet. Complete sums stay complete. From any thread."""
         self._stopped_quorum = max(self._stopped_quorum, quorum_id)
         self.group.interrupt(reason, quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
-        """Interrupts a generation with members that cannot be connected: no wait on it would end by itself. In the prober's thread."""
+        """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
         part = self.part
         if part is not None and set(members) <= set(part.members):
             why = f"{' and '.join(members)} cannot be connected"
             log.warning("%s", why)
             self.group.interrupt(why, part.quorum_id)
-
-    def _abandon(self, effect: m.AbandonGeneration) -> None:
-        self._telemetry.failed(self._machine.reason)
-        free = self.gradients.give_up() if self._attempt else None
-        self._attempt = None
-        self.group.abandon(f"quorum {effect.quorum_id} failed", then=free)
 
     # ---- the step's collectives and votes
 
@@ -593,9 +602,9 @@ class Manager:
             self.gradients.open(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
-    def _take_zeros(self, effect: m.LaunchTail) -> m.Event | None:
-        """Once for each quorum and step zeros are the trainer's turn, as soon as the state that this group heals has come; the rest is
-        launched at once."""
+    def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
+        """Launches at once, except for zeros: once for each quorum and step they are the trainer's, when the state has come that this group
+        heals."""
         machine = self._machine
         if not effect.zeros or machine.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
@@ -606,13 +615,10 @@ class Manager:
             return not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id
 
         with self._telemetry.phase_timer.phase("heal"):
-            while self._wait(heal_is_over):
-                other = self._effects.popleft()
-                if (event := self._carry[type(other)](other)) is not None:
-                    self._feed(event)
+            self._pump(until=heal_is_over)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
-        self._turn = effect
+        self._trainer_effect = effect
         return None
 
     def _launch(self, effect: m.LaunchTail) -> m.Event:
@@ -628,7 +634,7 @@ class Manager:
             self._assignment = None
             raise
         telemetry.sums_began_s = began_s = time.monotonic()
-        telemetry.stands = Stands("sums", began_s)
+        telemetry.current_wait = CurrentWait("sums", began_s)
         account = "heal" if self._machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
@@ -636,9 +642,9 @@ class Manager:
         except GroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
-            telemetry.stands = NOWHERE
+            telemetry.current_wait = NO_WAIT
         telemetry.waits.append(time.monotonic() - began_s)
-        # The shortest recent wait counts as the reduction itself; only the excess is time spent waiting for other groups.
+        # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)
 
@@ -648,28 +654,22 @@ class Manager:
         self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 
-    def _drop_gradients(self, effect: m.DropGradients) -> None:
+    def _drop_gradients(self) -> None:
         self.gradients.drop()
         self._telemetry.lost()
 
-    def _tell_of_difference(self, effect: m.WeightsDiffer) -> None:
-        assert self.part is not None
-        self._telemetry.difference(effect, self.part.members)
-
-    def _cast_vote(self, effect: m.CastVote) -> m.Outcome | None:
-        """Waits for the group's outcome; in another thread where other ranks may need this one first (Step.votes_in_background), or where
-        another effect is due."""
-        vote, telemetry = effect.vote, self._telemetry
-        busy, outcome = bool(self._effects), None
+    def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
+        """Waits for the group's outcome; in another thread where Step.votes_in_background, or where another effect is due."""
+        telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
-            telemetry.stands = Stands("vote", telemetry.sums_began_s)
+            telemetry.current_wait = CurrentWait("vote", telemetry.sums_began_s)
         try:
             if self._agreement and self._machine.is_for_all(vote):
                 outcome = self._agreement.outcome(self._client, vote, able=not busy)
             if outcome is None and not busy and not self._machine.votes_in_background(vote):
                 outcome = self._client.outcome(vote)
         finally:
-            telemetry.stands = NOWHERE
+            telemetry.current_wait = NO_WAIT
         if outcome is None:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
         return outcome
@@ -682,52 +682,29 @@ class Manager:
 
     # ---- state
 
-    def _hold(self, effect: m.HoldSums) -> None:
-        self.gradients.hold(effect.step)
-        self._attempt = None
-
-    def _fence(self, effect: m.Fence) -> None:
-        """May block up to 2 heal_grace_s (readers, then a copy). Reported, so that the lighthouse does not take this group for hung."""
-        with self._telemetry.sends(2 * self._config.times.heal_grace_s):
-            self.healer.fence()
-
-    def _drop_held(self, effect: m.DropHeld) -> None:
-        self.gradients.drop_held()
-        self.healer.drop()
-
-    def _load_state(self, effect: m.LoadState) -> None:
+    def _load_state(self, step: int) -> None:
         assert self.part is not None
         self.healer.load()
-        self.step, self.commit_id = effect.step, self.part.reference[2]
+        self.step, self.commit_id = step, self.part.reference[2]
         self._telemetry.healed(self.healer.received_bytes)
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> m.Event:
+    def _load_checkpoint(self) -> m.Event:
         self.healer.drop()
         self._restored = None
         if self._restore:
             self._restore()
         return m.Restored(self._restored)
 
-    def _settle(self, effect: m.Settled) -> None:
-        self.settled = effect.step
-
-    def _give_up(self, effect: m.GiveUp) -> None:
-        assert self.part is not None
-        self._client.give_up(self.part.quorum_id, effect.reason)
-
-    def _stop(self, effect: m.Stop) -> None:
-        raise Stopped(effect.reason, effect.slots)
-
     # ------------------------------------------------------------------------------------------------ beside the step
 
     def _on_notice(self, event: m.Event) -> None:
-        """Ends the offer of a generation that is over, lest a commit waits for readers that are dead. In the stream's thread."""
+        """Feeds the machine. Ends the offer of a failed generation: a commit would wait for dead readers. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._hear(event)
 
     def _ended(self, why: str) -> None:
-        """The server is gone, or has ended the group: every wait ends. In the stream's thread."""
+        """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""
         if not self._closed.is_set():
             log.error("this rank ends: %s", why)
             if self.part is not None:
@@ -740,7 +717,7 @@ class Manager:
         return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
-        """Sends where this rank is; the lighthouse finds stragglers by it."""
+        """Sends this rank's progress, by which the lighthouse finds stragglers."""
         machine = self._machine
         report = m.Report(
             replica_id=self.replica_id,

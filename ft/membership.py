@@ -1,7 +1,6 @@
-"""Start of one group: its ranks come to have one server, one id, and a place to meet other groups' ranks.
-
-Rank 0 starts the group's server, a child process, and a store for rendezvous, and writes where they are into the group's own store (the
-launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys stand under the number of the attempt.
+"""Start of one group: rank 0 starts the group's server, a child process, and a store for rendezvous with other groups, and writes their
+addresses to the group's own store (the launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys
+have the number of the attempt.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ReplicaGroupConfig:
     retries: int | None = None
     every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
     port: int = 0  # of the group's server
-    contact_s: float = 60.0  # how long a lighthouse is waited for that does not answer at all
+    contact_s: float = 60.0  # limit of the wait for a lighthouse that does not answer
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Membership:
     rendezvous: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
-        """That generation stands, or was given up: what those before it left in the store goes, in a thread."""
+        """Removes from the store, in a thread, the keys of generations before this one, which is formed or was given up."""
         if self.rendezvous is not None:
             threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 
@@ -62,15 +61,13 @@ class Membership:
 
 
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
-    """`store`: the group's own; needed by groups of several ranks. Raises RuntimeError where the server does not start, or rank 0 says
-    nothing of it; ValueError for a lighthouse that cannot do what is wished, or does not take the token; ConnectionError where there is
-    none."""
+    """`store`: the group's own, if it has several ranks. Raises RuntimeError where the server does not start; ValueError for a lighthouse
+    that lacks a feature, or refuses the token; ConnectionError where there is none."""
     key = f"ft/{config.attempt}"
     if config.group_rank == 0:
         made = _start(config)
         if store is not None and config.world_size > 1:
-            said = {"replica_id": made.replica_id, "address": made.address}
-            PrefixStore(key, store).set("group", json.dumps(said))
+            PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
         return made
     if store is None:
         raise RuntimeError(
@@ -87,13 +84,12 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
+    torchfts, tls = is_torchfts(config.lighthouse, config.access, config.contact_s), config.access.tls
     if torchfts and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
         )
     rendezvous = serve(config.host)
-    tls = config.access.tls
     settings = Settings(
         replica_id=f"{config.name}:{secrets.token_hex(4)}",
         world_size=config.world_size,

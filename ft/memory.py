@@ -1,6 +1,6 @@
 """Memory that fault tolerance takes of a rank, on top of the same training without it: a formula, for --explain and for docs.
 
-Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py and grad_buffers.py then take it. Tensors
+Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py then takes it. Tensors
 that autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the
 optimizer has run."""
 
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ft.buckets import BUCKET_BYTES, lay_out
-from ft.grad_buffers import READY
+from ft.buckets import BUCKET_BYTES, READY, lay_out
 
 
 def memory(

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ft.buckets import zeros
 from ft.device import current_device, device_thread, streams_of
-from ft.grad_buffers import zeros
 from ft.process_groups.base import GroupWork
 from ft.process_groups.errors import Abandoned
 

@@ -1,13 +1,12 @@
-"""A record of each step of a rank, for fault drills. Where PHAROS_DRILL is not 1, nobody makes this.
+"""A record of each step of a rank, for fault drills: with PHAROS_DRILL=1 start.py makes a RecordingManager in place of a Manager.
 
-start.py makes a RecordingManager in place of a Manager; bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has
-`event`, `at_s` (the machine's monotonic clock), `pid` and `step`:
+bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
 
     start                    a life of this rank begins
     quorum                   its part in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
-    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights as the next step finds them
-    refused                  a step was thrown away, with its gradients
-    extended                 a step goes on, its gradients kept, with slots that a dead group left
+    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights at the begin of the next step
+    refused                  a step failed, and its gradients were dropped
+    extended                 a step goes on, with kept gradients, and slots of a dead group
     healed, restored         the state came from other groups, or from a checkpoint
 """
 
@@ -22,15 +21,14 @@ from typing import Any
 
 import torch
 
-from ft.device import on_host
-from ft.grad_buffers import local_of
+from ft.buckets import local_of
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
-    """A Manager that writes down what it does."""
+    """A Manager that writes a record of its steps."""
 
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -59,22 +57,22 @@ class RecordingManager(Manager):
         super().close()
         self._file.close()
 
-    def _drop_gradients(self, effect: m.DropGradients) -> None:
-        super()._drop_gradients(effect)
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
         self._thrown = True
 
-    def _configure(self, effect: m.Configure) -> m.Event:
-        event, part = super()._configure(effect), effect.part
+    def _configure(self, part: m.Part) -> m.Event:
+        event = super()._configure(part)
         names = [replica_id.partition(":")[0] for replica_id in part.participants]
         self._write_line("quorum", quorum_id=part.quorum_id, participants=names, heals=part.heal)
         return event
 
-    def _load_state(self, effect: m.LoadState) -> None:
-        super()._load_state(effect)
+    def _load_state(self, step: int) -> None:
+        super()._load_state(step)
         self._write_line("healed")
 
-    def _load_checkpoint(self, effect: m.LoadCheckpoint) -> m.Event:
-        event = super()._load_checkpoint(effect)
+    def _load_checkpoint(self) -> m.Event:
+        event = super()._load_checkpoint()
         self._write_line("restored")
         return event
 
@@ -94,5 +92,5 @@ class RecordingManager(Manager):
         digest = hashlib.blake2b(digest_size=16)
         for weight in self._weights:
             shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
-            digest.update(on_host(shard).numpy().data)
+            digest.update(shard.cpu().numpy().data)
         return digest.hexdigest()

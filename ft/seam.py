@@ -1,9 +1,9 @@
-"""The seam between the training loop and fault tolerance: one face, whoever stands behind it.
+"""The seam between the training loop and fault tolerance: one interface, with replica groups and without.
 
-The loop asks what to train on (`begin_step`), hands over what came out (`reduce`), and changes nothing until it is told that the step
-holds (`commit`). A manager that knows other replica groups may say that it does not: the loop then runs the same step again.
+The loop asks for its data (`begin_step`), hands over the results (`reduce`), and changes nothing until the step is committed (`commit`). A
+step that is not committed is run again.
 
-A *slot* is the batch of one replica group in one step. It is named by the position of its first sequence in the data order.
+A *slot* is the batch of one replica group in one step, named by the position of its first sequence in the data order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class DataAssignment:
-    """The data that this group trains on in the coming step."""
+    """This group's slots of the coming step's deal (protocol/step.py)."""
 
     step: int  # committed steps so far
     slots: tuple[int, ...]
@@ -34,19 +34,18 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class Commit:
-    """The step holds: the gradients are to be divided by `divisor` and applied."""
+    """A committed step: the gradients are to be divided by `divisor` and applied."""
 
     divisor: float  # valid tokens over all contributors
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float  # nats per token, the same in every group
     quorum_size: int
-    # what went in, and whose gradients: slot and replica id, "solo" where there are no groups
-    slots: tuple[tuple[int, str], ...]
-    holes: tuple[int, ...]  # slots that were dealt and have yet to be trained on, all of them
+    slots: tuple[tuple[int, str], ...]  # that contributed: slot and replica id, "solo" where there are no groups
+    holes: tuple[int, ...]  # all slots that were dealt and have yet to be trained on
 
 
 class Stopped(RuntimeError):
-    """The step cannot hold, and never will. `slots`: the batches that are to blame, if any are."""
+    """The job cannot go on. `slots`: the batches that are to blame, if any are."""
 
     def __init__(self, reason: str, slots: Sequence[int] = ()) -> None:
         super().__init__(reason)
@@ -54,123 +53,104 @@ class Stopped(RuntimeError):
 
 
 class BadInput(ValueError):
-    """An error in the input that only the work itself could find: reported in one line, and nothing is tried again."""
+    """An error in the input that shows only at run time: reported in one line, without a retry."""
 
 
 class GroupEnded(RuntimeError):
-    """This group is over: its server is gone, or it was told to go. The rank exits, and its launcher starts the group again."""
+    """This group's server has ended, or has ended the group. The rank exits, and its launcher starts the group again."""
 
 
-class Going(RuntimeError):
-    """This group was asked to leave while it waited for others, and all its ranks go now. `holds`: a state that it has committed, which
-    nobody else may have; else it was about to receive one."""
+class GroupReleased(RuntimeError):
+    """This group was asked to leave while it waited for others: all its ranks end now. `has_state`: it has committed a state that no other
+    group may have; else it was about to receive one."""
 
-    def __init__(self, *, holds: bool) -> None:
+    def __init__(self, *, has_state: bool) -> None:
         super().__init__("asked to leave while it waited for other groups")
-        self.holds = holds
+        self.has_state = has_state
 
 
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint has the same keys at every time; what varies in form is one value."""
+    """The state with its ledger, whose form varies, as one JSON text: the keys of a checkpoint are always the same."""
     return {**state, "ledger": json.dumps(state["ledger"])}
 
 
 def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """step, commit_id, commit_quorum_id, ledger: as the step machine has them."""
+    """step, commit_id, commit_quorum_id and ledger, as Step.state_dict returns them."""
     return {**state, "ledger": json.loads(state["ledger"])}
 
 
 class Seam(Protocol):
-    """The face of ft.SoloManager and of every other manager; all pass one test suite (tests/unit/test_seam.py)."""
+    """Interface of all managers; each passes tests/unit/test_seam.py."""
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps. It moves in `commit` and nowhere else."""
-        ...
+        """Committed optimizer steps. Only `commit` moves it."""
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        """State that a group must receive to equal the others: read and written at step boundaries only. A name may be used once."""
-        ...
+        """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """Epoch and id of the quorum by which this group, of all, writes the metrics that they share; None: another group does. A group
-        that was stopped keeps the value until it hears of a newer quorum."""
-        ...
+        """Epoch and id of the quorum in which this group is the one that writes shared metrics; None: another group is. A stopped group
+        keeps the value until it hears of a newer quorum."""
 
     @property
     def left(self) -> bool:
-        """After `leave`, or where nothing is left to train: the others know, and the loop may end."""
-        ...
+        """True when the loop may end: after `leave`, once the others know, or where nothing is left to train."""
 
     def attach(self, model_parts: Sequence[Any]) -> None:
-        """The modules whose gradients are to be summed with other groups'. Called once, before the first step."""
-        ...
+        """Registers modules whose gradients are summed with other groups'. Called once, before the first step."""
 
     def last_pass(self, slot: int) -> AbstractContextManager[None]:
-        """Wraps the last backward of each slot, in the order of the deal: finished gradients are reduced while it runs. Until `commit`
-        .grad is the manager's; backwards of the next slot may add to it, or start from None."""
-        ...
+        """Wraps the last backward of each slot, in the deal's order: complete gradients are reduced while it runs. Until `commit` .grad is
+        the manager's; backwards of the next slot may add to it, or start from None."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """Joins the quorum if one is due, and returns this group's slots; the same ones until `commit`. No slots: nothing is to be
-        computed, and the sums of others are to be applied. After an attempt that failed: the slots that are still to be computed; the
-        gradients of the others are kept. until: this group leaves with the commit of that step, whenever it comes to it."""
-        ...
+        """Joins the quorum if one is due, and returns this group's slots; the same ones until `commit`. No slots: nothing is computed, and
+        the sums of the others are applied. After a failed attempt: the slots that are still to be computed, as the gradients of the others
+        are kept. `until`: this group leaves with the commit of that step."""
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """Sums this group's figures (already summed over its ranks) and its gradients with the other groups'."""
-        ...
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        """Commits the step if it holds: then gradients are the sums over all groups. None: nothing became visible, begin again. Raises
-        Stopped where it never will, as `reduce` and `begin_step` do; and GroupEnded, and Going."""
-        ...
+        """Commits the step, after which gradients are the sums over all groups. None: the step failed, nothing became visible, begin again.
+        Raises, as `reduce` and `begin_step` do, Stopped, GroupEnded and GroupReleased."""
 
     def tell(self, lane: str, words: str) -> None:
         """Shows people a message, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and ledger, for the checkpoint; of the same form whoever made it. The open deal is in it, and not taken over."""
-        ...
+        """Step and ledger, for the checkpoint; of one form for all managers. The open deal is in it, and is not loaded."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     @property
     def confirmed_s(self) -> float:
-        """time.monotonic() at which the group's server said last that all ranks of this group are there, and none keeps it waiting: others
-        do, or the lighthouse. -inf: never."""
-        ...
+        """time.monotonic() of the group server's last message that no rank of this group is late, but other groups or the lighthouse are;
+        -inf: never."""
 
     def want_to_leave(self) -> None:
-        """Notes that SIGTERM has come; from any thread, and by one rank or several. Where the group waits for others, it waits no longer,
-        and all its ranks get Going. Elsewhere the loop sees to it, with `leave`."""
-        ...
+        """Notes a SIGTERM; from any thread, on one rank or several. Where the group waits for others, all its ranks get GroupReleased; else
+        the loop calls `leave`."""
 
     def leave(self) -> None:
-        """This group is to go on purpose (SIGTERM, scale-down). At a step's boundary, by all its ranks at the same one. The loop goes on
-        until `left`: others may have to be told in a step."""
-        ...
+        """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop
+        goes on until `left`: others may have to be told in a step."""
 
     @property
     def is_broken(self) -> bool:
-        """True when a member of the newest quorum is gone: the role of the writer has to be settled anew."""
-        ...
+        """True when a member of the newest quorum is lost: a new quorum decides which group writes."""
 
     @property
     def finished(self) -> bool:
-        """Another group has said that the run's last step is saved."""
-        ...
+        """True when another group has announced that the run's last step is saved."""
 
     def regroup(self, until: int) -> None:
-        """After step `until`, the last: settles who is there, and so who writes, once more. By all ranks of the group. Raises Going."""
-        ...
+        """Forms a quorum after step `until`, the last, which decides which group writes. By all ranks. Raises GroupReleased."""
 
     def finish(self, *, saved: bool) -> None:
-        """Sets the word on the run's last step that `close` tells the other groups."""
-        ...
+        """Sets whether the run's last step is saved, as `close` tells the other groups."""
 
     def close(self) -> None:
         """Releases everything. May be called twice."""
-        ...

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft.grad_buffers import like, local_of
+from ft.buckets import like, local_of
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ft.buckets import like, local_of
 from ft.config import Schedule
 from ft.fragment_gradients import FragmentGradients
-from ft.grad_buffers import like, local_of
 from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut

@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
-from ft.protocol.ledger import Ledger
+from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, StepTotals, Stopped, from_checkpoint, to_checkpoint
 
 ALONE = "solo"
 
 
 class SoloManager:
-    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every step that is finite; another is the last.
+    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped.
 
-    The ledger counts sequences, not slots, so a run may be resumed with another batch size or number of ranks; and it is the one that
-    replica groups keep, so a run may be resumed with fault tolerance, or without.
+    The ledger is that of replica groups, so a run may be resumed with fault tolerance or without, and counts sequences, not slots, so that
+    another batch size or number of ranks will do, too.
     """
 
     def __init__(self, slot_size: int) -> None:

@@ -33,15 +33,14 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the device that has the gradients.
-    `shape`: what all groups must have alike, by name. `agreement`: of this group's ranks, if there are several. `long_phase_s`: the most
-    that a first step or a checkpoint may take. `restore`: loads the newest valid checkpoint, and with it this manager's state.
-    `phase_timer`, `on_event`: see telemetry.py.
-    Raises ValueError for settings and for a token that the lighthouse does not take, ConnectionError where no lighthouse answers,
-    RuntimeError where the group's server does not start."""
+    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `shape`: digests,
+    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a first
+    step or a checkpoint. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see
+    telemetry.py. Raises ValueError for settings and for a refused token, ConnectionError where no lighthouse answers, RuntimeError where
+    the group's server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
-    # Not on the way of those who train alone: grpc, and threads.
+    # imported here, because training without groups needs neither grpc nor threads
     from ft.addresses import advertised
     from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, ManagerOptions

@@ -1,10 +1,8 @@
-"""A manager's account of its time and of what happened to it: for the log, for whoever keeps the books (training/progress.py,
-training/scribe.py), and, once a beat, for its group's server, hence the lighthouse and its page.
+"""Times and events of a manager: for the log, for training/progress.py and training/scribe.py, and, once a beat, for its group's server,
+hence the lighthouse and its page. Written by the trainer's thread. A second counts for the innermost phase alone:
 
-The trainer's thread tells it. Seconds inside a phase are that phase's alone, whatever phase lies around it:
-
-    quorum    asking who takes part              rebuild   forming the process group to other groups
-    heal      the state of others is on its way, to this group or from it
+    quorum    waiting for a quorum               rebuild   forming the process group to other groups
+    heal      a state is on its way, to this group or from it
     waiting   in a reduction, for groups that are later than this one
 """
 
@@ -24,25 +22,24 @@ from typing import Literal, Protocol
 from ft.protocol import messages as m
 from ft.protocol.messages import name_of
 
-KEPT = 21  # steps of whose lengths the median is told
-SELDOM_S = 30.0  # between two reports of a rank that has nothing new to say; rank 0 reports once a beat, for all
+KEPT = 21  # newest steps, whose median length is reported
+SELDOM_S = 30.0  # between two equal reports of a rank other than 0, which reports once a beat
 log = logging.getLogger("pharos.manager")
 
 
 class PhaseTimer(Protocol):
-    """An account of seconds by phase; as it stands here, of none."""
+    """An account of seconds by phase."""
 
     @property
     def goodput_s(self) -> float:
-        """Spent on steps that were committed. Any thread may ask."""
+        """Seconds spent on committed steps. From any thread."""
         return 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def long_phase(self) -> tuple[str, float] | None:
-        """One whose length has nothing to do with a step's, in words, and the seconds since it began; None: it is none. Any thread may
-        ask."""
+        """The phase under way, as text, if its length does not depend on a step's, and the seconds since it began. From any thread."""
         return None
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
@@ -55,37 +52,36 @@ class PhaseTimer(Protocol):
 
 
 class NoPhaseTimer(PhaseTimer):
-    """For a trainer that keeps no account."""
+    """An account that counts nothing."""
 
 
 class OnEvent(Protocol):
-    """A receiver of events of a group, by name: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes), "failed"
-    (reason), "lost work", and "weights differ" (rank, groups; empty: nobody can tell whose), which any rank may see; the rest is told by
-    rank 0."""
+    """A receiver of a group's events by name, from rank 0: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes),
+    "failed" (reason), "lost work"; and from any rank "weights differ" (rank, groups; empty: no majority has the same)."""
 
     def __call__(self, event: str, step: int, **what: object) -> None: ...
 
 
 def ignore_event(event: str, step: int, **what: object) -> None:
-    """Nobody listens."""
+    """Does nothing."""
 
 
 @dataclass(frozen=True)
-class Stands:
-    """A rank's wait: its place, and since when (time.monotonic())."""
+class CurrentWait:
+    """A rank's wait, and its begin (time.monotonic())."""
 
-    # nowhere; for other groups, in a reduction; for its own, whose others may be in one
+    # none; for other groups, in a reduction; for the other ranks of its group, which may be in one
     where: Literal["", "sums", "vote"]
     since_s: float = math.inf
 
 
-NOWHERE = Stands("")
+NO_WAIT = CurrentWait("")
 SENDS = "sending its state"
 
 
 @dataclass(frozen=True)
 class Status:
-    """Figures that are told at once when they change. `phase`: a long one, and what it may take; "" and 0: it is none."""
+    """Values that are reported at once when they change. `phase`: a long one, with the limit of its length; "" and 0: none."""
 
     waiting: bool = False
     summed: bool = False
@@ -94,10 +90,10 @@ class Status:
 
 
 class ManagerTelemetry:
-    """`step`: of the state that the trainer holds. `inner_steps`: that a commit stands for, where the protocol counts commits.
-    `long_phase_s`: the most that a phase may take whose length has nothing to do with a step's, the first step among them; 0: not told.
-    `tell`: a lane of the lighthouse's page, the protocol's step, and words. `clock`: seconds, as time.monotonic. All of it is the trainer's
-    thread's, but for `report_for_ever`, which only reads. The manager writes down where it is as it goes, without a call."""
+    """`step`: returns the step of the state that the trainer holds. `inner_steps`: optimizer steps of one commit, which the protocol
+    counts. `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows
+    a text in a lane of the lighthouse's page, at the protocol's step. `clock`: seconds, as time.monotonic. For the trainer's thread, except
+    `report_for_ever`, which only reads."""
 
     def __init__(
         self,
@@ -113,11 +109,11 @@ class ManagerTelemetry:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
         self._clock = clock
-        self.stands = NOWHERE
+        self.current_wait = NO_WAIT
         self.sums_began_s = 0.0
         self.first_began_s: float | None = None  # the first step; infinite once a step is committed
-        self._sends: tuple[float, float] | None = None  # a commit waits for readers: since when, and how long it may
-        self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of reductions that came to an end
+        self._sends: tuple[float, float] | None = None  # begin and limit of a commit's wait for readers
+        self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_s = clock()
         self.mean_loss = 0.0  # of the newest step
@@ -127,12 +123,12 @@ class ManagerTelemetry:
 
     @property
     def median_step_s(self) -> float:
-        """0: no step was made."""
+        """Median length of the newest steps; 0: there is none."""
         return statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
     @contextmanager
     def sends(self, limit_s: float) -> Iterator[None]:
-        """Around the wait of a commit until others have this group's state, or enough of it."""
+        """Wraps the wait of a commit until others have this group's state, or enough of it."""
         self._sends = (self._clock(), limit_s)
         try:
             yield
@@ -147,12 +143,12 @@ class ManagerTelemetry:
         self.event("lost work")
 
     def event(self, name: str, **what: object) -> None:
-        """Reports an event that all ranks of the group see; rank 0 does so for all."""
+        """Reports, on rank 0, an event that all ranks of the group see."""
         if self._group_rank == 0:
             self._on_event(name, self._step(), **what)
 
     def failed(self, reason: str) -> None:
-        """A generation; with it the attempt at a step, if there was one."""
+        """Reports that a generation failed, and with it the attempt at a step."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
             self._tell("commit", self._step() // self._inner_steps, reason)
@@ -166,8 +162,8 @@ class ManagerTelemetry:
         if part.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             words += f"; this group heals from {' and '.join(sources)}"
-        if part.heals:
-            words += f"; {', '.join(members[rank] for rank in part.heals)} heal from this group"
+        if part.recover_dst_replica_ranks:
+            words += f"; {', '.join(members[rank] for rank in part.recover_dst_replica_ranks)} heal from this group"
         log.info("%s", words)
 
     def healed(self, received_bytes: int) -> None:
@@ -179,13 +175,13 @@ class ManagerTelemetry:
         self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
         whose = " and ".join(map(name_of, odd or members))
         others = len(members) - len(odd)
-        than = f"the same rank of {others} others" if odd else "each other, and nobody can tell whose are right"
+        than = f"the same rank of {others} others" if odd else "each other, and no majority has the same"
         words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
         self._tell("corruption", effect.step, words)
         log.error("%s", words)
 
     def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
-        """Once, when there is a step to compare it with."""
+        """Logs the cost of a digest, once, when the length of a step is known."""
         if not self._told_cost and self.step_seconds:
             self._told_cost, began_s = True, self._clock()
             digest()  # after the first, which on a GPU has waited for the backward
@@ -197,15 +193,15 @@ class ManagerTelemetry:
     # ---- once a beat
 
     def status(self, beat_s: float) -> Status:
-        """A wait counts from half a beat on: nearly every step has a shorter one."""
-        now_s, stands = self._clock(), self.stands
-        waiting = now_s - stands.since_s > beat_s / 2
+        """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""
+        now_s, wait = self._clock(), self.current_wait
+        waiting = now_s - wait.since_s > beat_s / 2
         phase, seconds = self._long_phase(now_s) or ("", 0.0)
         most_s = self._long_phase_s
         if sends := self._sends:
             phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
-        limit_s = most_s if seconds < most_s else 0.0  # one that takes too long is none
-        return Status(waiting, waiting and stands.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
+        limit_s = most_s if seconds < most_s else 0.0  # beyond it, it is not reported
+        return Status(waiting, waiting and wait.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def _long_phase(self, now_s: float) -> tuple[str, float] | None:
         if (phase := self.phase_timer.long_phase()) is not None:
@@ -220,15 +216,15 @@ class ManagerTelemetry:
         send: Callable[[dict[str, float], Status], None],
         news: Callable[[Status], object],
     ) -> None:
-        """In a thread of its own. Rank 0 sends once a beat; the others where `status` or `news` has changed: many ranks that all send once
-        a beat cost their group's server more than all else that it does."""
+        """Runs in a thread of its own. Rank 0 sends once a beat; the others when `status` or `news` has changed, as reports of many ranks
+        in each beat would be most of their server's work."""
         sent, sent_s = object(), -math.inf
         while not closed.wait(beat_s / 2):
             now_s, status = self._clock(), self.status(beat_s)
-            said = (status, news(status))
-            if said == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
+            values = (status, news(status))
+            if values == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
                 continue
-            sent, sent_s = said, now_s
+            sent, sent_s = values, now_s
             figures = {
                 "goodput_s": self.phase_timer.goodput_s,
                 "wall_s": now_s - self._began_s,

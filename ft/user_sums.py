@@ -1,7 +1,7 @@
 """A tensor that a user hands over to be summed or averaged with the other groups' (torchft's `allreduce`).
 
-The user waits for it long before anybody knows whether the step holds. So its values are kept when the result takes their place, and a
-retry of the step reduces them again. A failure leaves the tensor as it is: the step will say that it does not hold.
+The user waits for the result before the step is decided. So the values are kept when the result takes their place, and a retry of the step
+reduces them again. A failure leaves the tensor as it is: then the step does not hold.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ft.buckets import Buffers, local_of
 from ft.device import streams_of
-from ft.grad_buffers import Buffers, local_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
 
 
 class ManagedAllreduce:
-    """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: when it was
-    handed over, the backward was over. `quantized`, `feedback`: as in CollectiveQueue.sum_quantized."""
+    """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: it was handed
+    over after the backward. `quantized`, `feedback`: as in CollectiveQueue.sum_quantized."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class ManagedAllreduce:
         self.after_buckets, self.quantized, self._feedback = after_buckets, quantized, feedback
         self._tensor = local_of(tensor.detach())
         self._buffers, self._mean, self._keep = buffers, mean, keep
-        self._lock = threading.Lock()  # the result is written by whatever thread ends the operation
-        self._original: Tensor | None = None  # since the result has taken its place
+        self._lock = threading.Lock()  # the thread that ends the operation writes the result
+        self._original: Tensor | None = None  # the values, once the result has taken their place
         self._version = _version(self._tensor)  # as it came, or as the result was written
         self._sum: Tensor | None = None  # of the attempt under way
         self._written = False
@@ -51,18 +51,18 @@ class ManagedAllreduce:
 
     @property
     def changed(self) -> bool:
-        """True when the user has written into the tensor: a retry would overwrite that."""
+        """True when the user has written to the tensor: a retry would overwrite that."""
         with self._lock:
             return _version(self._tensor) != self._version
 
     @property
     def sent(self) -> bool:
-        """In this attempt."""
+        """True once this attempt has sent it."""
         return self._sum is not None
 
     def send(self, by: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
-        """Reduces the values that it had when it was handed over, or zeros. The first time the user is told; a retry's result is written
-        by `finish`."""
+        """Reduces the values that the tensor had when it was handed over, or zeros. The first attempt ends `work`; the result of a retry is
+        written by `finish`."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)
@@ -78,25 +78,25 @@ class ManagedAllreduce:
         return theirs
 
     def finish(self) -> None:
-        """The attempt is complete: the tensor has its result."""
+        """Writes the result of a complete attempt."""
         with self._lock:
             self._write()
         if self._feedback is not None:
             self._feedback.commit()
 
     def give_up(self) -> Tensor | None:
-        """The attempt is none: what it wrote into, which may still be written to. The user waits no longer."""
+        """Ends `work`, and returns the buffer of an abandoned attempt, which a collective may still write to."""
         with self._lock:
             buffer, self._sum = self._sum, None
         self.work.end(None)
         return buffer
 
     def set_aside(self) -> None:
-        """The result is to be written by a later `finish`, over whatever the tensor holds by then."""
+        """Leaves the result to a later `finish`, which overwrites the tensor."""
         self._written, self._keep = False, False
 
     def forget(self) -> None:
-        """The step is over: its memory goes back."""
+        """Returns the memory at the end of the step."""
         for buffer in (self.give_up(), self._original):
             if buffer is not None:
                 self._buffers.give(buffer)
@@ -108,7 +108,7 @@ class ManagedAllreduce:
                 with self._lock:
                     if complete and not self.work.is_completed():
                         self._write()
-            finally:  # what cannot be written is raised by `finish`, to the trainer: here nobody hears it
+            finally:  # an error is raised by `finish`, in the trainer's thread
                 self.work.end(None)
 
     def _write(self) -> None:

@@ -1,6 +1,6 @@
 """Differences between devices, in one place. Everything else is one code path.
 
-`DIFFERENCES` has what the rest of the program must decide by the kind of device; tests/unit/test_device.py lists the lines that ask for a
+`DEVICE_TRAITS` has what the rest of the program must decide by the kind of device; tests/unit/test_device.py lists the lines that ask for a
 kind elsewhere, and why. What is one natural call of torch.cuda at one place stays there: the allocator's counters (training/metrics.py) and
 its history (training/profiling.py), NVLink (parallelisms/tensor.py).
 models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams.
@@ -20,7 +20,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Differences:
+class DeviceTraits:
     """One kind of device beside the others; the defaults are a CPU's."""
 
     backend: str = "gloo"  # the library of collectives that serves it
@@ -37,9 +37,9 @@ class Differences:
     words: str = "on CPUs"  # where ranks are, in a sentence
 
 
-DIFFERENCES = {
-    "cpu": Differences(),
-    "cuda": Differences(
+DEVICE_TRAITS = {
+    "cpu": DeviceTraits(),
+    "cuda": DeviceTraits(
         "nccl",
         pins_batches=True,
         least_loss_chunk=4096,
@@ -64,8 +64,8 @@ class Device:
         return self.torch_device.type
 
     @property
-    def differences(self) -> Differences:
-        return DIFFERENCES[self.type]
+    def traits(self) -> DeviceTraits:
+        return DEVICE_TRAITS[self.type]
 
     @property
     def name(self) -> str:

@@ -157,7 +157,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
         start_s = timeout.total_seconds()
         store = open_store(config.init_method, global_rank=global_rank, world_size=world_size, timeout_s=start_s)
         store.set_timeout(timeout)
-    backend = config.backend if config.backend != "auto" else device.differences.backend
+    backend = config.backend if config.backend != "auto" else device.traits.backend
     join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
     try:
         store = dist.PrefixStore("pharos", store)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelisms.device import DIFFERENCES
+from parallelisms.device import DEVICE_TRAITS
 from parallelisms.layout import CompileConfig, LossFunction
 
 
@@ -84,7 +84,7 @@ class _InChunks(Function):
             if grad_weight is not None and grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), h[part])
             elif grad_weight is not None:
-                in_fp32 = DIFFERENCES[h.device.type].adds_products_in_fp32
+                in_fp32 = DEVICE_TRAITS[h.device.type].adds_products_in_fp32
                 add_product(grad_weight, grad.t(), h[part], in_fp32=in_fp32)
             total += loss.detach()
             del logits, loss, grad  # before the next chunk's are made

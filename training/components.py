@@ -95,7 +95,7 @@ class Components:
         open_loader = partial(
             self.data.loader,
             sampler=MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
-            pin_memory=world.device.differences.pins_batches,
+            pin_memory=world.device.traits.pins_batches,
         )
         self.loader = self.cleanup.enter_context(closing(open_loader("train")))
         if config.validation.enable:
@@ -251,7 +251,7 @@ class Components:
             confirmed_s=lambda: self.manager.confirmed_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
-        allocator = torch.cuda.memory if world.device.differences.has_allocator else None
+        allocator = torch.cuda.memory if world.device.traits.has_allocator else None
         profiler = Profiler(config.profiling, folder, global_rank=rank, log=self.log, allocator=allocator)
         cleanup.enter_context(profiler)
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from models import ops
-from parallelisms.device import DIFFERENCES
+from parallelisms.device import DEVICE_TRAITS
 from training.config import TrainingConfig
 
 LARGE_VOCABULARY = 16_384  # from here on the logits are the largest activation
@@ -36,5 +36,5 @@ def chunk_tokens(config: TrainingConfig, vocab_size: int, device_type: str) -> i
     products take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight once."""
     if config.loss_chunk_tokens >= 0 or vocab_size < LARGE_VOCABULARY:
         return max(0, config.loss_chunk_tokens)
-    fit, least = LARGE_LOGITS // vocab_size, DIFFERENCES[device_type].least_loss_chunk
+    fit, least = LARGE_LOGITS // vocab_size, DEVICE_TRAITS[device_type].least_loss_chunk
     return max(least, 1 << (fit.bit_length() - 1)) if least else fit

@@ -286,7 +286,7 @@ class Memory:
         self.scalars: dict[str, float] = {}
         self._device = device
         self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0 where nobody says
-        if device is not None and device.differences.has_allocator:
+        if device is not None and device.traits.has_allocator:
             import torch
 
             self._total_gib = torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
@@ -298,7 +298,7 @@ class Memory:
         """Reads the counters, which are the host's, and starts the peak anew."""
         if self._device is None:
             return None
-        if not self._device.differences.has_allocator:
+        if not self._device.traits.has_allocator:
             self.gib, self.scalars = self._device.memory_gib(), {}
             return self._tag("active", self.gib)
         import torch

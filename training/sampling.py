@@ -9,7 +9,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ft.device import on_host
 from models.contract import Model
 from training.tokenizer import Tokenizer
 
@@ -33,7 +32,7 @@ def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int)
     cache = model.new_cache(1, prompt.numel() + length)
     tokens = prompt.unsqueeze(0)  # [1, T]
     for _ in range(length):
-        logits = on_host(model(tokens, cache=cache)[0, -1].float())  # [V]: the same draw on every device
+        logits = model(tokens, cache=cache)[0, -1].float().cpu()  # [V]: the same draw on every device
         drawn = draw(logits, config, generator)
         yield drawn
         tokens = torch.tensor([[drawn]], device=prompt.device)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
-from ft.seam import Going, Seam
+from ft.seam import GroupReleased, Seam
 from training.checkpoint import RETRY_S, Checkpointer, CheckpointFailed
 from training.progress import Progress
 
@@ -97,7 +97,7 @@ class Saver:
                 try:
                     with self._progress.phase("quorum"):
                         self._manager.regroup(step)
-                except Going:  # asked to leave while it waited for others
+                except GroupReleased:  # asked to leave while it waited for others
                     was_asked, self._asked_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:

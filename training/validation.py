@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import torch.distributed as dist
 
-from ft.device import on_host
 from training.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -56,6 +55,6 @@ def validate(
         sums += torch.stack((nats.double(), torch.tensor(valid.numel(), device=device), token_bytes[valid].sum()))
     if dist.get_world_size() > 1:
         dist.all_reduce(sums)
-    nats, tokens, byte_count = on_host(sums).tolist()  # the one sync
+    nats, tokens, byte_count = sums.cpu().tolist()  # the one sync
     per_byte = nats / max(byte_count, 1)
     return ValidationLoss(nats / max(tokens, 1), per_byte / math.log(2), round(tokens))

@@ -39,8 +39,8 @@ from torch.futures import Future
 
 from ft import manager as core
 from ft.addresses import advertised
+from ft.buckets import Buffers, local_of
 from ft.config import Environment, group_name
-from ft.grad_buffers import Buffers, local_of
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
 from ft.membership import ReplicaGroupConfig

@@ -139,7 +139,7 @@ class DistributedSampler(_DistributedSampler[Any]):
     samples twice where it does not divide evenly, or all but a rest with drop_last.
 
     Groups have fixed numbers here, and one that is away takes its share of the epoch with it. Under train.py the ledger deals positions
-    instead (ft/protocol/ledger.py), and no sample is lost when a group is.
+    instead (ft/protocol/step.py), and no sample is lost when a group is.
 
     `group_rank` and `num_replicas` default to those of the default process group, or to one rank. `replica_group` and `rank` are older
     names of `replica_rank` and `group_rank`. Raises TypeError where one of the two is missing or both are given, ValueError where a

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse
-from ft.protocol.plan import heals
+from ft.protocol.plan import recover_src_replica_ranks
 
 CollectiveQueue = Literal["membership", "heal", "commit", "corruption", "storage"]
 Grade = Literal["good", "info", "bad"]
@@ -213,7 +213,7 @@ class History:
         self.add("membership", "good", f"quorum {quorum.quorum_id} of {len(quorum.ids)}: {change}", step=step)
         self.healing = {
             quorum.ids[rank]: (step, tuple(quorum.ids[source] for source in sources))
-            for rank, sources in heals(quorum).items()
+            for rank, sources in recover_src_replica_ranks(quorum).items()
         }
         if self.healing:
             sources = dict.fromkeys(i for _, ids in self.healing.values() for i in ids)

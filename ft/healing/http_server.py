@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ft.healing.capture import StagingBuffer
 from ft.healing.format import DIGEST_BYTES, digest
-from ft.healing.transport import SEAL_BYTES, CheckpointOffer, Withdrawn
+from ft.healing.transport import SEAL_BYTES, StateOffer, Withdrawn
 from ft.rpc.access import Access, Endpoint
 
 MAX_CONNECTIONS = 32
@@ -101,7 +101,7 @@ class HealServer:
         self,
         host: str,
         access: Access,
-        offered: Callable[[], CheckpointOffer | None],
+        offered: Callable[[], StateOffer | None],
         *,
         silence_s: float,
         head_s: float = HEAD_S,
@@ -239,7 +239,7 @@ class _Connection:
             self._reply(200, 0)
         return True
 
-    def _send_body(self, offer: CheckpointOffer, asked: HealRequest) -> None:
+    def _send_body(self, offer: StateOffer, asked: HealRequest) -> None:
         offer.wants(asked.reader, range(asked.lacks[0], asked.lacks[1] + 1))
         first, last = asked.chunks
         length = offer.manifest.span(last)[1] - offer.manifest.span(first)[0] + DIGEST_BYTES * (last - first + 1)
@@ -254,14 +254,14 @@ class _Connection:
             offer.sent(asked.reader, [chunk])
         self._send_seal(offer)
 
-    def _send_checked(self, offer: CheckpointOffer, data: bytes) -> None:
+    def _send_checked(self, offer: StateOffer, data: bytes) -> None:
         """`data`, its digest and the seal."""
         self._reply(200, len(data) + DIGEST_BYTES + SEAL_BYTES)
         self._send(data)
         self._send(digest(0, memoryview(data)))
         self._send_seal(offer)
 
-    def _send_seal(self, offer: CheckpointOffer) -> None:
+    def _send_seal(self, offer: StateOffer) -> None:
         """Ends a reply whose bytes had all left the tensors before the offer was checked. Raises Withdrawn."""
         offer.check()
         self._send(offer.seal)

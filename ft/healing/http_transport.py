@@ -29,11 +29,11 @@ from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, State
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
 from ft.healing.transport import (
     SEAL_BYTES,
-    CheckpointOffer,
     HealConfig,
     HealFailed,
     Progress,
     Sources,
+    StateOffer,
     StateSource,
     Transport,
 )
@@ -69,14 +69,14 @@ class HttpTransport(Transport):
     ) -> None:
         super().__init__(replica_id, config)
         self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
-        self._shown: CheckpointOffer | None = None  # also when it is withdrawn, to tell its readers why
+        self._shown: StateOffer | None = None  # also when it is withdrawn, to tell its readers why
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
 
     @property
     def address(self) -> str:
         return self._server.address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         return self._shown
 

@@ -27,11 +27,11 @@ from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.transport import (
     SEAL_BYTES,
-    CheckpointOffer,
     HealConfig,
     HealFailed,
     Progress,
     Sources,
+    StateOffer,
     Transport,
 )
 
@@ -58,7 +58,7 @@ class PgTransport(Transport):
     def address(self) -> str:
         return self._address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         offer = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         for reader in readers:
             store = _store(self._address, self.replica_id, reader, quorum_id, step)
@@ -213,7 +213,7 @@ def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
 class _Sender:
     """A joiner's thread in the source."""
 
-    def __init__(self, group: Any, store: str, offer: CheckpointOffer, name: str) -> None:
+    def __init__(self, group: Any, store: str, offer: StateOffer, name: str) -> None:
         self.group, self._store, self._offer, self._name = group, store, offer, name
         self._tag = 0
         threading.Thread(target=self._run, name="heal-sender", daemon=True).start()

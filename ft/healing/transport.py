@@ -7,7 +7,7 @@
 
 From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and void it stays if `fetch` raises.
 
-A CheckpointOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
+A StateOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
 little enough is unsent and no thread reads, copies the rest aside, and from then on all read the copies. When that does not work in
 time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and believe nothing of it.
 """
@@ -92,7 +92,7 @@ class Transport(ABC):
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
-        self._offer: CheckpointOffer | None = None
+        self._offer: StateOffer | None = None
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -142,10 +142,10 @@ class Transport(ABC):
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> CheckpointOffer:
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
-        self._offer = CheckpointOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         return self._offer
 
     @property
@@ -176,7 +176,7 @@ class Transport(ABC):
             self._offer = None
 
 
-class CheckpointOffer:
+class StateOffer:
     """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
 
     def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: int) -> None:

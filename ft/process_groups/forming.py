@@ -22,11 +22,10 @@ from typing import Any, Protocol
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Shape
-from ft.protocol.rules import strangers
+from ft.protocol.rules import shape_mismatches
 
-Ended = Callable[
-    [Exception | None, int], object
-]  # the error if there was one; the rank that a message came from, or -1
+# Called with the error if there was one, and with the rank that a message came from, or -1.
+Ended = Callable[[Exception | None, int], object]
 PREPARE_S = 300.0  # the longest that a fork server may take to import torch
 VERSION = "2"  # of what members write into the store, and of what they send each other then
 
@@ -167,7 +166,7 @@ class Rendezvous:
 
     def _compare(self, shapes: Sequence[Shape], holders: Sequence[int]) -> None:
         """All members come to the same result, and none has connected to another before."""
-        if found := strangers(shapes, holders):
+        if found := shape_mismatches(shapes, holders):
             reason = "; ".join(
                 f"rank {rank} has another {' and '.join(names)} than the job" for rank, names in found.items()
             )

@@ -1,6 +1,5 @@
-"""The rules of fault tolerance, pure: events and `now_s` go in, effects and a reason in words come out. Standard library only.
+"""The rules of fault tolerance, pure: events and `now_s` go in, effects and a reason come out. Standard library only.
 
-Read in this order: messages/ (what is said), rules.py (which members go on together), lighthouse.py (which are in the quorum) with
-roster.py (which are there) and generation.py (what has happened to a quorum), plan.py (what each does), group.py (the ranks of a group
-decide as one), step.py (a rank's step, from begin to commit) with compare.py (whose weights differ), and ledger.py (every sample exactly
-once)."""
+Read in this order: messages/ (events and effects), rules.py (which members continue together), lighthouse.py (forms quorums) with roster.py
+(the live ids) and generation.py (the history of a quorum), plan.py (a rank's part in a quorum), group.py (the ranks of a group decide as
+one), step.py (a rank's step, from begin to commit, and the ledger of samples) with compare.py (whose weights differ)."""

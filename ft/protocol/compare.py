@@ -1,9 +1,9 @@
 """Comparison of weights between groups, by digests in a step's tail.
 
-Each member puts its digest into its own place, zeros elsewhere. A digest is FIGURES integers below 2**24, which a sum in fp32 with nothing
-but zeros leaves as they are: after the reduction each rank knows what the same rank of every other group holds, without a message of its
-own. Below zero they are a copy's: its group took its state from another one since weights were last compared. What was wrong there is wrong
-here, so it is no witness: a group whose weights went wrong would else outvote the others together with those who have healed from it.
+Each member puts its digest into its own place, zeros elsewhere. A digest is FIGURES integers below 2**24, which a sum in fp32 with zeros
+leaves as they are: the reduction gives each rank the digests of the same rank of all groups, without a further message. Negative ones are a
+copy's: its group has healed since weights were last compared. An error of its source is its error, too, so it is no witness: else a faulty
+group would outvote the others together with those that have healed from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 FIGURES = 2  # 48 bits of a digest: shards that differ look alike once in 3e14 times
 
 Digest = tuple[float, ...]
-NONE: Digest = (0.0,) * FIGURES  # of a member that holds no state to speak of
+NONE: Digest = (0.0,) * FIGURES  # of a member without a state
 
 
 def in_tail(digest: Digest, *, copied: bool) -> Digest:
@@ -24,20 +24,16 @@ def in_tail(digest: Digest, *, copied: bool) -> Digest:
 
 
 def at(digests: Sequence[float], rank: int) -> Digest:
-    """Returns the digest that the member of that replica rank has put there."""
+    """Returns the digest of that replica rank's member."""
     return tuple(digests[FIGURES * rank : FIGURES * (rank + 1)]) or NONE
 
 
-def find_divergent(digests: Sequence[float], members: Sequence[str]) -> tuple[str, ...]:
-    """Members whose digest is not the one that most witnesses have, and, where that is a single one, most of all. All members where there
-    is no such digest: they differ, and nobody can tell who is right. Empty: there is no difference."""
-    return _odd_ones(tuple(digests), tuple(members)) if any(digests) else ()
-
-
 @lru_cache(64)  # the same for all ranks that a process drives
-def _odd_ones(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
-    given = {member: said for rank, member in enumerate(members) if (said := at(digests, rank)) != NONE}
-    held = {member: tuple(map(abs, said)) for member, said in given.items()}
+def find_divergent(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
+    """Members whose digest is not the one that most witnesses have, and, where that is a single witness, most members. All members where
+    they differ and no digest has that majority. Empty: there is no difference."""
+    given = {member: digest for rank, member in enumerate(members) if (digest := at(digests, rank)) != NONE}
+    held = {member: tuple(map(abs, digest)) for member, digest in given.items()}
     votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())
     if len(of_all) < 2:
         return ()

@@ -1,10 +1,10 @@
 """The history of a quorum since it was issued, and the notices that its members get. lighthouse.py holds the newest one.
 
 Where the rules leave a choice:
-- Only the first loss of a generation is told; after it the generation is over anyhow. So 500 losses at once are not 250,000 notices.
-- Who is late is told by who waits, and not by its own word: a trainer that hangs has a server that beats. Where most members wait, a few
-  steps' time is enough; where one alone does, all others may be held up by one storage, and it waits for longer.
-- A clean Leave announces a change; it does not stop a collective that the leaver has already fed.
+- Only the first loss of a generation is announced, since it ends the generation: 500 losses at once are not 250,000 notices.
+- A late member is found by the waits of the others, not by its own reports: a trainer that hangs has a server that beats. Where most
+  members wait, a few steps' time is enough; where only one does, all others may wait for one storage, and the limit is longer.
+- A clean Leave announces a change, and does not stop a collective that has the leaver's data already.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ STALL_FLOOR_S = 10.0  # and seconds, at least
 
 
 class QuorumRecord:
-    """Its members are the roster's previous ones. `notify` is told who is to hear what."""
+    """Its members are the roster's previous ones. `notify` sends a notice to members."""
 
     def __init__(
         self, quorum: Quorum, roster: Roster, times: Times, notify: Callable[[tuple[str, ...], m.Notice], None]
     ) -> None:
         self.quorum = quorum
-        self.failed = False  # a member said so
+        self.failed = False  # as a member has reported
         self.lost: list[str] = []
         self._roster, self._times, self._notify = roster, times, notify
         self._members = {member.replica_id: member for member in quorum.members}  # as they called
-        self._again = False  # it was issued again under its id
+        self._renewed = False  # it was issued again under its id
         self._lost_why = ""
         self._change = ""  # announced, and why
-        self._finished = ""  # who has left because the run is over and saved
+        self._finished = ""  # the member that has left because the run is over and saved
         self._change_s = self._announced_s = 0.0  # the first time, and the last
         self._heard: dict[str, m.Report] = {}  # the newest of each member
         self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
-        self._crossed_since_s: float | None = None  # some ask for a quorum, and all others wait in the collective
+        self._crossed_since_s: float | None = (
+            None  # since when some ask for a quorum, and all others wait in the collective
+        )
 
     def renew(self, quorum: Quorum) -> None:
         """The same members have called, and go on under the same id."""
-        self.quorum, self._again, self._change = quorum, True, ""
+        self.quorum, self._renewed, self._change = quorum, True, ""
         self._members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
         self._waited.clear()
@@ -53,22 +55,23 @@ class QuorumRecord:
     # ---- its members' calls
 
     def repeats(self, event: Call, *, retried: bool) -> bool:
-        """A member asks that has not heard of its quorum (or the same again), and nothing has happened to it since: the answer got lost."""
+        """True when a member repeats a call because its answer got lost: it knows no quorum of this id, or retries, and nothing has
+        failed."""
         if event.member.replica_id not in self._roster.previous:
             return False
-        here = event.known >= self.quorum.quorum_id  # else what it says has failed was an older one
-        if here and (event.failed or not (retried and self._again)):
+        here = event.known >= self.quorum.quorum_id  # else an older one has failed
+        if here and (event.failed or not (retried and self._renewed)):
             return False
         return not self.failed and not self.lost and not self._roster.gone
 
-    def holds(self, member: Member) -> bool:
-        """True when it is a member with the state that it calls with now."""
+    def has_state_of(self, member: Member) -> bool:
+        """True when the member took part with the state that it calls with now."""
         return member.state == self._members[member.replica_id].state
 
     # ---- what its members are told
 
     def keep_wait(self, replica_id: str) -> None:
-        """It is about to be lost. A member that comes back under another id has waited since it began to, not since it returned."""
+        """Keeps the begin of the wait of a member that is about to be lost, for its return under another id."""
         peer, process = self._roster.peers[replica_id], m.process_of(replica_id)
         called_s = peer.called_s if peer.call else math.inf
         since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
@@ -87,12 +90,12 @@ class QuorumRecord:
         self._notify(self._alive(except_ids), m.GenerationAborted(self.quorum.quorum_id, why))
 
     def finish(self, replica_id: str) -> None:
-        """A member has left: the run is over, and saved."""
+        """Announces that a member has left because the run is over, and saved."""
         self._finished = replica_id
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Notifies members that have not called yet; again while a call waits, for one that was calling just then took no notice."""
+        """Notifies members that have not called yet; again while a call waits, since one that was just calling has ignored it."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
@@ -100,14 +103,14 @@ class QuorumRecord:
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
 
     def leave_behind(self, old: Quorum | None) -> None:
-        """Notifies members of the old quorum that are not in this one: they may be waiting on it, and hear of its end from nobody else."""
+        """Notifies members of the old quorum that are not in this one, and may be waiting on it."""
         if old:
             out = tuple(i for i in old.ids if i not in self._roster.previous and i in self._roster.peers)
             why = f"quorum {self.quorum.quorum_id} was formed without this group"
             self._notify(out, m.GenerationAborted(old.quorum_id, why))
 
     def bring_up_to_date(self, replica_id: str, known: int) -> None:
-        """A stream starts with all that its group may have missed. `known`: the newest quorum that it knows of, 0: none."""
+        """Sends a new stream all notices that its group may have missed. `known`: the newest quorum that it knows of, 0: none."""
         quorum, me = self.quorum, (replica_id,)
         if replica_id not in self._roster.previous:
             if known:
@@ -140,12 +143,12 @@ class QuorumRecord:
             self._phase_since_s[replica_id] = now_s
 
     def stalled(self, now_s: float) -> tuple[list[str], str]:
-        """Members that keep others waiting for longer than they may, and for how long: each is as good as dead, though its server beats."""
+        """Members that keep others waiting for too long, which are lost though their servers beat, and the reason."""
         present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
-        # Who has been told that the generation is over asks for a quorum: one that stays in its reduction hangs there.
+        # members that know that the generation is over ask for a quorum: one that stays in its reduction hangs
         waiting = {} if self.failed or self.lost else self._waiting
         callers_s = [peers[i].called_s for i in islice(present, 1)]
-        if self._change:  # a newcomer's wait, too, once members were told: those that make steps ask within one
+        if self._change:  # a newcomer's wait counts once members are notified: those that make steps ask within one
             callers_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
         back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
         since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
@@ -156,7 +159,7 @@ class QuorumRecord:
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # who sits out has called
-        # By its own word, which its server repeats if the trainer's reports stop: so it holds for no longer than it said at first.
+        # by its own report, which its server repeats if the trainer's stop: so it counts for no longer than its limit
         takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in there if i not in waits_too and i not in takes_long]
         begins_s = sorted(waits.values()) or [math.inf]
@@ -170,7 +173,7 @@ class QuorumRecord:
         return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
     def _limit_s(self, replica_id: str, any_s: float, member_s: float, most_s: float) -> float | None:
-        """That has passed. any_s, member_s, most_s: how long anybody, any member, and most of the members have waited."""
+        """The limit that has passed, if one has. any_s, member_s, most_s: waits of any group, any member, and most of the members."""
         if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
             return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
         steps_s = STALL_STEPS * max((report.median_step_s for report in self._heard.values()), default=0.0)
@@ -181,7 +184,7 @@ class QuorumRecord:
         return stall_s if any_s >= stall_s else None
 
     def end_crossed_waits(self, now_s: float) -> None:
-        """Members that ask for a quorum, or have left, and members that wait for them in the collective: no wait would end by itself."""
+        """Fails a generation of which some members ask for a quorum or have left, and all others wait for them in the collective."""
         previous = self._roster.previous
         asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
         away = asking | self._roster.gone
@@ -194,7 +197,7 @@ class QuorumRecord:
             self.fail(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Waits are counted without the gap."""
+        """Counts waits without the gap."""
         self._change_s = min(self._change_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

@@ -1,16 +1,15 @@
-"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer is turned into each rank's part
-(plan.py), and votes decide whatever determines which collective a rank enters next. Runs in the group server, without torch.
+"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer becomes each rank's part (plan.py), and
+votes decide which collective a rank enters next. Runs in the group server, without torch.
 
 Where the rules leave a choice:
-- A verdict `failed` decides at once, for no commit is possible any more. `again` waits for all votes: what comes next, another attempt
-  or another generation, must be decided by what all ranks have seen.
-- Ranks of one group that report different states are a fault that no healing may paper over: the group ends and starts again.
-- A failed lighthouse call is told to all waiting ranks at once when there are no retries left. By default there always are: a
-  lighthouse that restarts stops nobody, and each rank's own deadline (RankCancelled) bounds the wait.
-- A commit that was held back, for the lighthouse was away too long, is given up at the word that the others have gone on.
-- A group waits for others (and says so to its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit
-  that is held, or are in the sums with other groups or past them. A rank that is asked to leave then need not wait for a step to end: after
-  GO_BEATS its group gives up what it waits for, and all ranks are let go with their next question for a quorum, where all hold one state.
+- A verdict `failed` decides at once. `retry` waits for all votes: another attempt or another generation is decided by what all ranks saw.
+- Ranks of one group that report different states are a fault that healing must not hide: the group ends and starts again.
+- A failed lighthouse call fails all waiting ranks when no retries are left. By default their number has no limit: a lighthouse that
+  restarts stops no group, and each rank's own deadline (RankCancelled) bounds the wait.
+- A commit that waits, because the lighthouse was away too long, fails when a notice tells that the others have gone on.
+- A group waits for others (and tells its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit that
+  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group gives up its wait after GO_BEATS,
+  and releases all ranks at their next call for a quorum, when they have one state.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from ft.protocol import messages as m
 from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Quorum, RankCall, Times, Vote
 from ft.protocol.plan import plan
 
-OUTCOMES_KEPT = 16  # of the last ballots; a rank asks again at most for the newest few
-GO_BEATS = 3  # that a group that was asked to leave still waits for a step to end
-_WORST = {"yes": 0, "again": 1, "failed": 2}
+OUTCOMES_KEPT = 16  # of the last ballots; a rank repeats its vote on the newest few at most
+GO_BEATS = 3  # for which a group that was asked to leave still waits for a step to end
+_WORST = {"yes": 0, "retry": 1, "failed": 2}
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ class GroupConfig:
 
 
 class Group:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank RestoreRank LetRankGo AnswerVote NotifyRank
-    TellWaits Metadata EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits
+    Metadata EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
-        """The driver opens the first stream itself; a trainer that the system has stopped is the driver's to see: then it does not beat."""
+        """The driver opens the first stream itself, and does not beat while the system has stopped a trainer."""
         self.config = config
         self.replica_id = config.replica_id  # another one after this group was lost and returned
         self.quorum: Quorum | None = None
@@ -66,19 +65,19 @@ class Group:
         self._calling: m.Call | None = None
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
-        self._lighthouse_says = ""  # why it lets this group wait
+        self._lighthouse_says = ""  # the reason of this group's wait
         self._round: dict[int, RankCall] = {}  # the calls that were answered last: with self.quorum, unless one of
         self._restores: int | None = None  # ... these two is set: load a checkpoint, of this settled step; or
-        self._goes = False  # ... leave
-        self._answered_as = ""  # the id that they were answered under
+        self._releases = False  # ... leave
+        self._answered_as = ""  # this group's id in that answer
         self._votes: dict[Ballot, dict[int, Vote]] = {}
         self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
-        self._at = (0, 0)  # (step, attempt) of the newest outcome in this generation
+        self._decided_step, self._decided_attempt = 0, 0  # of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
-        self._held: Outcome | None = None  # decided, but the lighthouse has not been heard of for too long
-        self._held_since_s = 0.0
-        self._sums_since_s: float | None = None  # all ranks wait in a step's sums, or for their group's word on them
+        self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
+        self._pending_since_s = 0.0
+        self._sums_since_s: float | None = None  # all ranks wait in a step's sums, or for the outcome of the commit
         self._wants_to_leave = False
         self._streams: set[int] = set()
         self._notices: list[Notice] = []  # of the current generation
@@ -110,14 +109,24 @@ class Group:
                 self._wants_to_leave, self.reason = True, "a rank was asked to leave"
             case m.BeatAnswered(sent_s):
                 self._answered_s = max(self._answered_s, sent_s)
-                if self._held and not self._cut_off(now_s):
-                    self._decide(self._held)
+                if self._pending_commit and not self._cut_off(now_s):
+                    self._decide(self._pending_commit)
             case m.LighthouseAnswered():
                 self._on_answered(event)
-            case m.LighthouseRefused():
-                self._on_refused(event, now_s)
-            case m.LighthouseFailed(reason) if self._calling:
-                self._on_failed(self._calling, reason)
+            case m.LighthouseRefused(replica_id) if replica_id != self.replica_id:
+                self.reason = f"{replica_id} was refused; this group is {self.replica_id} by now"
+            case m.LighthouseRefused(_, "LOST", reason):
+                self._return(reason, now_s)
+            case m.LighthouseRefused(_, code, reason):
+                self._refused("ALREADY_EXISTS" if code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", reason)
+            case m.LighthouseFailed(why) if self._calling:
+                self._tries += 1
+                if self.config.retries is None or self._tries <= self.config.retries:
+                    self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
+                    self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
+                else:
+                    tries = f"the lighthouse did not answer in {self._tries} tries: {why}"
+                    self._fail_waiting("UNAVAILABLE", tries)
             case m.LighthouseWantsRestore(settled) if self._calling:
                 self._answer_all(settled)
                 self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
@@ -136,8 +145,8 @@ class Group:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody waits for anything here: a tick changes nothing."""
-        return (self._joining_since_s, self._held, self._calling, self._sums_since_s) == (None,) * 4
+        """True when no rank waits: a tick changes nothing."""
+        return (self._joining_since_s, self._pending_commit, self._calling, self._sums_since_s) == (None,) * 4
 
     @property
     def absent(self) -> list[int]:
@@ -173,8 +182,8 @@ class Group:
     def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
         self._asked = dict(self._waiting)
-        if self._goes:
-            self._let_go()
+        if self._releases:
+            self._release_ranks()
             return
         calls = [self._asked[rank] for rank in sorted(self._asked)]
         if len({(call.member.state, call.member.restored) for call in calls}) > 1:
@@ -225,7 +234,8 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
-            self._notices, self._votes, self._asking, self._at = [], {}, {}, (0, 0)
+            self._notices, self._votes, self._asking = [], {}, {}
+            self._decided_step, self._decided_attempt = 0, 0
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
         self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
@@ -236,42 +246,26 @@ class Group:
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
     def _answer_all(self, restores: int | None) -> None:
-        """One answer for all whose question was put: who does not wait at this moment, between two tries, gets it when it asks again."""
+        """Answers all ranks whose calls were joined; one that is between two tries gets the answer when it calls again."""
         self._round, self._restores = self._asked, restores
-        self._nobody_waits()
+        self._clear_calls()
         for rank in sorted(self._round):
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
         quorum = self.quorum
-        if self._goes:
-            self._out.append(m.LetRankGo(rank))
+        if self._releases:
+            self._out.append(m.AnswerRank(rank, m.Released()))
         elif self._restores is not None:
-            self._out.append(m.RestoreRank(rank, self._restores))
+            self._out.append(m.AnswerRank(rank, m.WantsRestore(self._restores)))
         elif quorum:
-            known = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
-            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, known=known)
+            same = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
+            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
             self._out.append(m.AnswerRank(rank, part))
 
-    def _on_failed(self, call: m.Call, why: str) -> None:
-        self._tries += 1
-        if self.config.retries is None or self._tries <= self.config.retries:
-            self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
-            self._out.append(m.CallLighthouse(call, self.config.retry_s))
-        else:
-            self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
-
-    def _on_refused(self, event: m.LighthouseRefused, now_s: float) -> None:
-        if event.replica_id != self.replica_id:
-            self.reason = f"{event.replica_id} was refused; this group is {self.replica_id} by now"
-        elif event.code == "LOST":
-            self._return(event.reason, now_s)
-        else:
-            self._refused("ALREADY_EXISTS" if event.code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", event.reason)
-
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
-        """A newcomer is told: what is wrong is the user's to mend, and asking again no help. Whoever was a member holds a state: it waits,
-        for what is wrong may be the lighthouse (another one's, with other times, another token, a job that began anew without us)."""
+        """Fails a newcomer's calls: the user has to correct its settings. A former member has a state, and tries again: the error may be
+        the lighthouse's (of another job, with other times or another token, or one that began anew)."""
         if self.quorum is None:
             self._fail_waiting(code, reason)
         elif self._calling:
@@ -280,15 +274,15 @@ class Group:
             self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
 
     def _return(self, why: str, now_s: float) -> None:
-        """Lost is final for an id, not for the state: the group goes on under another id of the same process. It is heard of again when
-        all its ranks have asked: one that hangs keeps nobody waiting, and its successor finds the name free."""
+        """Takes another id of the same process, as the lighthouse has given up this one; the state is kept. The stream opens when all ranks
+        have asked: a rank that hangs keeps no other group waiting, and a successor finds the name free."""
         self._returns += 1
         self.replica_id = f"{self.config.replica_id}.{self._returns}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
         self._away = self._calling is None
         self._out.append(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
-        if self._held:
-            self._fail_held(f"lost before the commit: {why}")
+        if self._pending_commit:
+            self._fail_pending_commit(f"lost before the commit: {why}")
         elif self.quorum:
             self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
         if self._calling:
@@ -299,11 +293,11 @@ class Group:
     def _fail_waiting(self, code: Any, reason: str) -> None:
         for rank in sorted(self._waiting):
             self._out.append(m.FailRank(rank, code, reason))
-        self._nobody_waits()
+        self._clear_calls()
         self.reason = reason
 
-    def _nobody_waits(self) -> None:
-        """Whoever asks next is the first: what came before has been answered, and says nothing about who is late."""
+    def _clear_calls(self) -> None:
+        """Clears the calls that were answered: the next one is the first of a new round."""
         self._waiting, self._calling, self._joining_since_s = {}, None, None
         self._asks_since_s, self._lighthouse_says = None, ""
 
@@ -312,7 +306,7 @@ class Group:
     def _on_vote(self, vote: Vote, now_s: float) -> None:
         key = vote.key
         done = self._outcomes.get(key)
-        if done and self._held is not done:
+        if done and self._pending_commit is not done:
             self._out.append(m.AnswerVote(vote.group_rank, done))
             return
         if stale := self._stale(vote):
@@ -333,8 +327,11 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if vote.quorum_id != current:
             return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
-        if vote.kind != "healed" and (vote.step, vote.attempt) < self._at:
-            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {self._at[0]}, attempt {self._at[1]}"
+        step, attempt = self._decided_step, self._decided_attempt
+        if vote.kind != "healed" and (vote.step, vote.attempt) < (step, attempt):
+            return (
+                f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {step}, attempt {attempt}"
+            )
         if not 0 <= vote.group_rank < self.config.world_size:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""
@@ -357,22 +354,23 @@ class Group:
         elif self._away:  # no beat is answered before all ranks have asked anew
             self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
         else:
-            self._held = self._outcomes[key] = outcome
-            self._held_since_s = now_s
+            self._pending_commit = self._outcomes[key] = outcome
+            self._pending_since_s = now_s
             self.reason = f"the commit waits: no answer from the lighthouse since {self._answered_s:g}"
 
-    def _fail_held(self, reason: str) -> None:
-        if self._held:
-            self._decide(replace(self._held, verdict="failed", reason=reason))
+    def _fail_pending_commit(self, reason: str) -> None:
+        if self._pending_commit:
+            self._decide(replace(self._pending_commit, verdict="failed", reason=reason))
 
     def _decide(self, outcome: Outcome) -> None:
-        key: Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        self._held = None
+        key = outcome.key
+        self._pending_commit = None
         if outcome.kind == "healed":
             self._healed = outcome.verdict == "yes"
         else:
             outcome = replace(outcome, healed=True) if self._healed else outcome
-            self._at = max(self._at, (outcome.step, outcome.attempt))
+            decided = (self._decided_step, self._decided_attempt), (outcome.step, outcome.attempt)
+            self._decided_step, self._decided_attempt = max(decided)
         self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
@@ -385,7 +383,7 @@ class Group:
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _cut_off(self, now_s: float) -> bool:
-        """Others may have been allowed to take over: whoever commits now might be alone with it."""
+        """True when others may have taken over: a commit could be this group's alone."""
         return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 
     # ---- notices
@@ -399,17 +397,17 @@ class Group:
                 self._overtaken(notice.quorum_id)
             return
         if isinstance(notice, m.GenerationAborted):
-            self._fail_held(f"cut off before the commit: {notice.reason}")
+            self._fail_pending_commit(f"cut off before the commit: {notice.reason}")
         self._tell_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
     def _overtaken(self, quorum_id: int) -> None:
-        """A newer quorum than this group's counts on it, so its own is over: its ranks must not wait on that one."""
+        """Ends its ranks' waits on this group's quorum, if a newer one has this group as a member."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
             self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
 
     def _tell_ranks(self, notice: Notice, except_ranks: Collection[int] = ()) -> None:
-        """Once each; a rank whose stream opens later gets it then."""
+        """Sends each notice once; a rank whose stream opens later gets it then."""
         if notice not in self._notices:
             self._notices.append(notice)
             self._out += [m.NotifyRank(rank, notice) for rank in sorted(self._streams.difference(except_ranks))]
@@ -418,8 +416,8 @@ class Group:
 
     def waits(self, now_s: float) -> tuple[str, float] | None:
         """Returns the reason of this group's wait and since when it lasts, where none of its ranks is late."""
-        if self._held:
-            return f"the commit waits: {self._lighthouse_is_away(now_s)}", self._held_since_s
+        if self._pending_commit:
+            return f"the commit waits: {self._lighthouse_is_away(now_s)}", self._pending_since_s
         if self._calling and self._asks_since_s is not None:
             away = now_s - self._answered_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
             says = [self._lighthouse_is_away(now_s)] * away + [self._lighthouse_says] * bool(self._lighthouse_says)
@@ -432,21 +430,21 @@ class Group:
         return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
 
     def _give_up_waiting(self) -> None:
-        """The ranks ask for a quorum next, or do already: then all hold one state, and each is let go."""
-        self._goes, why = True, "this group was asked to leave while it waited"
-        if self._held:
-            self._fail_held(why)
+        """Ends the wait, after which all ranks ask for a quorum, and are released with one state."""
+        self._releases, why = True, "this group was asked to leave while it waited"
+        if self._pending_commit:
+            self._fail_pending_commit(why)
         elif self._calling:
-            self._let_go()
+            self._release_ranks()
         elif self.quorum:
             self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
-    def _let_go(self) -> None:
+    def _release_ranks(self) -> None:
         self._answer_all(None)
         self.reason = "asked to leave while it waited: all ranks are let go"
 
     def _on_tick(self, now_s: float) -> None:
-        """A rank that died before it opened its stream, or hangs, leaves the others waiting: they ask within seconds of each other."""
+        """Ends the group where a rank is late by stall_s: it died before it opened its stream, or hangs."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
             self._joining_since_s += gap_s  # this process was stopped, or the machine asleep, and the ranks with it
@@ -459,8 +457,8 @@ class Group:
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
-                self._out.append(m.TellWaits(reason, now_s - since_s))
-            if self._wants_to_leave and not self._goes and now_s - since_s >= GO_BEATS * beat_s:
+                self._out.append(m.Waits(reason, now_s - since_s))
+            if self._wants_to_leave and not self._releases and now_s - since_s >= GO_BEATS * beat_s:
                 self._give_up_waiting()
 
     def _end(self, why: str) -> None:

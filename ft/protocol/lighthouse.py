@@ -1,12 +1,11 @@
-"""The lighthouse's machine: who is in the quorum, and the answer to each call. Driven by rpc/lighthouse_service.py and sim/.
+"""The lighthouse's machine: forms quorums, and answers or refuses each call. Driven by rpc/lighthouse_service.py and the simulator.
 
-Who is there is kept by roster.py; whether that makes a quorum is decided by rules.py, a pure function of what the roster counts; what
-has happened to the newest quorum, and what its members are told of it, is in generation.py.
-`Lighthouse` takes what is said to it apart, refuses what cannot be, and issues.
+roster.py has the live ids; rules.py decides, as a pure function of the roster's counts, whether they make a quorum; generation.py has the
+history of the newest quorum, and the notices of it.
 
 Where the rules leave a choice:
 - A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew
-  without a state file. They are told that theirs is over, and heal.
+  without a state file. They are notified that theirs is over, and heal.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from dataclasses import dataclass, field, replace
 from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
-from ft.protocol.roster import Roster, word_s
+from ft.protocol.roster import Roster, takeover_order_s
 from ft.protocol.rules import (
     Decision,
     Problem,
     QuorumView,
+    choose_sitting_out,
     decide,
     in_words,
     pairs_with,
-    parts,
     unlike,
     validate_request,
 )
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
-LEAP = 1_000_000  # over the ids that a lost state file may have known: more than there are while a group is away
+LEAP = 1_000_000  # over the ids of a lost state file: more than are issued while a group is away
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class LighthouseConfig:
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
-    num_replica_groups: int = 0  # that the job is meant to have; 0: not said
+    num_replica_groups: int = 0  # of the whole job; 0: unknown
     sit_out_s: float = 10.0  # at least; doubles each time, up to
     most_sit_out_s: float = 30.0
 
@@ -55,7 +54,7 @@ class LighthouseConfig:
 
     @property
     def supersede_s(self) -> float:
-        """A name's live id may be replaced when it was silent for so long: two beats and some time on the way, for who beats is there."""
+        """Silence after which a name's live id may be replaced: two beats and their time on the way."""
         return min(2.5 * self.times.beat_s, self.times.heartbeat_timeout_s)
 
 
@@ -72,15 +71,14 @@ class Lighthouse:
         fresh: bool = False,
         lower_terms: bool = False,
     ) -> None:
-        """`epoch`: unique to this start, used unless `saved` or a report names the job's. saved: the state file. fresh: a state file is
-        kept, but there was none yet. Neither (it is lost): members' reports are awaited for takeover_s, lest a newcomer take over while
-        they go on; with takeover_s None until there is one, or an operator's word.
-        lower_terms: an operator's word, too: the config's terms count, though the state file's may be higher."""
+        """`epoch`: unique to this start, used unless `saved` or a report names the job's. `saved`: the state file. `fresh`: there was none
+        yet. Neither: it is lost, and members' reports are awaited for takeover_s (None: until there is one, or an operator's order), lest a
+        newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         self.config = config = config.under(terms)
         self.roster = Roster()
         self.reason = "nobody has called"
-        self._generation: QuorumRecord | None = None  # of the newest quorum
+        self._record: QuorumRecord | None = None  # of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
         self._shape: Shape = ()  # of the job
@@ -99,12 +97,12 @@ class Lighthouse:
     @property
     def quorum(self) -> Quorum | None:
         """The newest."""
-        return self._generation.quorum if self._generation else None
+        return self._record.quorum if self._record else None
 
     @property
     def saved(self) -> Saved:
         """The state that a restart needs."""
-        over = self._generation is not None and not self.roster.claims  # nobody holds a state any more
+        over = self._record is not None and not self.roster.claims  # nobody holds a state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
         return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
 
@@ -140,7 +138,7 @@ class Lighthouse:
             case m.Leave():
                 self._on_leave(event, now_s)
             case m.TakeOver():
-                self.roster.word_until_s = now_s + word_s(self.config.times.takeover_s)
+                self.roster.takeover_until_s = now_s + takeover_order_s(self.config.times.takeover_s)
             case m.Evict(replica_id):
                 self.roster.end_claim(replica_id, -math.inf)
                 self._lose([replica_id], "an operator evicted it")
@@ -152,7 +150,7 @@ class Lighthouse:
     def _on_call(self, event: Call, now_s: float) -> None:
         if self._refused(event, now_s):
             return
-        roster, generation, member = self.roster, self._generation, event.member
+        roster, record, member = self.roster, self._record, event.member
         replica_id = member.replica_id
         peer = roster.see(replica_id, event.kind, now_s)
         if event.kind == "pharos":
@@ -161,20 +159,15 @@ class Lighthouse:
                 return  # a late copy of an older question
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
-            if generation and generation.repeats(event, retried=retried):
-                if generation.holds(member):
-                    self._emit(m.Answer((replica_id,), generation.quorum))
+            if record and record.repeats(event, retried=retried):
+                if record.has_state_of(member):
+                    self._emit(m.Answer((replica_id,), record.quorum))
                     return
-                generation.fail(f"{replica_id} has gone on since it was put in", replica_id)
-            if (
-                generation
-                and event.failed
-                and event.known == generation.quorum.quorum_id
-                and replica_id in roster.previous
-            ):
-                generation.keep_wait(replica_id)
-                if not generation.failed:
-                    generation.fail(f"{replica_id}: the generation failed", replica_id)
+                record.fail(f"{replica_id} has gone on since it was put in", replica_id)
+            if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
+                record.keep_wait(replica_id)
+                if not record.failed:
+                    record.fail(f"{replica_id}: the generation failed", replica_id)
             self._excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
@@ -185,8 +178,8 @@ class Lighthouse:
         peer.call, peer.called, peer.cancelled = event, True, False
         roster.place(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
-        if generation and newcomer and replica_id in roster.candidates:
-            generation.announce(f"{replica_id} waits to come in", now_s)
+        if record and newcomer and replica_id in roster.candidates:
+            record.announce(f"{replica_id} waits to come in", now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
@@ -204,19 +197,19 @@ class Lighthouse:
                     self._settled = max(self._settled, event.settled)
         roster.see(replica_id, "pharos", now_s).stream = True
         roster.live.setdefault(m.name_of(replica_id), replica_id)
-        if self._generation:
+        if self._record:
             member = replica_id in roster.previous
-            if member and 0 < known_id < self._generation.quorum.quorum_id:
-                self._emit(m.Answer((replica_id,), self._generation.quorum))
+            if member and 0 < known_id < self._record.quorum.quorum_id:
+                self._emit(m.Answer((replica_id,), self._record.quorum))
             elif (
                 known_id and not member
             ):  # left out by the lighthouse that was here before, which alone knew since when
                 roster.left_out.setdefault(replica_id, now_s)
-            self._generation.bring_up_to_date(replica_id, known_id)
+            self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
-        """Closed by the kernel of a process that ended, as a rule. But one that was not heard of for long may have been given up by a
-        timeout of the transport; and where this lighthouse was itself stopped, the group may have given it up: then silence tells."""
+        """Takes a broken stream for the end of its process, whose kernel closes it, unless this lighthouse was stopped: then the group may
+        have given it up, and silence decides."""
         timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
         if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
@@ -232,12 +225,12 @@ class Lighthouse:
             return
         self.roster.see(event.replica_id, "pharos", now_s)
         self.roster.hear_blame(event.replica_id, event.blame)
-        generation = self._generation
-        if generation and event.replica_id in self.roster.previous:
-            in_it = event.commit_quorum_id == generation.quorum.quorum_id
+        record = self._record
+        if record and event.replica_id in self.roster.previous:
+            in_it = event.commit_quorum_id == record.quorum.quorum_id
             of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
             self._settled = max(self._settled, event.settled * of_this_history, (event.step - 1) * in_it)
-            generation.hear(event, now_s)
+            record.hear(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
         roster, replica_id, held = self.roster, event.replica_id, len(self.roster.claims)
@@ -253,19 +246,19 @@ class Lighthouse:
         if replica_id in roster.previous:
             roster.gone.add(replica_id)
         roster.forget(replica_id, event.reason)
-        if self._generation and replica_id in roster.previous:
+        if self._record and replica_id in roster.previous:
             if event.finished:
-                self._generation.finish(replica_id)
-            self._generation.announce(f"{replica_id} {event.reason}", now_s)
+                self._record.finish(replica_id)
+            self._record.announce(f"{replica_id} {event.reason}", now_s)
 
     def _on_tick(self, now_s: float) -> None:
-        roster, generation, times = self.roster, self._generation, self.config.times
+        roster, record, times = self.roster, self._record, self.config.times
         gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
         if gap_s > times.heartbeat_timeout_s / 2:  # it was itself stopped, and missed beats: silence is counted without
             roster.extend_deadlines(gap_s, now_s)
-            if generation:
-                generation.extend_deadlines(gap_s, now_s)
+            if record:
+                record.extend_deadlines(gap_s, now_s)
         silent = roster.silent(now_s, times.heartbeat_timeout_s)
         self._lose(silent, f"silent for {times.heartbeat_timeout_s:g} s")
         for replica_id in silent:
@@ -273,12 +266,12 @@ class Lighthouse:
         roster.expire_claims(now_s, times.takeover_s)
         why = f"others went on without it, and for {times.stall_s:g} s it has not called"
         self._lose(roster.stalled(now_s, times.stall_s), why)
-        if generation:
-            self._lose(*generation.stalled(now_s))
-            generation.end_crossed_waits(now_s)
+        if record:
+            self._lose(*record.stalled(now_s))
+            record.end_crossed_waits(now_s)
         roster.end_waits(now_s)
-        if generation and roster.candidates and roster.waited(now_s) >= times.beat_s:
-            generation.announce(f"{next(iter(roster.candidates))} waits", now_s)
+        if record and roster.candidates and roster.waited(now_s) >= times.beat_s:
+            record.announce(f"{next(iter(roster.candidates))} waits", now_s)
         if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
             self._persist(now_s)
 
@@ -290,7 +283,7 @@ class Lighthouse:
             self._settle_odd(now_s)
         if not roster.candidates:
             return
-        if roster.word_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._generation is None:
+        if roster.takeover_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
         decision = decide(self.view(now_s))
@@ -301,7 +294,7 @@ class Lighthouse:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
         least = self.config.min_replicas
-        if cut and (out := parts(decision, cut, least)):  # some sit out, and the others go on
+        if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
             roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
             self._evaluate(now_s)
             self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
@@ -314,7 +307,7 @@ class Lighthouse:
             self._call_back(now_s)
 
     def _call_back(self, now_s: float) -> None:
-        """Lets in who sits out where there is no quorum without; those whose heals failed only when it is clear that nobody else comes."""
+        """Lets in members that sit out where there is no quorum without them; those whose heals failed only when no other group comes."""
         roster, view, least = self.roster, self.view(now_s), self.config.min_replicas
         alone = view.healthy < least and view.waited_s >= view.join_timeout_s
         if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
@@ -336,16 +329,16 @@ class Lighthouse:
         # The id grows if the members changed, one of them reports a failed generation or knows of a quorum that this lighthouse does not;
         # else they keep it. It also grows when they go back to a checkpoint: what was decided on the steps after it keeps its names.
         if (
-            self._generation is None
-            or self._generation.failed
-            or self._generation.quorum.ids != ids
+            self._record is None
+            or self._record.failed
+            or self._record.quorum.ids != ids
             or any(member.commit_failures > 0 or member.restored is not None for member in decision.members)
-            or any(call.known > self._generation.quorum.quorum_id for call in calls)
+            or any(call.known > self._record.quorum.quorum_id for call in calls)
         ):
             new_id = self._last_id = self._highest_id + 1
             self._forgot = False
         else:
-            new_id = self._generation.quorum.quorum_id
+            new_id = self._record.quorum.quorum_id
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._shape)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = new_id
@@ -353,19 +346,19 @@ class Lighthouse:
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number
         self._excuse_heals(now_s)
-        generation = self._take(quorum, now_s)
+        record = self._take(quorum, now_s)
         self._persist(now_s)
         self._emit(m.Answer(ids, quorum))
-        generation.leave_behind(old)
+        record.leave_behind(old)
 
     def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
-        generation = self._generation
-        if generation and generation.quorum.quorum_id == quorum.quorum_id:
-            generation.renew(quorum)
+        record = self._record
+        if record and record.quorum.quorum_id == quorum.quorum_id:
+            record.renew(quorum)
         else:
-            generation = self._generation = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
+            record = self._record = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
         self.roster.take(quorum, now_s)
-        return generation
+        return record
 
     def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         """From the state file or a report."""
@@ -381,22 +374,22 @@ class Lighthouse:
         for replica_id in gone:
             if peers[replica_id].call:
                 self._emit(m.Refuse(replica_id, "LOST", why))
-            if self._generation:
-                self._generation.keep_wait(replica_id)
+            if self._record:
+                self._record.keep_wait(replica_id)
             self.roster.forget(replica_id, why)
-        if self._generation:
-            self._generation.lose([i for i in gone if i in self.roster.previous], why)
+        if self._record:
+            self._record.lose([i for i in gone if i in self.roster.previous], why)
 
     def _excuse_heals(self, now_s: float) -> None:
-        """Excuses those whose heal soon ended with the loss of another member."""
-        generation = self._generation
-        if generation and generation.lost:
-            self.roster.excuse_heals(generation.quorum.quorum_id, generation.lost[0], now_s)
+        """Excuses heals that ended early, with the loss of another member."""
+        record = self._record
+        if record and record.lost:
+            self.roster.excuse_heals(record.quorum.quorum_id, record.lost[0], now_s)
 
     # ---- what to refuse
 
     def _refused(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group under one name, another shape, absurd claims. True: it did."""
+        """Refuses a lost id, a wrong kind, a second group under one name, another shape, impossible claims. True: it did."""
         member = event.member
         if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
             return True
@@ -411,10 +404,10 @@ class Lighthouse:
         return problem is not None
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
-        """The job's is its members', whoever called before they did; where none may come back, that of the first to call."""
-        roster, generation = self.roster, self._generation
-        if generation and roster.was_in(event.member.replica_id):
-            if self._shape != (shape := generation.quorum.shape or event.shape):
+        """Settles the job's shape: its members', or, where none may come back, that of the first caller."""
+        roster, record = self.roster, self._record
+        if record and roster.was_in(event.member.replica_id):
+            if self._shape != (shape := record.quorum.shape or event.shape):
                 self._take_shape(shape)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
             self._take_shape(event.shape)
@@ -431,7 +424,7 @@ class Lighthouse:
             roster.place(replica_id)
 
     def _settle_odd(self, now_s: float) -> None:
-        """Refuses callers of another layout than the members' when one is heard of; where those may be taken over, it is a new job's."""
+        """Refuses callers of another shape than the members' when one is heard of; where those may be taken over, takes the callers'."""
         roster = self.roster
         if roster.has_members:
             self._take_shape(self._shape)
@@ -444,7 +437,7 @@ class Lighthouse:
     def refuses(self, kind: Kind) -> Problem:
         """Why members of this kind cannot join. Until one has called, either may."""
         ours = self.roster.kind
-        if kind == ours or (self._generation is None and not self.roster.candidates):
+        if kind == ours or (self._record is None and not self.roster.candidates):
             return None
         return ("FAILED_PRECONDITION", f"this job's quorums hold members of {ours}; {kind} cannot join them")
 
@@ -453,15 +446,14 @@ class Lighthouse:
             self.roster.settle_kind(kind)
 
     def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
-        """Refuses a foreign or lost id. Of a foreign one nothing is remembered."""
+        """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
         if problem := self.refuses(kind):
             self._emit(m.Refuse(replica_id, *problem))
         return problem is not None or self._is_lost(replica_id, now_s)
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
-        """Tells it so. It will return under another id, and is awaited for a moment: those whom a cut had kept away come back within
-        milliseconds of each other, and the first few must not form a quorum without the rest. Once: one that beats on under an id that
-        it knows to be lost does not return, and must not keep the others waiting."""
+        """Refuses a lost id, and awaits its return under another one for two beats: groups that were cut off come back within milliseconds
+        of each other, and the first few must not form a quorum without the rest. Once for each id: one that beats on does not return."""
         roster = self.roster
         if replica_id not in roster.lost:
             return False

@@ -6,7 +6,6 @@ The lighthouse has chosen who takes part and from which state all go on; group.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ft.protocol.messages import Member, Part, Quorum, Source, State
 
@@ -16,37 +15,23 @@ def reference_state(members: Sequence[Member]) -> State | None:
     return max((m.state for m in members if not m.void), default=None)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Replica ranks of a quorum, each in one of the two."""
-
-    whole: tuple[int, ...]  # hold the reference state
-    healing: tuple[int, ...]  # must fetch it
-
-
-def roles(quorum: Quorum) -> Roles:
-    """Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
+def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
+    """The replica rank of each group that must fetch the reference state, with those of its sources, at most two, taken in turns.
+    Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
     with init_sync initial states differ under one name, so all but the first reference member fetch."""
-    holders = quorum.holders
-    if quorum.reference[0] == 0 and any(m.init_sync for m in quorum.members):
-        holders = holders[:1]
-    if len(holders) == len(quorum.members):
-        return Roles(holders, ())
-    held = set(holders)
-    return Roles(holders, tuple(rank for rank in range(len(quorum.members)) if rank not in held))
-
-
-def heals(quorum: Quorum) -> dict[int, tuple[int, ...]]:
-    """Sources of each heal: the replica rank of each group that must fetch the reference state, and those of its sources, at most two."""
-    role = roles(quorum)
-    free = [
-        rank for rank in role.whole if not quorum.members[rank].writes_checkpoint
-    ] or role.whole  # the writer is busy enough
-    return {rank: _sources(free, place) for place, rank in enumerate(role.healing)}
+    whole, members = quorum.holders, quorum.members
+    if quorum.reference[0] == 0 and any(m.init_sync for m in members):
+        whole = whole[:1]
+    free = [rank for rank in whole if not members[rank].writes_checkpoint] or whole  # the writer is busy enough
+    healing = sorted(set(range(len(members))).difference(whole))
+    return {
+        rank: tuple(free[(place + offset) % len(free)] for offset in range(min(2, len(free))))
+        for place, rank in enumerate(healing)
+    }
 
 
 def plan(
-    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, known: bool = False
+    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
 ) -> Part:
     """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
 
@@ -54,9 +39,8 @@ def plan(
     Raises KeyError when `replica_id` is not in the quorum.
     """
     me, members = replica_rank(quorum, replica_id), quorum.members
-    role = roles(quorum)
     holders = [members[rank] for rank in quorum.holders]
-    sources = heals(quorum)
+    sources = recover_src_replica_ranks(quorum)
     return Part(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
@@ -67,10 +51,10 @@ def plan(
         reference=quorum.reference,
         heal=me in sources,
         sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
-        heals=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
-        participants=tuple(members[rank].replica_id for rank in role.whole)[:spares_above],
+        recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
+        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:spares_above],
         dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
-        known=known,
+        same_generation=same_generation,
         handles=tuple(_handle(member, group_rank) for member in members),
     )
 
@@ -78,11 +62,6 @@ def plan(
 def _handle(member: Member, group_rank: int) -> str:
     handles = member.reconfigure_handles
     return handles[group_rank] if len(handles) == member.world_size > group_rank else ""
-
-
-def _sources(free: Sequence[int], place: int) -> tuple[int, ...]:
-    """Two for the `place`-th healing group, taken in turns."""
-    return tuple(free[(place + offset) % len(free)] for offset in range(min(2, len(free))))
 
 
 def replica_rank(quorum: Quorum, replica_id: str) -> int:

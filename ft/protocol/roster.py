@@ -1,15 +1,15 @@
-"""The roster of live ids: the facts about each, and the sets of ids that the rules count. lighthouse.py tells it what it has heard.
+"""The roster of live ids: the facts about each, and the sets of ids that the rules count. Written by lighthouse.py.
 
-Whatever changes the standing of an id ends in `place`, which puts that one id into the sets it belongs to: so an event costs the same
-with 2 groups and with 1,000, and a quorum O(N).
+Every change of an id ends in `place`, which puts that one id into its sets: an event costs the same with 2 groups and with 1,000, and a
+quorum O(N).
 
 Where the rules leave a choice:
-- A name's successor ends the claim of a member whose process is gone, but it is no heir: only the same process under a new id ("a:1.1")
-  is. A process is gone for certain if its kernel closed its connection, if it said so, or if an operator did: silence proves nothing.
-- A process whose heals fail again and again sits out for longer each time: what it costs the others is a share of their time that shrinks,
-  and it need not be known why it fails. One that is started anew begins with a clean slate, for that may be the cure.
-- The join time runs from the call of the first *previous* member: a newcomer may have waited for longer than that while a step went
-  on, and those who have just committed it call within milliseconds of each other. From the first call only where no member has called.
+- A name's successor ends the claim of a member whose process is gone, but is no heir: only the same process under a new id ("a:1.1") is. A
+  process is known to be gone if its kernel closed its connection, or if it or an operator announced it: silence proves nothing.
+- A process whose heals fail repeatedly sits out for longer each time, so that its cost to the others shrinks, whatever the cause. A restart
+  clears its count, since that may be the cure.
+- The join time runs from the call of the first *previous* member, as a newcomer may have waited for a whole step, and members that have
+  just committed it call within milliseconds of each other; from the first call only where no member has called.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Quorum
 from ft.protocol.rules import Pairs, QuorumView, pairs_among, pairs_with
 
-LOST_KEPT = 4096  # ids that are remembered as lost; an older one that comes back is a stranger, and heals like one
-WORD_S = 60.0  # that an operator's word holds where takeover_s is "never"
+LOST_KEPT = 4096  # lost ids that are kept; an older one that comes back is treated as a newcomer
+TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "never"
 HEALS_FREE = 2  # that may fail in a row
 EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
-REST_S, MOST_REST_S = 30.0, 600.0  # how long the next failures let a process sit out: twice as long each time
+REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
 
 
 @dataclass
 class Claim:
-    """A last-quorum member's claim to its state: while it may come back, nobody goes on without any of those members."""
+    """A last-quorum member's claim to its state: while one may come back, no others continue without all those members."""
 
     replica_id: str
     seen_s: float  # last, for one that is no longer alive
-    ended: bool = False  # its process is gone for certain: whoever comes next under its name is its successor
+    ended: bool = False  # its process is known to be gone: the next id of its name is its successor
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Peer:
     seen_s: float
     stream: bool = False
     call: Call | None = None  # waiting for a quorum
-    cancelled: bool = False  # nobody waits on that call any more: its answer can go over the stream alone
+    cancelled: bool = False  # that call has ended: its answer goes over the stream
     called_s: float = 0.0
     called: bool = False  # at least once
     number: int = 0  # of its newest call
@@ -87,7 +87,7 @@ class Roster:
         self.heals: OrderedDict[str, HealState] = OrderedDict()  # by name
         self.claims: dict[str, Claim] = {}  # by name
         self.claims_expired = False
-        self.word_until_s = -math.inf  # an operator has said that others may take over: until then
+        self.takeover_until_s = -math.inf  # others may take over, by an operator's order
         self.order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
         self._healthy: dict[str, None] = {}
         self._reachable: dict[str, None] = {}
@@ -104,25 +104,25 @@ class Roster:
     # ---- what the rules look at
 
     def view(self, now_s: float) -> QuorumView:
-        """Always the same one: its collections are the sets that `place` keeps, and what can be counted is put in here."""
+        """Returns the one view, whose collections are the sets that `place` keeps, with its numbers renewed."""
         view = self._view
         view.kind, view.previous = self.kind, self.previous
         back = [self.live.get(name) not in self._healthy for name in self.returning]  # to be counted under the new id
         view.healthy = len(self._healthy) + sum(back)
         view.reachable = len(self._reachable)
         view.claims = len(self.claims)
-        view.claims_expired = self.claims_expired or now_s < self.word_until_s
+        view.claims_expired = self.claims_expired or now_s < self.takeover_until_s
         view.waited_s = self.waited(now_s)
         return view
 
     def waited(self, now_s: float) -> float:
-        """How long the first caller has, seconds; 0 where nobody has called."""
+        """Seconds since the first call; 0 where there is none."""
         members = (self.present or self._heirs) if self.kind == "pharos" else {}
         first = next(iter(members or self.candidates), None)
         return now_s - self.peers[first].called_s if first else 0.0
 
     def place(self, replica_id: str) -> None:
-        """Puts one id into the sets that the rules count. Everything that changes its standing ends here."""
+        """Puts one id into the sets that the rules count. Called after every change of it."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
         alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.odd
         theirs = peer is not None and peer.kind == "torchft"
@@ -145,7 +145,7 @@ class Roster:
     # ---- one id
 
     def see(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
-        """A word of it has come: it is alive."""
+        """Notes a sign of life."""
         back = replica_id not in self.order
         peer = self.peers.get(replica_id)
         if peer is None:
@@ -167,7 +167,7 @@ class Roster:
             self.place(replica_id)
 
     def forget(self, replica_id: str, why: str) -> None:
-        """Final: the id does not come back."""
+        """Removes the id for good."""
         peer, name = self.peers.pop(replica_id, None), m.name_of(replica_id)
         claim = self.claims.get(name)
         if peer and claim and claim.replica_id == replica_id:
@@ -183,7 +183,7 @@ class Roster:
         self.place(replica_id)
 
     def mark_unhealthy(self, replica_id: str) -> None:
-        """Unhealthy until it beats again."""
+        """Removes the id from the healthy ones until it beats again."""
         if peer := self.peers.get(replica_id):
             del self.order[replica_id]
             self._pardon(replica_id)
@@ -203,8 +203,8 @@ class Roster:
     # ---- claims to the state
 
     def is_free(self, now_s: float, takeover_s: float | None) -> bool:
-        """Nobody has a claim to the state, or all who do were silent for so long."""
-        free = not self.claims or self.claims_expired or now_s < self.word_until_s
+        """True when no claim to the state exists, or all claimants were silent for takeover_s."""
+        free = not self.claims or self.claims_expired or now_s < self.takeover_until_s
         return free or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
@@ -214,8 +214,8 @@ class Roster:
         return self.peers[claim.replica_id].seen_s if claim.replica_id in self.peers else claim.seen_s
 
     def settle_claim(self, member: Member) -> None:
-        """A previous member's claim to the state ends when it says itself that it has none, or when its name has a successor and its own
-        process is gone: one that is only silent may train on where this lighthouse does not hear it."""
+        """Ends a previous member's claim when it reports that it has no state, or when its name has a successor and its process is gone:
+        one that is only silent may train on, cut off from this lighthouse."""
         if claim := self.claims.get(member.name):
             same = m.process_of(claim.replica_id) == m.process_of(member.replica_id)
             if member.void if same else claim.ended:
@@ -224,7 +224,7 @@ class Roster:
                 self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
 
     def end_claim(self, replica_id: str, heard_since_s: float) -> None:
-        """The process of that member is gone; to be believed if it was heard of until then. A successor that has called already counts."""
+        """Marks the process of that member as gone, if it was heard of until then; with a successor that has called, its claim ends."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
         if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
@@ -233,22 +233,22 @@ class Roster:
                 self.settle_claim(successor.call.member)
 
     def drop_claim(self, replica_id: str) -> None:
-        """It says itself that it goes."""
+        """Ends the claim of a member that leaves."""
         claim = self.claims.get(m.name_of(replica_id))
         if claim and m.process_of(claim.replica_id) == m.process_of(replica_id):
             del self.claims[m.name_of(replica_id)]
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
-        """Claims do, and so does an operator's word against them: it holds for as long as somebody waits, and takeover_s."""
+        """Expires claims after takeover_s of silence, and an operator's order takeover_s after the last wait."""
         if self.claims and self.candidates and not self._heirs:
             self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
-        if self.candidates and now_s < self.word_until_s:
-            self.word_until_s = now_s + word_s(takeover_s)
+        if self.candidates and now_s < self.takeover_until_s:
+            self.takeover_until_s = now_s + takeover_order_s(takeover_s)
 
     # ---- those that cannot work together
 
     def hear_blame(self, replica_id: str, others: Collection[str]) -> None:
-        """Replaces what the group said before of those it cannot work with."""
+        """Replaces the members that the group cannot work with."""
         if not others:
             self._pardon(replica_id)
         elif self.blames.get(replica_id) != (named := frozenset(map(m.process_of, others))):
@@ -259,15 +259,15 @@ class Roster:
             self._pairs = None
 
     def pairs(self, ids: Collection[str]) -> Pairs:
-        """Returns the pairs among these that cannot work together. Those of a cut between hundreds are counted once, not at each event."""
+        """Returns the pairs among these that cannot work together; counted once, not at each event."""
         asked = tuple(ids)
         if self._pairs is None or self._pairs[0] != asked:
             self._pairs = asked, pairs_among(asked, self.blames)
         return self._pairs[1]
 
     def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
-        """They are no candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; nor as long as
-        they cannot work with somebody who is there."""
+        """Excludes candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; and as long as they
+        cannot work with a member that is present."""
         parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
         for pair in cut:
             for replica_id in pair & parted.keys():
@@ -283,7 +283,7 @@ class Roster:
             self._sat.pop(next(iter(self._sat)))
 
     def hear_of_heal(self, member: Member, now_s: float) -> None:
-        """A member asks anew. Where it was to fetch a state in the quorum before, it shows now whether it has one."""
+        """Counts a heal of the last quorum as failed if its member calls again without a state."""
         heal = self.heals.get(member.name)
         if heal is None:
             return
@@ -299,13 +299,13 @@ class Roster:
             self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
 
     def excuse_heals(self, quorum_id: int, lost: str, now_s: float) -> None:
-        """That quorum ended with the loss of this id: no other one's heal has failed, unless it had time enough."""
+        """Excuses heals of a quorum that ended with the loss of another id, unless they had EXCUSED_S."""
         for name, heal in self.heals.items():
             if heal.quorum_id == quorum_id and name != m.name_of(lost) and now_s - heal.since_s < EXCUSED_S:
                 heal.quorum_id = 0
 
     def why_it_sits_out(self, replica_id: str) -> str:
-        """Empty: it does not."""
+        """The reason for which an id sits out; empty: it does not."""
         if replica_id not in self.sitting:
             return ""
         if self.sitting[replica_id][1]:
@@ -314,9 +314,9 @@ class Roster:
         return f"its last {failed} heals failed, so the others go on without it for {rest_s(failed - HEALS_FREE):g} s"
 
     def let_in(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
-        """Lets in members that sit out and that nothing parts any more from anybody who is there: at once where all those that
-        they were parted from are gone, or where it is `early` that they are wanted; or, of those whose heals failed, where nobody else is
-        there, or `unhealed` says that they are wanted. True: there is one."""
+        """Lets in members that sit out and can work with all that are present, when their time is over. Before that: those whose links
+        failed, if `early`, or if the members that they could not reach are gone; those whose heals failed, if `unhealed`, or if no other
+        member is present. True: there is one."""
         here = {m.process_of(i) for i in self.order}
         there = [i for i in self.order if i not in self.sitting]
         let_in = []
@@ -338,7 +338,7 @@ class Roster:
             self.place(replica_id)
 
     def take(self, quorum: Quorum, now_s: float) -> None:
-        """Its members are the previous ones from now on, and the claims to the state are theirs."""
+        """Makes its members the previous ones, with the claims to the state."""
         before, self.previous = self.previous, frozenset(quorum.ids)
         if self.previous != before:
             self._processes = frozenset(map(m.process_of, quorum.ids))
@@ -347,7 +347,7 @@ class Roster:
             for i in sorted({*self.left_out, *before} - self.previous)
             if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
         }
-        self.gone, self.claims_expired, self.word_until_s = set(), False, -math.inf
+        self.gone, self.claims_expired, self.takeover_until_s = set(), False, -math.inf
         for member in quorum.members:
             heal = self.heals.pop(member.name, None)
             if member.state != quorum.reference:
@@ -363,7 +363,7 @@ class Roster:
             self.place(replica_id)  # who waits on under a new id may have been in it under the old one
 
     def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
-        """From the state file or a report: its members are alive until they were silent for a whole heartbeat timeout from now."""
+        """Counts the members of a quorum from the state file or a report as alive, for a heartbeat timeout from now."""
         for member in quorum.members:
             self.lost.pop(member.replica_id, None)
             self.told.discard(member.replica_id)
@@ -374,7 +374,7 @@ class Roster:
     # ---- time
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
-        """Healthy ids of which nothing was heard for so long."""
+        """Healthy ids that were silent for timeout_s."""
         silent = []
         for replica_id in self.order:
             if now_s - self.peers[replica_id].seen_s < timeout_s:
@@ -383,28 +383,28 @@ class Roster:
         return silent
 
     def stalled(self, now_s: float, limit_s: float) -> list[str]:
-        """Ids whose server beats, and who have not called since the others went on without them, so long ago."""
+        """Ids whose server beats, and that have not called in the limit_s since the others went on without them."""
         peers = self.peers
         self.left_out = {i: since_s for i, since_s in self.left_out.items() if i in peers and not peers[i].call}
         return [i for i, since_s in self.left_out.items() if now_s - since_s >= limit_s]
 
     def end_waits(self, now_s: float) -> None:
-        """Nobody is awaited, or sits out, for longer than it was said."""
+        """Ends waits for returning groups, and times of sitting out, that are over."""
         self.returning = {name: until_s for name, until_s in self.returning.items() if until_s > now_s}
         if self.sitting:
             self.let_in(now_s)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Silence is counted without the gap."""
+        """Counts silence without the gap."""
         for peer in self.peers.values():
             peer.seen_s, peer.called_s = min(peer.seen_s + gap_s, now_s), min(peer.called_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_s = min(claim.seen_s + gap_s, now_s)
 
 
-def word_s(takeover_s: float | None) -> float:
-    """Seconds that an operator's word holds where nobody waits for it."""
-    return takeover_s or WORD_S
+def takeover_order_s(takeover_s: float | None) -> float:
+    """Validity of an operator's order, in seconds, where no group waits for it."""
+    return takeover_s or TAKEOVER_ORDER_S
 
 
 def rest_s(times: int) -> float:
@@ -412,7 +412,7 @@ def rest_s(times: int) -> float:
 
 
 def _keep(ids: dict[str, None], replica_id: str, inside: bool) -> None:
-    """Puts it in or out; a place once taken is kept, where the order counts."""
+    """Adds the id at the end, or removes it; one that is in keeps its place."""
     if inside:
         ids.setdefault(replica_id)
     else:

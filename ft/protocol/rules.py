@@ -1,12 +1,12 @@
-"""The quorum rules: which members go on together, from which state, and what no honest member claims. Pure functions of what roster.py
-counts. Members that cannot work together say so, and lighthouse.py parts them before a quorum that has both would fail; either side's word
-is enough.
+"""The quorum rules: the members that continue together, their reference state, and the claims that are refused. Pure functions of the
+roster's counts. Members that cannot work together report it, and lighthouse.py keeps one of each pair out of the quorum; one report is
+enough.
 
 Where the rules leave a choice:
-- The reference state is the furthest that a member of the *previous* quorum holds. Whoever comes from elsewhere with a further one (a
-  job that was taken over, a lie) heals. So the line of quorums is the history, and a quorum carries the state that it chose.
-- "Highest committed step" is the highest *settled* one: one group may have committed a step that nobody else has, and then die; the
-  others go on from the step before, which is what they all hold.
+- The reference state is the furthest that a member of the *previous* quorum holds. A group from elsewhere with a further one (of a job that
+  was taken over) heals. So the line of quorums is the history, and a quorum has the state that it chose.
+- "Highest committed step" is the highest *settled* one: a group may have committed a step alone, and then die; the others go on from the
+  step before, which all of them hold.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Decision:
 
 
 def decide(view: QuorumView) -> Decision:
-    """The members of the next quorum, or why there is none yet. Never an empty quorum. torchft's members play by the first rules alone,
-    and count before they shrink. Ours count after it, so a shrink for which too few are left is not honoured: it could never end."""
+    """The members of the next quorum, or the reason for which there is none yet. For torchft's members only the first rules apply, and
+    min_replicas counts before a shrink. Ours count after it, so a shrink that leaves too few is ignored: it could never end."""
     ours = view.kind == "pharos"
     shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
     count = len(view.present) if shrink and (ours or not view.present) else len(view.candidates)
@@ -92,7 +92,7 @@ def decide(view: QuorumView) -> Decision:
 
 
 def validate_request(event: Call) -> Problem:
-    """Refuses claims that no honest member makes. torchft's may leave world size and addresses out."""
+    """Refuses impossible claims. torchft's members may leave world size and addresses out."""
     member = event.member
     texts = (member.replica_id, member.address, member.store_address, member.commit_id)
     all_texts = "".join(texts)  # as a rule shorter in all than one may be
@@ -106,9 +106,9 @@ def validate_request(event: Call) -> Problem:
     return None
 
 
-def strangers(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
-    """Returns members, by rank, whose shape is not the job's, and the difference. The job's is what most `holders` have, who hold its
-    state (of all members, where there are none); of equally many, that of the lowest rank."""
+def shape_mismatches(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
+    """Returns members, by rank, whose shape is not the job's, with the differing keys. The job's is that of most `holders` of its state (of
+    all members, where there are none); of equally many, that of the lowest rank."""
     votes = Counter(shapes[rank] for rank in sorted(holders) or range(len(shapes)))
     job = dict(votes.most_common(1)[0][0])
     differ = {rank: _differ(shape, job) for rank, shape in enumerate(shapes)}
@@ -144,10 +144,10 @@ def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collect
     return frozenset(frozenset((replica_id, i)) for i in cut)
 
 
-def parts(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
-    """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or nobody
+def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
+    """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or none
     with the state."""
-    holders = {member.replica_id for member in decision.members if member.state == decision.reference}
+    holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = smallest_cover(pairs, holders)
     if holders <= out:  # more may have to sit out that one of them stays
         out = frozenset().union(*pairs) - holders
@@ -158,20 +158,16 @@ def parts(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
 
 @lru_cache(4)  # asked for at each event while members wait for their links
 def in_words(pairs: Pairs) -> str:
-    """Says which links are cut, the first few of them."""
+    """Names the first few of the cut links."""
     named = nsmallest(3, (" and ".join(sorted(pair)) for pair in pairs))
     more = f", and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""
     return f"{'; '.join(named)}{more} cannot work together: no connection comes about, or they are unlike each other"
 
 
-def smallest_cover(pairs: Collection[frozenset[str]], spare: Collection[str] = ()) -> frozenset[str]:
+@lru_cache(4)
+def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozenset[str]:
     """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
     outside `spare`, then those blamed more often, then the last by name."""
-    return _cover(frozenset(pairs), frozenset(spare))
-
-
-@lru_cache(4)
-def _cover(pairs: Pairs, spare: frozenset[str]) -> frozenset[str]:
     others: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:
         others[one].add(other)

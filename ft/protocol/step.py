@@ -4,7 +4,7 @@
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
         |                                                                                  Reduced, or failed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
-                           VOTING: again -> COMPUTING, next attempt, same generation, kept gradients
+                           VOTING: retry -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation stands: kept gradients again
 
 A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
@@ -36,16 +36,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from itertools import cycle
 from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, NONE, at, find_divergent
-from ft.protocol.ledger import MAX_UNABLE, Ledger
-from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, State, Vote
+from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, State, Vote, process_of
+
+MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,137 @@ class StepConfig:
     restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
     writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """The effect of a commit on the ledger."""
+
+    contributed: tuple[int, ...]  # slots
+    holes: tuple[int, ...]  # slots of the deal that did not make it, and will be dealt again
+    useless: tuple[int, ...]  # slots that were MAX_UNABLE times unable: skipped, or the reason to stop
+
+
+class Ledger:
+    """Which samples are trained on when, each exactly once. Identical in every group: it changes by commits alone, and their tails are
+    identical.
+
+    A slot is the batch of one group in one step, named by the position of its first sequence. A step's deal is made once, at its first
+    quorum: to the participants in the order of their replica_rank, first the holes (slots that were dealt before and never made it into
+    a commit), then new positions. A deal takes nothing out of the ledger; only a commit does. So a deal may be dropped at any time, and
+    the ledger that is saved knows nothing of groups and ranks.
+
+    With slots_per_step the data of a step does not depend on the groups that are there: each deal has so many slots, a group may own
+    several of them or none, and those of a group that is gone are computed by the others in the same step (`redeal`), so a step leaves no
+    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was dealt.
+    """
+
+    def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
+        self.slot_size = slot_size
+        self.slots_per_step = slots_per_step  # 0: one for each participant
+        self.position = 0  # all sequences before it were committed, but for the holes
+        self.holes: list[int] = []  # sorted
+        self.unable: dict[int, int] = {}  # hole -> times
+        self.skipped: list[int] = []
+        # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
+        self.pending: dict[int, str] = {}
+
+    def width(self, participants: int) -> int:
+        """Slots of a deal to so many groups."""
+        return self.slots_per_step or participants
+
+    def deal(self, participants: Sequence[str]) -> dict[int, str]:
+        """The deal of the coming step, in turns. An open one is kept, whoever is there now: `redeal` is for that."""
+        if not self.pending:
+            count = self.slots_per_step or len(participants)
+            new = count - len(self.holes)
+            slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)][:count]
+            self.pending = dict(zip(slots, cycle(participants), strict=False))
+        return dict(self.pending)
+
+    def redeal(self, participants: Sequence[str]) -> None:
+        """Handles the slots of groups that are gone, in the open deal: they become holes at the commit; with slots_per_step others are to
+        compute them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
+        if not self.slots_per_step:
+            return
+        there = {process_of(replica_id) for replica_id in participants}
+        owned = Counter(map(process_of, self.pending.values()))
+        deal = dict(self.pending)
+        for slot, owner in self.pending.items():
+            if process_of(owner) not in there:
+                deal[slot] = heir = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
+                owned[process_of(heir)] += 1
+        self.pending = deal
+
+    @property
+    def deal_id(self) -> str:
+        """Equal names, equal deals, given equal ledgers. Empty: there is no open deal."""
+        return _deal_id(tuple(self.pending), tuple(self.pending.values())) if self.pending else ""
+
+    def drop(self) -> None:
+        """Returns the open deal: all its slots, as if they had never been dealt."""
+        self.pending = {}
+
+    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> LedgerEntry:
+        """`tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: none, and its group
+        said that it cannot. skip: a slot that was unable too often is left out for good."""
+        assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
+        slots = list(self.pending)
+        given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
+        contributed = set(given)
+        if UNABLE in tokens:
+            for slot, count in zip(slots, tokens, strict=True):
+                if count == UNABLE:
+                    self.unable[slot] = self.unable.get(slot, 0) + 1
+        worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
+        useless = tuple(slot for slot in slots if slot in worn) if worn else ()
+        gone = contributed | (set(useless) if skip else set())
+        self.skipped += useless if skip else ()
+        self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
+        self.holes = sorted({*self.holes, *slots} - gone)
+        self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
+        self.pending = {}
+        return LedgerEntry(given, tuple([slot for slot in slots if slot not in gone]), useless)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON. With the open deal: whoever heals from it must continue it."""
+        return {
+            "slot_size": self.slot_size,
+            "position": self.position,
+            "holes": list(self.holes),
+            "unable": [[slot, count] for slot, count in sorted(self.unable.items())],
+            "skipped": list(self.skipped),
+            "pending": [[slot, replica_id] for slot, replica_id in self.pending.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
+        """keep_deal=False for a checkpoint: who was dealt what then is of no use now.
+
+        Raises ValueError when the size of a slot has changed and open holes cannot be cut to it.
+        """
+        old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
+        if holes and old % self.slot_size:
+            raise ValueError(
+                f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} open ones of {old}; "
+                f"nearest: {_nearest_divisor(old, self.slot_size)} sequences per group"
+            )
+        self.position = int(state["position"])
+        self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
+        same = old == self.slot_size
+        self.unable = {int(slot): int(count) for slot, count in state.get("unable", ())} if same else {}
+        self.skipped = [int(slot) for slot in state.get("skipped", ())]
+        open_deal = state.get("pending", ()) if keep_deal and same else ()
+        self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
+
+
+@lru_cache(64)  # the same for all ranks that a process drives
+def _deal_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
+    text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 class Phase(Enum):
@@ -142,20 +276,19 @@ class Step:
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation failed
         self.finished = False  # a group has saved the last step, and left
-        self._doomed = ""  # the reason, where a notice said that the generation will fail
+        self._abort_reason = ""  # the reason, where a notice said that the generation will fail
         self._wants_change = ""  # the reason, to be announced in the next tail
-        self._early: list[
-            m.Notice
-        ] = []  # received while asking; the answer that they may belong to comes on another stream
-        self._leaving = self._told_leaving = False
+        # received while asking: the answer that they may belong to comes on another stream
+        self._early_notices: list[m.Notice] = []
+        self._leaving = self._leave_announced = False
         self._last: int | None = None  # the step at whose commit this group leaves
         self._restored: int | None = None
         self._questions = 0
-        self._place = 0  # the step of the group's collectives: `step`, or a later one while sums are held
+        self._collective_step = 0  # the step of the group's collectives: `step`, or a later one while sums are held
         self._attempt = 0
-        self._agains = 0
+        self._retries = 0
         self._failures = 0
-        self._width = 0  # slots in the tail of this step
+        self._tail_slots = 0  # slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
@@ -166,19 +299,59 @@ class Step:
         self._failure: m.ReduceFailed | None = None
         self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
         self._offering = False
-        self._emptied = False  # the last step of the generation had no contribution, and its deal was returned
-        self._apart = False  # this group heals or has healed, and its ranks have not committed a step since
+        self._deal_returned = False  # the last step of the generation had no contribution, and its deal was returned
+        self._heal_uncommitted = False  # this group heals or has healed, and its ranks have not committed a step since
         self._copied = False  # the state came from another group, and was not compared since
-        self._late = False  # healed in this generation: nobody computes a slot that the open deal has for it
+        self._healed_in_generation = False  # no group computes a slot that the open deal has for this one
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now_s: float) -> m.Out:
-        self._out = []
-        handler = _ALWAYS.get(type(event)) or _TABLE.get((self.phase, type(event)))
-        if handler is None or self.phase is Phase.STOPPED:
-            return m.Out((), f"{type(event).__name__} does not fit: this rank {self.phase.value}")
-        handler(self, event, now_s)
+        self._out, phase = [], self.phase
+        match event:
+            case _ if phase is Phase.STOPPED:
+                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
+            case Outcome():  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
+                self._on_outcome(event, now_s)
+            case m.Begin() if phase is Phase.BOUNDARY:
+                self._on_begin(now_s)
+            case m.Computed() if phase is Phase.COMPUTING:
+                self._on_computed(event)
+            case m.Reduced() if phase is Phase.COMPUTING:
+                self._on_reduced(event)
+            case m.Tick() if phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
+                why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
+                self._out.append(m.GiveUp(why))
+                self._fail(why, now_s)
+            case m.Tick():
+                pass
+            case m.Notice():
+                self._on_notice(event, now_s)
+            case m.HealEnded():
+                self._on_heal_ended(event)
+            case m.Leaving(None):
+                self._leaving, self.reason = True, "leaves after the next commit"
+            case m.Leaving(step):
+                self._last = step
+            case m.ReduceFailed() if phase is Phase.COMPUTING:
+                if self.at == (event.quorum_id, event.attempt, event.step):
+                    self._failure, self.reason = self._failure or event, event.reason
+                    if not self._missing:
+                        self._vote_on_commit()
+            case Part() if phase is Phase.ASKING:
+                self._on_part(event, now_s)
+            case m.Configured() if phase is Phase.CONFIGURING:
+                self._on_configured(event)
+            case m.QuorumFailed(why) if phase is Phase.ASKING:
+                self._stop(f"no quorum: {why}")
+            case m.WantsRestore(settled) if phase is Phase.ASKING:
+                self._drop_gradients()
+                self._out.append(m.LoadCheckpoint(settled))
+                self.reason = f"step {settled} was settled, and nobody holds it any more"
+            case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
+                self._on_restored(event)
+            case _:
+                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
         return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +363,7 @@ class Step:
     def at(self) -> tuple[int, int, int]:
         """Quorum, attempt and step by which votes, outcomes and collectives of now are named. The step is `step`, or a later one while sums
         are held."""
-        return self.part.quorum_id if self.part else VOID, self._attempt, self._place
+        return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
 
     @property
     def computed(self) -> bool:
@@ -200,7 +373,7 @@ class Step:
     @property
     def is_broken(self) -> bool:
         """True when a member of the newest quorum is lost, or has called for another one."""
-        return bool(self._doomed)
+        return bool(self._abort_reason)
 
     @property
     def healing(self) -> bool:
@@ -214,16 +387,16 @@ class Step:
     def is_for_all(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
-        return vote.kind == "commit" and self._heal is None and not self._apart
+        return vote.kind == "commit" and self._heal is None and not self._heal_uncommitted
 
     # ---- a step begins
 
-    def _on_begin(self, event: m.Begin | None, now_s: float) -> None:
+    def _on_begin(self, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         is_full = len(self._held) >= self.config.heal_backlog
         if self._heal and self._heal.agreed and (self._due or is_full):
             self._take_state()
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         elif self._heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
@@ -256,13 +429,18 @@ class Step:
         self._out.append(m.AskQuorum(call))  # with whom this rank cannot work, its driver adds
 
     def _on_part(self, part: Part, now_s: float) -> None:
-        same = part.known and self.part is not None and part.reference[0] == self._place
+        same = part.same_generation and self.part is not None and part.reference[0] == self._collective_step
         self._attempt = self._attempt + 1 if same else 0
-        self.part, self._place = part, part.reference[0]
-        self._width = part.dealt or self.ledger.width(len(part.participants))
-        self._due, self._failed, self._doomed, self._wants_change, self._failure = False, False, "", "", None
-        self._agains, self._emptied, self._late, self._apart = 0, False, False, part.heal
-        self._offering = bool(part.heals)
+        self.part, self._collective_step = part, part.reference[0]
+        self._tail_slots = part.dealt or self.ledger.width(len(part.participants))
+        self._due, self._failed, self._abort_reason, self._wants_change, self._failure = False, False, "", "", None
+        self._retries, self._deal_returned, self._healed_in_generation, self._heal_uncommitted = (
+            0,
+            False,
+            False,
+            part.heal,
+        )
+        self._offering = bool(part.recover_dst_replica_ranks)
         if part.heal:
             self._become_void(part)
         else:
@@ -277,9 +455,9 @@ class Step:
                 self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._out.append(m.Configure(part, self._attempt))
-        early, self._early = self._early, []
+        early, self._early_notices = self._early_notices, []
         for notice in early:
-            _ALWAYS[type(notice)](self, notice, now_s)
+            self._on_notice(notice, now_s)
 
     def _become_void(self, part: Part) -> None:
         """Drops this group's state: it is not the one from which the others continue."""
@@ -288,13 +466,13 @@ class Step:
         self._drop_gradients()
         self._drop_held()
 
-    def _on_configured(self, event: m.Configured, now_s: float) -> None:
+    def _on_configured(self, event: m.Configured) -> None:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
         if not event.ok:
-            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._place, event.reason)
-        ok = event.ok and not self._doomed
-        why = "" if ok else event.reason or self._doomed
+            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._collective_step, event.reason)
+        ok = event.ok and not self._abort_reason
+        why = "" if ok else event.reason or self._abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
@@ -307,66 +485,69 @@ class Step:
         self.tail = self._failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
-        compares = interval > 0 and (self._place + 1) % interval == 0
+        compares = interval > 0 and (self._collective_step + 1) % interval == 0
         self._digests = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self._contribution.tokens])
         if self._missing:
             self._contribution.excused = False  # of what is new the others know nothing
-            self.reason = f"step {self._place}: slots {self._missing}"
-            self._out.append(m.Compute(self._place, self._missing, self._attempt))
+            self.reason = f"step {self._collective_step}: slots {self._missing}"
+            self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
-        self.reason = f"step {self._place}: " + (
+        self.reason = f"step {self._collective_step}: " + (
             "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
         )
         if not slots and not self.void and self.part.heal:  # a spare stands by, and wants none
             self._wants_change = "healed, to be dealt"
-        self._launch(again=bool(slots))
+        self._launch(retry=bool(slots))
 
     def _owned_slots(self) -> tuple[int, ...]:
         """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
-        if self.void or self._late or self.part is None:
+        if self.void or self._healed_in_generation or self.part is None:
             return ()
-        me = m.process_of(self.part.replica_id)
-        return tuple([slot for slot, owner in self.ledger.pending.items() if m.process_of(owner) == me])
+        me = process_of(self.part.replica_id)
+        return tuple([slot for slot, owner in self.ledger.pending.items() if process_of(owner) == me])
 
-    def _launch(self, *, again: bool) -> None:
+    def _launch(self, *, retry: bool) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
         something to learn from in `_slots`, all of which are computed."""
         part, own, slots = self.part, self._contribution, self._slots
         assert part is not None
-        if self._doomed:
-            self._failure = self._failure or m.ReduceFailed(part.quorum_id, self._attempt, self._place, self._doomed)
+        if self._abort_reason:
+            self._failure = self._failure or m.ReduceFailed(
+                part.quorum_id, self._attempt, self._collective_step, self._abort_reason
+            )
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
-        is_only_holder = len(part.heals) == len(part.members) - 1 and bool(part.heals or self._wants_change)
-        self._told_leaving = (self._leaving and not is_only_holder) or self._place + 1 == self._last
+        healing = len(part.recover_dst_replica_ranks)
+        is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
+        self._leave_announced = (self._leaving and not is_only_holder) or self._collective_step + 1 == self._last
         able = own.computed is None or own.computed.able
         usable = able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if own.excused else 0.0)
-        tokens = {**dict.fromkeys(range(self._width) if self.void else self.ledger.pending, 0.0), **figures}
+        tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.pending, 0.0), **figures}
         loss_sum = own.computed.loss_sum if usable and own.computed else 0.0
         ok = 1.0 if usable or own.excused or not slots else 0.0
-        change = 1.0 if self._wants_change or self._told_leaving else 0.0
-        knows = self._digests > 0 and not self.void and self.step == self._place
+        change = 1.0 if self._wants_change or self._leave_announced else 0.0
+        knows = self._digests > 0 and not self.void and self.step == self._collective_step
         self._out.append(
             m.LaunchTail(
                 part.quorum_id,
                 self._attempt,
-                self._place,
+                self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digests),
                 not usable,
-                again=again and usable,
+                retry=retry and usable,
                 digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
         )
 
-    def _on_computed(self, event: m.Computed, now_s: float) -> None:
+    def _on_computed(self, event: m.Computed) -> None:
         if not self._missing:
             return
         own, before = self._contribution, self._contribution.computed
@@ -385,47 +566,39 @@ class Step:
         if self._failure:
             self._vote_on_commit()
         else:
-            self._launch(again=False)
+            self._launch(retry=False)
 
-    def _on_reduced(self, event: m.Reduced, now_s: float) -> None:
+    def _on_reduced(self, event: m.Reduced) -> None:
         if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
         tail = StepControl.of(event.tail, self._digests)
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
             self.tail, self._failure = tail, None
         else:
-            why = "the figures that were summed with the gradients are no numbers"
+            why = "the sums in the tail are not finite"
             self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
         self._vote_on_commit()
-
-    def _on_reduce_failed(self, event: m.ReduceFailed, now_s: float) -> None:
-        if self.at != (event.quorum_id, event.attempt, event.step):
-            return
-        self._failure, self.reason = self._failure or event, event.reason
-        if not self._missing:
-            self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
         part, tail, failure = self.part, self.tail, self._failure
         assert part is not None
         self.phase = Phase.VOTING
-        verdict: Literal["yes", "again", "failed"] = "failed"
+        verdict: Literal["yes", "retry", "failed"] = "failed"
         change, odd = False, tuple[str, ...]()
         if tail is None:
             assert failure is not None
             self.reason = failure.reason
         elif round(tail.ok) < len(part.members):
-            verdict, change = "again", tail.change > 0
+            verdict, change = "retry", tail.change > 0
             self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"
         else:
             self.reason = "all sums are there"
-            odd = find_divergent(tail.digests, part.members) if any(tail.digests) else ()
+            odd = find_divergent(tail.digests, part.members) if tail.digests else ()
             verdict, change = "yes", tail.change > 0 or bool(odd)
             if odd:
                 self._out.append(m.WeightsDiffer(self.step, () if odd == part.members else odd))
         why = "" if verdict == "yes" else self.reason
-        where = part.quorum_id, self._attempt, self._place
-        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *where, verdict, change, why, odd)))
+        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, odd)))
 
     # ---- the outcome
 
@@ -437,7 +610,7 @@ class Step:
         if outcome.kind != expected or self.at != (outcome.quorum_id, outcome.attempt, outcome.step):
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
-            self._apart = False  # void: of a heal that failed, other ranks may not have heard
+            self._heal_uncommitted = False  # void: of a heal that failed, other ranks may not have heard
         if outcome.healed and self._heal:
             self._take_state()
         if outcome.kind == "configured":
@@ -448,47 +621,53 @@ class Step:
         assert part is not None
         if outcome.verdict == "failed" or tail is None:
             return self._fail(outcome.reason, now_s)
-        if outcome.verdict == "again":
+        if outcome.verdict == "retry":
             return self._try_again()
         if set(outcome.blame) == set(part.members):
-            why = f"after step {self.step} the groups hold different weights, and nobody can tell whose are right"
+            why = f"after step {self.step} the groups hold different weights, and no majority has the same"
             return self._stop(why)
         if self._copied:
             self._copied = at(tail.digests, part.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
-            self._emptied = True
+            self._deal_returned = True
             self._return_deal()
-            self._due, self.reason = True, f"step {self._place}: nobody is left who was dealt a slot; a new deal"
-            self._on_begin(None, now_s)
+            self._due, self.reason = (
+                True,
+                f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal",
+            )
+            self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop(f"step {self._place}: no slot of it has anything to learn from", tuple(self.ledger.pending))
+            self._stop(
+                f"step {self._collective_step}: none of its slots has a target to learn", tuple(self.ledger.pending)
+            )
         elif self.void:
             self._held.append((tail, self._due))
-            self._place += 1
-            self._width = self.ledger.width(len(part.participants))
-            self._out.append(m.HoldSums(self._place))
-            self._on_begin(None, now_s)
+            self._collective_step += 1
+            self._tail_slots = self.ledger.width(len(part.participants))
+            self._out.append(m.HoldSums(self._collective_step))
+            self._on_begin(now_s)
         else:
             self._commit(tail)
         if part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
             self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
             if self.config.leave_if_divergent:
-                self._stop(f"{self.reason}; fault_tolerance.on_corruption says that it is to leave")
+                self._stop(f"{self.reason}, and fault_tolerance.on_corruption is leave")
             self.void = True
 
     def _try_again(self) -> None:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
-        self._attempt, self._agains, self.tail = self._attempt + 1, self._agains + 1, None
-        if self._agains >= MAX_UNABLE:
+        self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
+        if self._retries >= MAX_UNABLE:
             slots = tuple(self.ledger.pending)
             self._stop(
-                f"step {self._place}: {self._agains} attempts in a row, and each time some group was unable", slots
+                f"step {self._collective_step}: {self._retries} attempts in a row, in each of which a group could not contribute",
+                slots,
             )
             return
         self.phase, self._contribution.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
-        self._launch(again=True)
+        self._launch(retry=True)
 
     def _commit(self, tail: StepControl, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
@@ -507,7 +686,11 @@ class Step:
         contributions = ",".join([str(round(count)) for count in tail.tokens])
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.commit_quorum_id, self._restored, self._place = part.quorum_id, None, max(self._place, self.step)
+        self.commit_quorum_id, self._restored, self._collective_step = (
+            part.quorum_id,
+            None,
+            max(self._collective_step, self.step),
+        )
         gave = tuple([owners[slot] for slot in entry.contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
@@ -521,16 +704,16 @@ class Step:
                 slots=tuple(zip(entry.contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
-                leave=self.step == self._last or (self._told_leaving and not held),
+                leave=self.step == self._last or (self._leave_announced and not held),
             )
         )
         self._contribution = LocalContribution()
-        self._agains = 0
+        self._retries = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
-            self._width = len(self.ledger.deal(part.participants))
+            self._tail_slots = len(self.ledger.deal(part.participants))
         if entry.useless and not self.config.skip_unable:
-            self._stop(f"slots {entry.useless} were of no use {MAX_UNABLE} times", entry.useless)
+            self._stop(f"slots {entry.useless} could not be trained on, {MAX_UNABLE} times", entry.useless)
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation. Computed gradients are kept for the next one."""
@@ -567,7 +750,7 @@ class Step:
 
     # ---- healing
 
-    def _on_heal_ended(self, event: m.HealEnded, now_s: float) -> None:
+    def _on_heal_ended(self, event: m.HealEnded) -> None:
         heal = self._heal
         if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
             return
@@ -600,7 +783,7 @@ class Step:
             self._take_state()
         if self.phase is Phase.AWAITING:
             self.phase = Phase.BOUNDARY
-            self._on_begin(None, now_s)
+            self._on_begin(now_s)
         elif self.phase is Phase.CLOSING:
             self._close(self.reason)
 
@@ -618,13 +801,13 @@ class Step:
         self._load(heal.state, keep_deal=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
-        self.void, self._late, self._wants_change = False, True, "healed, to be dealt"
+        self.void, self._healed_in_generation, self._wants_change = False, True, "healed, to be dealt"
         self._out.append(m.LoadState(self.step))
         held, self._held, due = self._held, [], self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
         self._due = due
-        if self._emptied:
+        if self._deal_returned:
             self.ledger.drop()
         self.reason = f"healed, {len(held)} held steps applied: step {self.step}"
 
@@ -640,12 +823,7 @@ class Step:
 
     # ---- checkpoints
 
-    def _on_wants_restore(self, event: m.WantsRestore, now_s: float) -> None:
-        self._drop_gradients()
-        self._out.append(m.LoadCheckpoint(event.settled))
-        self.reason = f"step {event.settled} was settled, and nobody holds it any more"
-
-    def _on_restored(self, event: m.Restored, now_s: float) -> None:
+    def _on_restored(self, event: m.Restored) -> None:
         self._drop_held()
         self._heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
@@ -654,50 +832,25 @@ class Step:
         if self.phase is Phase.ASKING:
             self._ask(self.reason)
 
-    def _on_quorum_failed(self, event: m.QuorumFailed, now_s: float) -> None:
-        self._stop(f"no quorum: {event.reason}")
-
     # ---- what may come at any time
 
-    def _on_broken(self, notice: m.MemberLost | m.GenerationAborted, now_s: float) -> None:
-        """Interrupts a generation that cannot complete. Sums that are complete all the same are voted on as usual."""
-        if self._is_early(notice) or not self._is_of_this_quorum(notice) or self._failed or self._doomed:
+    def _on_notice(self, notice: m.Notice, now_s: float) -> None:
+        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. One of the end of this generation
+        interrupts it; sums that are complete all the same are voted on as usual."""
+        if isinstance(notice, m.Finished):
+            self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
+        elif self.phase is Phase.ASKING:
+            self._early_notices = [*(n for n in self._early_notices if n.quorum_id == notice.quorum_id), notice]
+        elif self.part is None or notice.quorum_id != self.part.quorum_id:
             return
-        self._doomed = f"{type(notice).__name__}: {notice.reason}"
-        self.reason = self._doomed
-        if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-            self._out.append(m.InterruptCollectives(notice.quorum_id, self._doomed))
-        elif self.phase is Phase.AWAITING:
-            self._fail(self._doomed, now_s)
-
-    def _on_change(self, notice: m.ChangeAnnounced, now_s: float) -> None:
-        if not self._is_early(notice) and self._is_of_this_quorum(notice):
+        elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"
-
-    def _on_finished(self, notice: m.Finished, now_s: float) -> None:
-        self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
-
-    def _is_early(self, notice: m.Notice) -> bool:
-        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. True: it was kept."""
-        if self.phase is not Phase.ASKING:
-            return False
-        self._early = [*(n for n in self._early if n.quorum_id == notice.quorum_id), notice]
-        return True
-
-    def _is_of_this_quorum(self, notice: m.Notice) -> bool:
-        return self.part is not None and notice.quorum_id == self.part.quorum_id
-
-    def _on_leaving(self, event: m.Leaving, now_s: float) -> None:
-        if event.after is None:
-            self._leaving, self.reason = True, "leaves after the next commit"
-        else:
-            self._last = event.after
-
-    def _on_tick(self, event: m.Tick, now_s: float) -> None:
-        if self.phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
-            why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
-            self._out.append(m.GiveUp(why))
-            self._fail(why, now_s)
+        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self._abort_reason):
+            self._abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
+            if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
+                self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
+            elif self.phase is Phase.AWAITING:
+                self._fail(self._abort_reason, now_s)
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
@@ -707,31 +860,8 @@ class Step:
 @lru_cache(64)  # the same for all ranks that a process drives
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
     """Replica ranks of the members that own these slots, under any of their ids."""
-    gave = set(map(m.process_of, owners))
-    return tuple(rank for rank, replica_id in enumerate(members) if m.process_of(replica_id) in gave)
+    gave = set(map(process_of, owners))
+    return tuple(rank for rank, replica_id in enumerate(members) if process_of(replica_id) in gave)
 
 
 _INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
-_Handler = Callable[[Step, Any, float], None]
-_TABLE: dict[tuple[Phase, type[Event]], _Handler] = {
-    (Phase.BOUNDARY, m.Begin): Step._on_begin,
-    (Phase.BOUNDARY, m.Restored): Step._on_restored,
-    (Phase.ASKING, Part): Step._on_part,
-    (Phase.ASKING, m.WantsRestore): Step._on_wants_restore,
-    (Phase.ASKING, m.Restored): Step._on_restored,
-    (Phase.ASKING, m.QuorumFailed): Step._on_quorum_failed,
-    (Phase.CONFIGURING, m.Configured): Step._on_configured,
-    (Phase.COMPUTING, m.Computed): Step._on_computed,
-    (Phase.COMPUTING, m.Reduced): Step._on_reduced,
-    (Phase.COMPUTING, m.ReduceFailed): Step._on_reduce_failed,
-}
-_ALWAYS: dict[type[Event], _Handler] = {
-    Outcome: Step._on_outcome,  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
-    m.HealEnded: Step._on_heal_ended,
-    m.MemberLost: Step._on_broken,
-    m.GenerationAborted: Step._on_broken,
-    m.ChangeAnnounced: Step._on_change,
-    m.Finished: Step._on_finished,
-    m.Leaving: Step._on_leaving,
-    m.Tick: Step._on_tick,
-}

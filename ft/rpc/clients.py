@@ -124,7 +124,7 @@ class GroupClient:
         self._waited_s, self._say_at_s = 0.0, SAID_S  # as the server said last; said next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
-        """Calls for a quorum, again and again: a missing answer is never taken for a no. Returns the answer (Go: this rank is to go), or
+        """Calls for a quorum, again and again: a missing answer is never taken for a no. Returns the answer, or
         None where the server is gone: its stream says why. within_s: then it fails; None: never. name_free_s: so long another group may
         have this one's name. Raises Refused for a group that cannot take part."""
         asked_s = time.monotonic()
@@ -171,13 +171,13 @@ class GroupClient:
     def _is_heard(self) -> bool:
         return time.monotonic() - self.heard_s <= WORD_S
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Go:
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Released:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
             return m.WantsRestore(reply.restore.settled)
         if reply.WhichOneof("reply") == "go":
-            return m.Go()
+            return m.Released()
         return codec.from_message(m.Part, reply.part)
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:

@@ -199,10 +199,8 @@ class GroupService:
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
             m.OpenStream: self._open_stream,
             m.CloseStream: lambda e: self.link.close_stream(),
-            m.AnswerRank: lambda e: self._answer_call(e, part=codec.to_message(e.part)),
-            m.RestoreRank: lambda e: self._answer_call(e, restore=pharos_pb2.Restore(settled=e.settled)),
-            m.LetRankGo: lambda e: self._answer_call(e, go=pharos_pb2.Done()),
-            m.TellWaits: lambda e: self._tell_all(waits=codec.to_message(m.Waits(e.reason, e.waited_s))),
+            m.AnswerRank: self._answer_rank,
+            m.Waits: lambda e: self._tell_all(waits=codec.to_message(e)),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
             m.NotifyRank: self._notify_rank,
@@ -370,16 +368,22 @@ class GroupService:
 
     # ---- effects
 
-    def _answer_call(self, effect: Any, **reply: Any) -> None:
+    def _answer_rank(self, effect: m.AnswerRank) -> None:
+        match effect.answer:
+            case m.Part():
+                reply = pharos_pb2.RankReply(part=codec.to_message(effect.answer))
+            case m.WantsRestore(settled):
+                reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
+            case m.Released():
+                reply = pharos_pb2.RankReply(go=pharos_pb2.Done())
         for pending in self._waiting.pop((effect.group_rank, None), []):
-            pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
+            pending.give(reply.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
         if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
-        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        for pending in self._waiting.pop((effect.group_rank, ballot), []):
+        for pending in self._waiting.pop((effect.group_rank, outcome.key), []):
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:

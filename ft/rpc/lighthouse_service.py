@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
-from ft.protocol.roster import word_s
+from ft.protocol.roster import takeover_order_s
 from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
@@ -162,7 +162,7 @@ class LighthouseService:
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
             words = "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits"
-            log.warning(words, word_s(self.config.times.takeover_s))
+            log.warning(words, takeover_order_s(self.config.times.takeover_s))
         return b""
 
     # ---- streams

@@ -21,8 +21,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ft.device import HAVE_STREAMS, on_host
-from parallelisms.device import DIFFERENCES
+from ft.device import HAVE_STREAMS
+from parallelisms.device import DEVICE_TRAITS
 
 NAME = "dryrun"
 WAITS: Counter[str] = Counter()  # of the host for the device
@@ -95,7 +95,7 @@ def register() -> None:
     _LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
     _LIBRARY.impl("empty_strided", lambda size, stride, dtype=None, **_: _empty(size, dtype), "PrivateUse1")
     _LIBRARY.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
-    DIFFERENCES[NAME] = DIFFERENCES["cuda"]
+    DEVICE_TRAITS[NAME] = DEVICE_TRAITS["cuda"]
     HAVE_STREAMS.add(NAME)
     Stream.device = torch.device(NAME, 0)
     F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
@@ -121,7 +121,7 @@ Shape = tuple[int, ...]
 class Traffic(TorchDispatchMode):
     """Counts what a step of this device's rank does, to be held against what it may do.
 
-    reads       what leaves the device for the host, by function (ft.device.on_host: by the one that calls it)
+    reads       what leaves the device for the host, by function
     from_host   copies to the device that the host waits for, by function
     gathered    the most bytes of fp32 that an all-gather takes or gives
     products    what matrix products multiply that is no bf16, by dtype
@@ -176,7 +176,7 @@ class Traffic(TorchDispatchMode):
             names = _callers()
             if "_warmup_p2p" in _callers(torch_too=True):
                 return  # torch opens a pipeline's connections in the first step, and waits for them
-            self.reads[names[names[0] == on_host.__name__]] += 1
+            self.reads[names[0]] += 1
         name = op.name()
         if "all_gather" in name or "allgather" in name:
             self.gathered = max([self.gathered, *(x.numel() * 4 for x in (*given, *made) if x.dtype == torch.float32)])

@@ -31,11 +31,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from configs.check import check_settings
 from configs.load import load
+from ft.buckets import local_of
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.config import Environment
-from ft.device import on_host
 from ft.digest import digest
-from ft.grad_buffers import local_of
 from ft.manager import Manager
 from ft.seam import DataAssignment
 from ft.solo import SoloManager
@@ -250,7 +249,7 @@ def _unsaved(run: Run) -> None:
 
 PLANTS: dict[str, Callable[[Run], None]] = {
     "a copy to the host": _in_update(lambda run: local_of(_weight(run)).cpu()),
-    "a second read": _in_update(lambda run: on_host(local_of(_weight(run)).sum())),
+    "a second read": _in_update(lambda run: local_of(_weight(run)).sum().cpu()),
     "a read by itself": _in_update(lambda run: local_of(_weight(run)).sum().item()),
     "a copy from the host": _in_update(lambda run: torch.zeros(1).to(run.device)),
     "a full gather": _in_update(lambda run: _weight(run).full_tensor()),  # type: ignore[attr-defined]

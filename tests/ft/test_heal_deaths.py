@@ -69,7 +69,7 @@ class Timed(Wrapped):
     def fence(self) -> Fenced:
         part = self.manager.part
         assert part is not None
-        (reader,) = (m.name_of(part.members[rank]) for rank in part.heals)
+        (reader,) = (m.name_of(part.members[rank]) for rank in part.recover_dst_replica_ranks)
         began_s = time.monotonic()
         self.fences.began.put(reader)
         outcome = self.inner.fence()
@@ -231,7 +231,18 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
     )
     sources = (m.Source(0, "http://127.0.0.1:2"),)
     part = m.Part(
-        3, "", "b:1", 1, ("a:1", "b:1"), "", (7, 2, ""), heal=True, sources=sources, heals=(), participants=(), dealt=0
+        3,
+        "",
+        "b:1",
+        1,
+        ("a:1", "b:1"),
+        "",
+        (7, 2, ""),
+        heal=True,
+        sources=sources,
+        recover_dst_replica_ranks=(),
+        participants=(),
+        dealt=0,
     )
     with closing(healer):
         healer.fetch(part)
@@ -254,7 +265,18 @@ def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool
 
     transport: Any = Notes(HttpTransport("127.0.0.1", "a:1", Access()))
     part = m.Part(
-        3, "", "a:1", 0, members, "", (7, 2, ""), heal=False, sources=(), heals=(1,), participants=(), dealt=0
+        3,
+        "",
+        "a:1",
+        0,
+        members,
+        "",
+        (7, 2, ""),
+        heal=False,
+        sources=(),
+        recover_dst_replica_ranks=(1,),
+        participants=(),
+        dealt=0,
     )
     with closing(
         Healer(State(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)

@@ -128,7 +128,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
         if group.name == "a" and group.manager.step == 3:
             reached.set()
         part = group.manager.part
-        if group.name != "c" and part and part.heals and place == 1 and not healed_at:
+        if group.name != "c" and part and part.recover_dst_replica_ranks and place == 1 and not healed_at:
             c = made.groups[2]
             assert not torch.equal(group.rounds.fragments[0].local[0], group.rounds.fragments[0].outer[0])
             while not c.manager.healer.received_bytes:

@@ -7,29 +7,29 @@ from typing import Any
 
 import pytest
 
-from ft import grad_buffers as scratch
+from ft import buckets
 from ft.protocol import messages as m
 from ft.rpc.clients import VOTE_TRIES, GroupClient
 from ft.rpc.driver import now_s
-from ft.seam import Going, GroupEnded
+from ft.seam import GroupEnded, GroupReleased
 from tests.ft.groups import Rank, job
 
 
 def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     """All of it: once it is in a quorum, whatever a group does first is everybody's next step."""
     made_s: list[float] = []
-    make = scratch.GradBuffers.__init__
+    make = buckets.GradBuffers.__init__
 
-    def timed(self: scratch.GradBuffers, *what: object, **more: object) -> None:
+    def timed(self: buckets.GradBuffers, *what: object, **more: object) -> None:
         make(self, *what, **more)  # type: ignore[arg-type]
         made_s.append(now_s())
 
-    monkeypatch.setattr(scratch.GradBuffers, "__init__", timed)
+    monkeypatch.setattr(buckets.GradBuffers, "__init__", timed)
     with job(min_replicas=1) as made:
         rank = made.group("a", steps=5)[0].join()
         assert rank.error is None
     parts_s = [at_s for at_s, event, _ in rank.seen if isinstance(event, m.Part)]
-    assert len(made_s) == scratch.READY and max(made_s) < parts_s[0]
+    assert len(made_s) == buckets.READY and max(made_s) < parts_s[0]
 
 
 def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold():
@@ -47,7 +47,7 @@ def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold(
         a[1].manager.want_to_leave()
         for rank in a:
             error = rank.join().error
-            assert isinstance(error, Going) and error.holds
+            assert isinstance(error, GroupReleased) and error.has_state
         assert a[0].commits == a[1].commits and a[0].manager.step == a[0].commits[-1][0]
         for rank in a:
             rank.error = None  # what it holds is what its ledger says

@@ -20,10 +20,10 @@ from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import (
     MAX_READERS,
-    CheckpointOffer,
     Fenced,
     HealConfig,
     HealFailed,
+    StateOffer,
     StateSource,
     Withdrawn,
 )
@@ -387,7 +387,7 @@ def test_close_leaves_no_thread(world: World):
 def test_strangers_keep_nobody_out(world: World):
     """Whoever holds all connections without a token makes room for those who have one."""
     group, joiner = large(1, chunks=2), large(2, chunks=2)
-    offer = CheckpointOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
     with ExitStack() as held:
         server = held.enter_context(closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)))
         at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
@@ -399,7 +399,7 @@ def test_strangers_keep_nobody_out(world: World):
 
 def test_a_reader_that_is_done_makes_room_for_another():
     """At step 0 all groups but one heal from that one: hundreds, one after the other."""
-    offer = CheckpointOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
+    offer = StateOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
     for number in range(3 * MAX_READERS):
         offer.reader(f"done-{number}")
         offer.wants(f"done-{number}", ())
@@ -420,7 +420,7 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
             raise RuntimeError("can't start new thread")
         return threading.Thread(name=name, **more)
 
-    offer = CheckpointOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
     with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0, thread=thread)) as server:
         for _ in range(2):
             with pytest.raises(HealFailed):

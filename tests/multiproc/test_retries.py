@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ft import LighthouseServer
-from ft.grad_buffers import local_of
+from ft.buckets import local_of
 from ft.gradients import Gradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig

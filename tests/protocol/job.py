@@ -11,9 +11,8 @@ from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
-from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
-from ft.protocol.step import Phase, Step, StepConfig
+from ft.protocol.step import Ledger, Phase, Step, StepConfig
 
 
 class Rank:
@@ -154,13 +153,11 @@ class Job:
             elif isinstance(effect, m.EndGroup):
                 raise AssertionError(effect.reason)
             elif isinstance(effect, m.AnswerRank):
-                self.queue.append((self.rank_event, rank, effect.part))
+                self.queue.append((self.rank_event, rank, effect.answer))
             elif isinstance(effect, m.AnswerVote):
                 self.queue.append((self.rank_event, rank, effect.outcome))
             elif isinstance(effect, m.NotifyRank):
                 self.queue.append((self.rank_event, rank, effect.notice))
-            elif isinstance(effect, m.RestoreRank):
-                self.queue.append((self.rank_event, rank, m.WantsRestore(effect.settled)))
             elif isinstance(effect, m.FailRank):
                 raise AssertionError(effect.reason)
 
@@ -180,7 +177,7 @@ class Job:
 
     def _do_Configure(self, rank: Rank, effect: m.Configure) -> None:  # noqa: N802
         part = effect.part
-        if part.heals:
+        if part.recover_dst_replica_ranks:
             offer = (rank.machine.state_dict(), rank.weights)
             self.offers[part.quorum_id, part.replica_rank, rank.group_rank] = offer
         if part.heal:

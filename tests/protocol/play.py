@@ -23,10 +23,9 @@ from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group, GroupConfig
-from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.messages import Member
-from ft.protocol.step import Step, StepConfig
+from ft.protocol.step import Ledger, Step, StepConfig
 
 HERE = Path(__file__).parent
 TIMES = {field.name for field in dataclasses.fields(m.Times)}
@@ -36,6 +35,7 @@ TIMES = {field.name for field in dataclasses.fields(m.Times)}
 
 
 UNNAMED = {
+    "answer",
     "call",
     "code",
     "kind",
@@ -367,7 +367,7 @@ class RankPlayer(Player):
             "store_address": "s",
             "reference": reference,
             "sources": (m.Source(1, "http://b"),) if heal else (),
-            "heals": (),
+            "recover_dst_replica_ranks": (),
             "participants": tuple(member for member in members if member != "a:1") if heal else members,
             "dealt": 0,
         }

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft.protocol.ledger import Ledger
 from ft.protocol.messages import UNABLE
+from ft.protocol.step import Ledger
 
 
 def test_slots_are_dealt_in_the_order_of_the_groups():

@@ -30,7 +30,7 @@ def test_healing_is_a_role_of_a_group_and_the_store_is_spread():
     assert all(part.heal for part in parts)
     assert {part.sources for part in parts} == {parts[0].sources}
     assert [part.store_address for part in parts] == ["store-a", "store-b"] * 2
-    assert [plan(three, f"{name}:1", 0).heals for name in "abc"] == [(2,), (2,), ()]
+    assert [plan(three, f"{name}:1", 0).recover_dst_replica_ranks for name in "abc"] == [(2,), (2,), ()]
     assert parts[0].participants == ("a:1", "b:1")
 
 

@@ -112,7 +112,7 @@ def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
     assert a.ranks[0].checkpoint_metadata(1, WAIT_S) == f"state of {a.server.address} 1"
 
     # asked again, nothing has changed: the ranks keep their process group
-    assert all(part.known and part.quorum_id == first for part in quorum(a, b, known=first))
+    assert all(part.same_generation and part.quorum_id == first for part in quorum(a, b, known=first))
 
     def vote(rank: int, verdict: Any = "yes", attempt: int = 0) -> m.Outcome:
         return a.ranks[rank].vote(m.Vote(rank, "commit", first, attempt, 0, verdict), WAIT_S)
@@ -552,7 +552,7 @@ def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(light
             answers = ask(threads, known)
             wait_for_b()
             a.ranks[1].want_to_leave()
-            assert [answer.result(WAIT_S) for answer in answers] == [m.Go(), m.Go()]
+            assert [answer.result(WAIT_S) for answer in answers] == [m.Released(), m.Released()]
     finally:
         a.close()
         b.close()

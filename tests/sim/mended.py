@@ -17,8 +17,8 @@ class NobodyStalls(Lighthouse):
     """Whoever hangs, while its server beats, is waited for."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
-        if self._generation is not None:
-            self._generation.stalled = lambda now_s: ([], "")  # type: ignore[method-assign]
+        if self._record is not None:
+            self._record.stalled = lambda now_s: ([], "")  # type: ignore[method-assign]
         return super().handle(event, now_s)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group
-from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.rules import QuorumView
-from ft.protocol.step import Step
+from ft.protocol.step import Ledger, Step
 from tests.simulator import runs
 from tests.simulator.cluster import Machines
 
@@ -84,7 +83,7 @@ class StaleVote(Group):
         if isinstance(event, m.Vote) and (self._stale(event) or event.key in self._outcomes):
             open_ballots = [key for key in self._votes if key[3] == event.kind]
             if open_ballots:
-                quorum_id, step, attempt, _ = open_ballots[-1]
+                quorum_id, attempt, step, _ = open_ballots[-1]
                 event = replace(event, quorum_id=quorum_id, step=step, attempt=attempt)
         return super().handle(event, now_s)
 
@@ -96,13 +95,13 @@ class NoCommitIds(Group):
         before = len(self._out)
         super()._answer(rank)
         for place, effect in enumerate(self._out[before:], before):
-            if not isinstance(effect, m.AnswerRank):
+            if not isinstance(effect, m.AnswerRank) or not isinstance(effect.answer, m.Part):
                 continue
             assert self.quorum is not None
-            part = effect.part
+            part = effect.answer
             me = self.quorum.members[part.replica_rank]
             if part.heal and me.step == part.reference[0]:
-                self._out[place] = replace(effect, part=replace(part, heal=False, sources=()))
+                self._out[place] = replace(effect, answer=replace(part, heal=False, sources=()))
 
 
 class JoinerContributes(Step):

@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import train
-from ft.seam import DataAssignment, Going
+from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.checkpoint_job import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
@@ -246,7 +246,7 @@ class Manager:
             job.changed.wait_for(lambda: group not in job.asking or self.going)
             if not job.changed.wait_for(lambda: group not in job.asking, 1.5):  # three beats after SIGTERM
                 job.asking.discard(group)
-                raise Going(holds=self.history is not None)
+                raise GroupReleased(has_state=self.history is not None)
             assert self.part is not None
             if self.part.participants:
                 return

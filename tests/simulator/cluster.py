@@ -9,9 +9,8 @@ from typing import Any
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group
-from ft.protocol.ledger import Ledger
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
-from ft.protocol.step import Step
+from ft.protocol.step import Ledger, Step
 from tests.simulator import faults, waits
 from tests.simulator.collectives import Collectives
 from tests.simulator.faults import Fault

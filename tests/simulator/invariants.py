@@ -176,7 +176,7 @@ class Truth:
     def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
         """All ranks have said yes on this very ballot, or there is no yes."""
         if outcome.verdict == "yes":
-            key: m.Ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+            key = outcome.key
             said = self.said(group, key)
             without = [rank.group_rank for rank in group.ranks if said.get(rank.group_rank) != "yes"]
             if without:

@@ -15,8 +15,7 @@ from zlib import crc32
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, in_tail
-from ft.protocol.ledger import Ledger
-from ft.protocol.step import Step, StepConfig, StepControl
+from ft.protocol.step import Ledger, Step, StepConfig, StepControl
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -149,7 +148,7 @@ class RankNode:
         """From the group's server."""
         if isinstance(message, m.Waits):
             self.word_s = self.world.now_s
-            self.world.seen["event: Waits"] += 1  # no machine's, as Go
+            self.world.seen["event: Waits"] += 1  # no machine's, as Released
         else:
             if isinstance(message, m.MemberLost | m.GenerationAborted):
                 self._ended_quorum = max(self._ended_quorum, message.quorum_id)
@@ -233,9 +232,9 @@ class RankNode:
                 return
             if reply is None:  # broken or timed out: the group still wants an answer
                 self.world.after(RETRY_S, self.process, self._ask, call, number)
-            elif isinstance(reply, m.Go):
+            elif isinstance(reply, m.Released):
                 self._asked += 1
-                self.world.seen["event: Go"] += 1
+                self.world.seen["event: Released"] += 1
                 self.trainer.waits = ("the end", "it is let go")
                 self.group.rank_left()
             else:
@@ -254,11 +253,11 @@ class RankNode:
         if not part.heal and len(self.group.ranks) > 1:
             self.truth.deals(self, part, effect.attempt)
         # An offer is of one quorum: the same state has another deal in the next.
-        self._offer = (part.quorum_id, self.snapshot()) if part.heals else None
-        self._readers, self.sent = frozenset(part.members[rank] for rank in part.heals), set()
+        self._offer = (part.quorum_id, self.snapshot()) if part.recover_dst_replica_ranks else None
+        self._readers, self.sent = frozenset(part.members[rank] for rank in part.recover_dst_replica_ranks), set()
         if part.heal:
             self.weights = None
-        if part.known:
+        if part.same_generation:
             self._configured(part, m.Configured(part.quorum_id, ok=True))
             return
         self.launched = 0
@@ -409,7 +408,7 @@ class RankNode:
 
     def _heard_word(self, outcome: m.Outcome) -> None:
         self.past_sums = False
-        key = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        key = outcome.key
         if key in self.trainer.aside:
             self.trainer.aside.discard(key)
             self.feed(outcome)

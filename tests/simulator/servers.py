@@ -298,11 +298,9 @@ class GroupNode:
             m.CallLighthouse: self._call_lighthouse,
             m.OpenStream: self._open_stream,
             m.CloseStream: self._close_stream,
-            m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.part),
+            m.AnswerRank: lambda e: self._answer(e.group_rank, None, e.answer),
             m.FailRank: self._fail_rank,
-            m.RestoreRank: lambda e: self._answer(e.group_rank, None, m.WantsRestore(e.settled)),
-            m.LetRankGo: lambda e: self._answer(e.group_rank, None, m.Go()),
-            m.TellWaits: self._tell_waits,
+            m.Waits: self._tell_waits,
             m.AnswerVote: self._answer_vote,
             m.NotifyRank: self._notify_rank,
             m.EndGroup: lambda e: self.end(e.reason),
@@ -372,7 +370,7 @@ class GroupNode:
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
         self.truth.decided(self, outcome)
-        ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
+        ballot = outcome.key
         self._answer(effect.group_rank, ballot, outcome)
 
     def _fail_rank(self, effect: m.FailRank) -> None:
@@ -392,9 +390,9 @@ class GroupNode:
         elif end is not None:
             end.send(effect.notice)
 
-    def _tell_waits(self, effect: m.TellWaits) -> None:
+    def _tell_waits(self, effect: m.Waits) -> None:
         for end in self._rank_streams.values():
-            end.send(m.Waits(effect.reason, effect.waited_s))
+            end.send(effect)
 
     # -- the collectives inside -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ft.config import FaultTolerance
 from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
-from parallelisms.device import DIFFERENCES, Device, type_here
+from parallelisms.device import DEVICE_TRAITS, Device, type_here
 from parallelisms.loss import add_product, equal_chunks
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
@@ -26,10 +26,10 @@ FOR_GPUS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("llama3
 
 def test_the_kinds_of_devices() -> None:
     cuda, cpu = Device(torch.device("cuda", 3)), Device(torch.device("cpu"))
-    assert (cuda.type, cuda.differences.backend, cpu.differences.backend) == ("cuda", "nccl", "gloo")
-    assert cuda.differences.pins_batches and not cpu.differences.pins_batches
-    assert cuda.differences.has_allocator and not cpu.differences.has_allocator
-    assert {kind for kind, found in DIFFERENCES.items() if found.queues_work} == HAVE_STREAMS, (
+    assert (cuda.type, cuda.traits.backend, cpu.traits.backend) == ("cuda", "nccl", "gloo")
+    assert cuda.traits.pins_batches and not cpu.traits.pins_batches
+    assert cuda.traits.has_allocator and not cpu.traits.has_allocator
+    assert {kind for kind, found in DEVICE_TRAITS.items() if found.queues_work} == HAVE_STREAMS, (
         "ft/ knows no other package"
     )
 
@@ -163,9 +163,9 @@ def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -
     total = torch.empty(64, 16, device="meta")
     a, b = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((64, 32), (32, 16)))
     with Names() as one:
-        add_product(total, a, b, in_fp32=DIFFERENCES["cuda"].adds_products_in_fp32)
+        add_product(total, a, b, in_fp32=DEVICE_TRAITS["cuda"].adds_products_in_fp32)
     with Names() as two:
-        add_product(total, a, b, in_fp32=DIFFERENCES["cpu"].adds_products_in_fp32)
+        add_product(total, a, b, in_fp32=DEVICE_TRAITS["cpu"].adds_products_in_fp32)
     assert one.seen == ["aten.addmm.dtype_out"] and two.seen == ["aten.mm.default", "aten.add_.Tensor"]
 
 

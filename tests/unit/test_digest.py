@@ -78,5 +78,5 @@ A, B, C, NONE = (1.0, 2.0), (1.0, 3.0), (4.0, 2.0), (0.0, 0.0)
     ],
 )
 def test_who_is_odd(digests: list[tuple[float, float]], odd: str):
-    members = "abcde"[: len(digests)]
-    assert find_divergent([figure for digest in digests for figure in digest], members) == tuple(odd)
+    members = tuple("abcde"[: len(digests)])
+    assert find_divergent(tuple(figure for digest in digests for figure in digest), members) == tuple(odd)

@@ -135,8 +135,6 @@ def test_what_a_launcher_sets():
             "MASTER_ADDR": "10.0.0.1",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RESTART_COUNT": "2",
-            "TORCHELASTIC_RUN_ID": "job",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHFT_TIMEOUT_SEC": "5",
             "TORCHFT_QUORUM_TIMEOUT_SEC": "6",
             "TORCHFT_CONNECT_TIMEOUT_SEC": "7",
@@ -144,9 +142,7 @@ def test_what_a_launcher_sets():
             "TORCHFT_MANAGER_PORT": "9",
         }
     )
-    assert read == Environment(
-        "http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, "job", True, 5, 6, 7, 8, 9
-    )
+    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize(

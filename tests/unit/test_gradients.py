@@ -386,7 +386,7 @@ def test_a_parameter_that_is_trained_later_is_an_error_and_no_drift():
     finish(team)
     open_all(team)
     frozen[0].requires_grad_()
-    with pytest.raises(RuntimeError, match=r"shape \(3,\) is trained by now"):
+    with pytest.raises(RuntimeError, match=r"shape \(3,\) requires a gradient now"):
         team[0].gradients.launch([1.0])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parallelisms.device import DIFFERENCES, Differences
+from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from training.log import Log
 from training.metrics import Meter, MetricsConfig, known_peak_tflops
 from training.progress import Progress
@@ -47,7 +47,7 @@ class Sink:
 @dataclass
 class FakeDevice:
     type: str = "cpu"
-    differences: Differences = DIFFERENCES["cpu"]
+    traits: DeviceTraits = DEVICE_TRAITS["cpu"]
     name: str = "a CPU"
     peak_gib: float = 1.5
     reads: int = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ft.protocol.ledger import Ledger
+from ft.protocol.step import Ledger
 from scripts.samples import prove, read
 from tests.unit.storage import AtOnce, Disk
 from training import appended

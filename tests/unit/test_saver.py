@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft.seam import Going
+from ft.seam import GroupReleased
 from tests.unit.checkpoint_job import steps_in
 from tests.unit.test_checkpoint_groups import Group
 from training.checkpoint import CheckpointFailed
@@ -38,7 +38,7 @@ class Manager:
         self.is_broken = False
         self.regroups()
         if not self.stays:
-            raise Going(holds=True)
+            raise GroupReleased(has_state=True)
 
     def finish(self, *, saved: bool) -> None:
         self.told.append(saved)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelisms.device import DIFFERENCES
+from parallelisms.device import DEVICE_TRAITS
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -219,5 +219,5 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def settle(device: torch.device) -> None:
     """Waits for what the device has been given; a CPU has done it already."""
-    if DIFFERENCES[device.type].queues_work:
+    if DEVICE_TRAITS[device.type].queues_work:
         torch.accelerator.synchronize(device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
-from parallelisms.device import DIFFERENCES
+from parallelisms.device import DEVICE_TRAITS
 from tools.cluster.operations import Team, settle
 
 Pair = tuple[int, int]
@@ -84,7 +84,7 @@ def _send(team: Team, peer: int) -> dict[str, float]:
 
     quickest = min(trip(1) for _ in range(PINGS + 1))
     size, taken = SMALLEST, trip(SMALLEST)
-    while taken < LONG_S and size < DIFFERENCES[team.device.type].largest_message:
+    while taken < LONG_S and size < DEVICE_TRAITS[team.device.type].largest_message:
         size *= GROWTH
         taken = min(trip(size) for _ in range(TRIES))
     dist.send(header.zero_(), peer, team.group)
@@ -104,7 +104,7 @@ def _answer(team: Team, peer: int) -> None:
 def matmul_flops(team: Team) -> tuple[float, float]:
     """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products. And the share of that second in
     which this thread had a core: a core that is slow has all of it, a rank that other programs hold up has not."""
-    n, dtype = DIFFERENCES[team.device.type].probe
+    n, dtype = DEVICE_TRAITS[team.device.type].probe
     a, b = (torch.randn(n, n, dtype=dtype, device=team.device) for _ in range(2))
     a @ b
     settle(team.device)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallelisms.device import DIFFERENCES, has_cuda, pick_device
+from parallelisms.device import DEVICE_TRAITS, has_cuda, pick_device
 from parallelisms.distributed import join, open_store
 from scripts.launch import cores_here
 from tools.cluster import probes, verdicts
@@ -140,7 +140,7 @@ class Work(threading.Thread):
         """The process group: every rank connects to every other one."""
         self.control.meet("join the process group", self.settings.start_s)
         device = pick_device(self.place.local_rank, keep_memory=False)
-        backend = device.differences.backend if self.settings.backend == "auto" else self.settings.backend
+        backend = device.traits.backend if self.settings.backend == "auto" else self.settings.backend
         store, rank, size = dist.PrefixStore("group", self._connection), self.place.rank, self.place.world_size
         join(backend, store, global_rank=rank, world_size=size, timeout=timedelta(seconds=self.settings.op_s))
         self.team = Team(tuple(range(size)), rank, device.torch_device)
@@ -248,7 +248,7 @@ class Work(threading.Thread):
 
         self._confirm("compute", look, verdicts.slow_ranks)
         self.figures["matmul_flops"], share = max(looks)
-        if not DIFFERENCES[self.team.device.type].queues_work:  # else the thread only waits
+        if not DEVICE_TRAITS[self.team.device.type].queues_work:  # else the thread only waits
             self.figures["core_share"] = share
         return f"rank 0: {self.figures['matmul_flops'] / 1e9:.4g} GFLOP/s"
 

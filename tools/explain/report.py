@@ -13,7 +13,7 @@ from textwrap import wrap
 
 import torch
 
-from parallelisms.device import DIFFERENCES
+from parallelisms.device import DEVICE_TRAITS
 from parallelisms.mesh import AXES, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
@@ -62,9 +62,9 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
 def _head(job: ExplainedJob) -> Iterator[str]:
     n = job.degrees.world_size
     yield from _wrapped(
-        f"{job.title}: {n} rank{'s' * (n > 1)} {DIFFERENCES[job.device_type].words}, {job.degrees}. Nothing was started: ranks were acted "
-        "out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an uneven cut "
-        "have less."
+        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
+        "acted out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
+        "uneven cut have less."
     )
 
 

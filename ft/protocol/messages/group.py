@@ -27,7 +27,7 @@ class RankCall(Event):
 
 @dataclass(frozen=True)
 class RankCancelled(Event):
-    """A rank's waiting call ended. It may ask again, and gets what was answered to the others meanwhile."""
+    """A rank's waiting call ended. It may ask again, and gets the answer that the others got meanwhile."""
 
     group_rank: int
 
@@ -42,25 +42,25 @@ class RankStream(Event):
 
 @dataclass(frozen=True)
 class Vote(Event):
-    """One rank's word on what decides which collective comes next. Keyed by (kind, quorum_id, attempt, step)."""
+    """One rank's vote on a decision that determines which collective comes next."""
 
     group_rank: int
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int
     attempt: int
     step: int  # that the attempt starts from
-    verdict: Literal["yes", "again", "failed"]  # again: all sums are there, but some group was unable
+    verdict: Literal["yes", "retry", "failed"]  # retry: all sums are there, but a group was unable
     change: bool = False
     reason: str = ""  # of a verdict that is not yes
     blame: tuple[str, ...] = ()
-    whole: bool = False  # all ranks of the group have said so to each other, and this one speaks for them
+    whole: bool = False  # the vote of all ranks of the group, which have agreed on it
 
     @property
     def key(self) -> Ballot:
-        return (self.quorum_id, self.step, self.attempt, self.kind)
+        return (self.quorum_id, self.attempt, self.step, self.kind)
 
 
-Ballot = tuple[int, int, int, str]  # (quorum_id, step, attempt, kind)
+Ballot = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class LighthouseFailed(Event):
 
 @dataclass(frozen=True)
 class LighthouseRefused(Event):
-    """The lighthouse said no to this id, on a call or on the stream."""
+    """The lighthouse refused this id, on a call or on the stream."""
 
     replica_id: str
     code: Refusal
@@ -102,20 +102,20 @@ class BeatAnswered(Event):
 
 @dataclass(frozen=True)
 class LighthouseSays(Event):
-    """Why the group's call is not answered yet."""
+    """The reason for which the group's call waits."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class SumsAwaited(Event):
-    """Tells that all ranks are in the collective with other groups or past it, and some still in it; or that this is over."""
+    """All ranks are in the collective with other groups or past it, and some in it; or this is over."""
 
     awaited: bool
 
 
 class WantsToLeave(Event):
-    """A rank was asked to leave (SIGTERM). The trainers see to it at the end of a step; where the group waits, it is to wait no longer."""
+    """A rank was asked to leave (SIGTERM): a wait of the group ends. Else the trainers leave at the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class AskMetadata(Event):
 
 @dataclass(frozen=True)
 class CallLighthouse(Effect):
-    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back what comes of it: Lighthouse..."""
+    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back the answer: Lighthouse..."""
 
     call: Call
     delay_s: float = 0.0
@@ -152,7 +152,7 @@ class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
     group_rank: int
-    part: Part
+    answer: Part | WantsRestore | Released
 
 
 @dataclass(frozen=True)
@@ -165,23 +165,8 @@ class FailRank(Effect):
 
 
 @dataclass(frozen=True)
-class RestoreRank(Effect):
-    """Answer the waiting call of one rank: load the newest valid checkpoint, ask again."""
-
-    group_rank: int
-    settled: int
-
-
-@dataclass(frozen=True)
-class LetRankGo(Effect):
-    """Answer the waiting call of one rank: the group goes, all its ranks do, with the state in hand."""
-
-    group_rank: int
-
-
-@dataclass(frozen=True)
-class TellWaits(Effect):
-    """Say to all ranks what the group waits for, and for how long it has: once a beat, as long as no rank of its own is late."""
+class Waits(Effect):
+    """Send this to all ranks: the reason of the group's wait, and its length. Once a beat, as long as no rank of the group is late."""
 
     reason: str
     waited_s: float
@@ -221,16 +206,16 @@ class EndGroup(Effect):
 # ------------------------------------------------------------------------------------------------ from group to ranks
 
 
-class Go(Event):
-    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited. For the driver, which ends the rank."""
-
-
 @dataclass(frozen=True)
-class Waits(Event):
-    """The reason of the group's wait. For the driver alone."""
+class WantsRestore(Event):
+    """Answers AskQuorum in place of a Part: load the newest valid checkpoint first, and ask again."""
 
-    reason: str
-    waited_s: float
+    settled: int
+
+
+class Released(Event):
+    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and all its ranks end with the state in hand. For
+    the driver."""
 
 
 @dataclass(frozen=True)
@@ -254,11 +239,13 @@ class Part(Event):
     reference: State
     heal: bool  # the whole group, or none of its ranks
     sources: tuple[Source, ...]  # at most two; empty unless heal
-    heals: tuple[int, ...]  # replica_ranks that heal from this group
-    participants: tuple[str, ...]  # who is dealt slots, by replica_rank
-    dealt: int  # slots of the open deal that the reference members hold; 0: they hold none, or not the same, and make a new one
-    known: bool = False  # the rank has this very generation already: keep the process group
-    handles: tuple[str, ...] = ()  # where this rank's peer in each member answers connections; "": that is not known
+    recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
+    participants: tuple[str, ...]  # members that are dealt slots, by replica_rank
+    dealt: (
+        int  # slots of the open deal of all reference members; 0: they have none, or different ones, and make a new one
+    )
+    same_generation: bool = False  # the rank has formed it already: keep the process group
+    handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
 
 
 @dataclass(frozen=True)
@@ -269,8 +256,12 @@ class Outcome(Event):
     quorum_id: int
     attempt: int
     step: int
-    verdict: Literal["yes", "again", "failed"]
+    verdict: Literal["yes", "retry", "failed"]
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
-    healed: bool = False  # decided after the group's yes to the open heal: its ranks take the state with this one
+    healed: bool = False  # decided after the group's yes to the open heal: its ranks load the state with this outcome
+
+    @property
+    def key(self) -> Ballot:
+        return (self.quorum_id, self.attempt, self.step, self.kind)

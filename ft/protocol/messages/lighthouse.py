@@ -18,14 +18,14 @@ class Call(Event):
     kind: Kind = "pharos"
     known: int = 0
     failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
-    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or they are unlike it
+    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or another shape
     shape: Shape = ()
-    number: int = 0  # of this process's questions, growing; a retry repeats its own, so a late copy is known for one
+    number: int = 0  # of this process's calls, growing; a retry repeats it, so that a late copy is recognised
 
 
 @dataclass(frozen=True)
 class CallCancelled(Event):
-    """The RPC of a waiting call ended. A caller with a stream is still wanted."""
+    """The RPC of a waiting call ended. A caller with a stream still takes part."""
 
     replica_id: str
 
@@ -38,7 +38,7 @@ class Beat(Event):
 
 @dataclass(frozen=True)
 class StreamOpened(Event):
-    """A group server's Watch stream begins with what it knows. `settled`: the newest step that it knows to be settled."""
+    """A group server's Watch stream begins, with its newest quorum and settled step."""
 
     replica_id: str
     quorum: Quorum | None = None
@@ -62,28 +62,28 @@ class Report(Event):
     waiting: bool = False  # all its ranks are in the collective (or past it)
     median_step_s: float = 0.0
     settled: int = 0
-    launched: int = 0  # reductions in this generation, the newest included: who has fewer than others is behind
-    phase_limit_s: float = 0.0  # a rank is in a long phase, which may take so long and has not yet; 0: none is
+    launched: int = 0  # reductions in this generation, the newest included: a member with fewer than others is behind
+    phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: none, or it is over its limit
     blame: tuple[str, ...] = ()  # as Call.blame, at this moment
 
 
 @dataclass(frozen=True)
 class Leave(Event):
-    """The group goes on purpose."""
+    """The group leaves on purpose."""
 
     replica_id: str
-    clean: bool = True  # it owes the running step nothing, so the others finish it; else the generation fails
+    clean: bool = True  # the others can finish the running step without it; else the generation fails
     reason: str = "left"
     finished: bool = False  # the run is over, and its last step is saved
 
 
 class TakeOver(Event):
-    """An operator's word: whoever calls may go on without the previous members."""
+    """An operator's order: callers may go on without the previous members."""
 
 
 @dataclass(frozen=True)
 class Evict(Event):
-    """An operator's word (dashboard: kill or drain)."""
+    """An operator's order (dashboard: kill or drain)."""
 
     replica_id: str
 
@@ -100,7 +100,7 @@ class Persist(Effect):
 
 @dataclass(frozen=True)
 class Answer(Effect):
-    """Give `quorum` to every waiting call of these ids, or, where none waits, send it down the id's stream. Times go along."""
+    """Answer every waiting call of these ids with `quorum` and Times, or, where none waits, send it down the id's stream."""
 
     replica_ids: tuple[str, ...]
     quorum: Quorum
@@ -120,7 +120,7 @@ class MustRestore(Effect):
     """Answer the waiting calls of these ids: load the newest valid checkpoint, call again with `restored`."""
 
     replica_ids: tuple[str, ...]
-    settled: int  # the newest step known to be settled; a checkpoint of it is what one hopes to find
+    settled: int  # the newest step known to be settled
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Messages between all machines: members, quorums, times, notices; and the base of every machine's events and effects."""
+"""Members, quorums, times and notices, which all machines use; and the base of every machine's events and effects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 VOID = -1  # the step of a group whose state is incomplete, for it is healing
-UNABLE = -1.0  # in a tail: the slot's group has nothing to give (no valid token, not a number, out of memory)
+UNABLE = -1.0  # in a tail: the slot's group cannot contribute (no valid token, not a number, out of memory)
 
-Kind = Literal["pharos", "torchft"]  # which rules a member plays by
+Kind = Literal["pharos", "torchft"]  # the rules of a member
 Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
 
 
@@ -18,7 +18,7 @@ Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "
 
 @dataclass(frozen=True)
 class Member:
-    """A group as the others see it. The first nine fields are torchft's QuorumMember; the rest is ours and empty for its members."""
+    """A group in a quorum. The first nine fields are those of torchft's QuorumMember; its members leave the rest empty."""
 
     replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the rest is new with every start
     address: str = ""  # group server, http://host:port
@@ -31,7 +31,7 @@ class Member:
     reconfigure_handles: tuple[str, ...] = ()  # ours: by group_rank, where the rank answers connections, host:port
     commit_id: str = ""  # names the state: equal ids, equal weights
     commit_quorum_id: int = 0  # the generation that made it
-    restored: int | None = None  # "restored from checkpoint s"; 0: there is none, and that is meant
+    restored: int | None = None  # step of the checkpoint that it was restored from; 0: there was none
     writes_checkpoint: bool = False  # a source to be spared
     dealt: int = 0  # slots of the open deal of its next step
     deal_id: str = ""  # names that deal
@@ -56,13 +56,13 @@ State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the
 
 @dataclass(frozen=True)
 class Quorum:
-    """One generation: who takes part, and the state that all of them go on from."""
+    """The members of one generation, and the state from which all continue."""
 
     quorum_id: int
     members: tuple[Member, ...]  # sorted by replica_id; the place is the replica_rank
     reference: State = (0, 0, "")
     epoch: str = ""  # of the job; keeps the store keys of two jobs apart
-    shape: Shape = ()  # of the job: what all its members have alike
+    shape: Shape = ()  # of the job, the same in all members
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Times:
-    """The lengths that all processes must agree on; the lighthouse sends its own with the first answer."""
+    """Timeouts that must be equal in all processes; the lighthouse sends its own with the first answer."""
 
     beat_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
@@ -87,7 +87,7 @@ class Times:
     collective_s: float = 600.0
 
     def incompatible_timeouts(self, theirs: Times) -> list[str]:
-        """Why a group with these times may not join a lighthouse with `theirs`. Empty: it may."""
+        """Reasons for which a group with these times may not join a lighthouse with `theirs`."""
         bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.check_timeout_order()]
         alike = [(n, getattr(self, n), getattr(theirs, n)) for n in ("heartbeat_timeout_s", "heal_grace_s")]
         return bad + [f"{n} = {ours}: the lighthouse has {other}" for n, ours, other in alike if ours != other]
@@ -110,7 +110,7 @@ class Terms:
     num_replica_groups: int = 0  # that the job is meant to have; 0: not said
 
     def at_least(self, before: Terms | None) -> Terms:
-        """These, where they are not lower than those before."""
+        """These, raised to those before."""
         if before is None:
             return self
         takeovers_s = (self.takeover_s, before.takeover_s)
@@ -138,7 +138,7 @@ def name_of(replica_id: str) -> str:
 
 @dataclass(slots=True)  # not frozen, which takes three times as long: there is one for every event
 class Out:
-    """A machine's effects, in this order, and its reason for them or for waiting."""
+    """A machine's effects, in order, and the reason for them or for its wait."""
 
     effects: tuple[Effect, ...] = ()
     reason: str = ""
@@ -155,7 +155,7 @@ class Event:
 
 
 class Tick(Event):
-    """Time went by. For every machine, at least each tick_s; after all other events that have arrived by then."""
+    """Time has passed. For every machine, at least each tick_s, after all events that have arrived."""
 
 
 # ------------------------------------------------------------------------------------------------ notices
@@ -163,14 +163,14 @@ class Tick(Event):
 
 @dataclass(frozen=True)
 class Notice(Event):
-    """Level-triggered, and about one generation: outside of it, ignored. May come twice."""
+    """Level-triggered news of one generation, ignored in others. May come twice."""
 
     quorum_id: int
 
 
 @dataclass(frozen=True)
 class MemberLost(Notice):
-    """The generation cannot complete any more. Sent for the first loss of a generation; who else is lost shows at the next quorum."""
+    """The generation cannot complete. Sent for its first loss; further ones show in the next quorum."""
 
     replica_ids: tuple[str, ...] = ()
     reason: str = ""
@@ -178,7 +178,7 @@ class MemberLost(Notice):
 
 @dataclass(frozen=True)
 class GenerationAborted(Notice):
-    """A member asks for a quorum because this generation failed, or it has been replaced: stop waiting on it now."""
+    """A member asks for a quorum because this generation failed, or a newer one has replaced it: every wait on it ends."""
 
     reason: str = ""
 
@@ -192,6 +192,6 @@ class Finished(Notice):
 
 @dataclass(frozen=True)
 class ChangeAnnounced(Notice):
-    """Somebody waits to come in, or has left: finish the step, then ask for a quorum."""
+    """A group waits to join, or has left: finish the step, then ask for a quorum."""
 
     reason: str = ""

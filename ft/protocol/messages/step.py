@@ -12,12 +12,12 @@ from ft.protocol.messages.quorum import Effect, Event
 
 
 class Begin(Event):
-    """The trainer asks what to do next. Answered by Compute, or by commits of a healing group's held sums on the way there."""
+    """The trainer begins a step. Answered by Compute, or by commits of a healing group's held sums before it."""
 
 
 @dataclass(frozen=True)
 class Configured(Event):
-    """Answers Configure, for the same quorum_id: the process group stands (and a heal, if asked for, has begun), or not."""
+    """Answers Configure, for the same quorum_id: the process group is formed (and a heal, if asked for, has begun), or not."""
 
     quorum_id: int
     ok: bool
@@ -36,7 +36,7 @@ class Computed(Event):
 
 @dataclass(frozen=True)
 class Reduced(Event):
-    """All sums of the attempt are there; `tail` is the summed vector of the last bucket."""
+    """All sums of the attempt have arrived; `tail` is the summed vector of the last bucket."""
 
     quorum_id: int
     attempt: int
@@ -56,16 +56,9 @@ class ReduceFailed(Event):
 
 @dataclass(frozen=True)
 class QuorumFailed(Event):
-    """Answers AskQuorum: there is no answer. The rank exits."""
+    """Answers AskQuorum without a quorum. The rank exits."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class WantsRestore(Event):
-    """Answers AskQuorum: load the newest valid checkpoint first."""
-
-    settled: int
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,8 @@ class HealEnded(Event):
 
 @dataclass(frozen=True)
 class Leaving(Event):
-    """The trainer means to go: as soon as the others know (SIGTERM), or with the commit of step `after`. To be said at a step's boundary,
-    by all ranks of the group at the same one: its tail tells the others, and CommitStep.leave says when to go."""
+    """The trainer leaves: as soon as the others know (SIGTERM), or with the commit of step `after`. Fed at the same step boundary by all
+    ranks of the group: its tail tells the others, and CommitStep.leave is True for its last step."""
 
     after: int | None = None
 
@@ -106,9 +99,9 @@ class AskQuorum(Effect):
 
 @dataclass(frozen=True)
 class Configure(Effect):
-    """Build the inter-group process group of part.quorum_id (part.known: keep it), offer the state if part.heals, start to fetch it if
-    part.heal; then feed back Configured. Store keys carry job, epoch, quorum_id, group_rank.
-    The state may not change while it is captured."""
+    """Build the inter-group process group of part.quorum_id (part.same_generation: keep it), offer the state to
+    part.recover_dst_replica_ranks, start to fetch it if part.heal; then feed back Configured. The state may not change while it is
+    captured. Store keys have job, epoch, quorum_id, group_rank."""
 
     part: Part
     attempt: int
@@ -132,22 +125,22 @@ class LaunchTail(Effect):
     step: int
     tail: tuple[float, ...]
     zeros: bool = False  # all buckets as zeros
-    again: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
+    retry: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
     digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
     copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
 
 @dataclass(frozen=True)
 class WeightsDiffer(Effect):
-    """To be told to people: this rank's weights after `step` are not those of the same rank of other groups."""
+    """Report that this rank's weights after `step` are not those of the same rank of other groups."""
 
     step: int
-    replica_ids: tuple[str, ...]  # the odd ones; empty where nobody can tell who they are
+    replica_ids: tuple[str, ...]  # the odd ones; empty where no majority has the same
 
 
 @dataclass(frozen=True)
 class InterruptCollectives(Effect):
-    """Every wait on this generation (rendezvous, collective) is to end now, by Configured(ok=False) or ReduceFailed; compute goes on."""
+    """End every wait on this generation (rendezvous, collective) now, by Configured(ok=False) or ReduceFailed; computation goes on."""
 
     quorum_id: int
     reason: str
@@ -155,25 +148,25 @@ class InterruptCollectives(Effect):
 
 @dataclass(frozen=True)
 class CastVote(Effect):
-    """Send to the group server, feed back the Outcome. Without an answer ask again; if none comes at all, exit: never infer a no."""
+    """Send to the group server, feed back the Outcome. Without an answer ask again, in the end exit: never infer a no."""
 
     vote: Vote
 
 
 @dataclass(frozen=True)
 class AbandonGeneration(Effect):
-    """Hand the process group to the reaper and do not wait for anything of it."""
+    """Hand the process group to the reaper, without a wait."""
 
     quorum_id: int
 
 
 class DropGradients(Effect):
-    """The kept gradients belong to a state that is no more."""
+    """Drop the kept gradients: their state is gone."""
 
 
 @dataclass(frozen=True)
 class Fence(Effect):
-    """The state is about to change while others may be reading it: copy aside what is unsent, wait, or withdraw the offer."""
+    """The state is about to change while others may read it: copy the unsent rest, wait, or withdraw the offer."""
 
     step: int
 
@@ -188,55 +181,55 @@ class CommitStep(Effect):
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float
     quorum_size: int
-    slots: tuple[tuple[int, str], ...] = ()  # what went in, and of whom: slot and replica_id
-    holes: tuple[int, ...] = ()  # slots that have yet to be trained on, all of them
+    slots: tuple[tuple[int, str], ...] = ()  # that contributed: slot and replica_id
+    holes: tuple[int, ...] = ()  # all slots that were dealt and have yet to be trained on
     held: bool = False
-    leave: bool = False  # the others know that this group goes now
+    leave: bool = False  # the others know that this group leaves now
 
 
 @dataclass(frozen=True)
 class HoldSums(Effect):
-    """Keep these sums: they make step `step` of a state that is still arriving."""
+    """Keep these sums, of step `step` of a state that is still arriving."""
 
     step: int
 
 
 class DropHeld(Effect):
-    """The held sums, and whatever has arrived of the state, belong to a heal that is over."""
+    """Drop the held sums, and the part of the state that has arrived: their heal is over."""
 
 
 @dataclass(frozen=True)
 class LoadState(Effect):
-    """All ranks have all of it: take the fetched state into use, before the commits that follow."""
+    """Load the fetched state, which all ranks have, before the commits that follow."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class LoadCheckpoint(Effect):
-    """Load the newest valid checkpoint, feed back Restored. Nothing held is worth keeping."""
+    """Load the newest valid checkpoint, drop held sums, feed back Restored."""
 
     settled: int
 
 
 @dataclass(frozen=True)
 class Settled(Effect):
-    """Step `step` is final: no restart yields another version of it. A checkpoint that records its own history need not wait for it."""
+    """Step `step` is final: no restart yields another version of it."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class GiveUp(Effect):
-    """This group holds the others up: send Leave(clean=False), and tell the group machine LighthouseRefused(id, "LOST", reason), so that
-    it returns under a new id. Each rank asks for it; once is enough."""
+    """This group keeps the others waiting: send Leave(clean=False), and feed the group machine LighthouseRefused(id, "LOST", reason), so
+    that it returns under a new id. Every rank emits it; the first counts."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Stop(Effect):
-    """The job cannot go on. The reason names slots; the driver names the documents."""
+    """The job cannot go on. `slots`: those that are to blame, of which the driver names the documents."""
 
     reason: str
     slots: tuple[int, ...] = ()

@@ -369,7 +369,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "heals", "participants", "dealt", "known", "handles")
+    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "recover_dst_replica_ranks", "participants", "dealt", "same_generation", "handles")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -379,10 +379,10 @@ class Part(_message.Message):
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     HEAL_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
-    HEALS_FIELD_NUMBER: _ClassVar[int]
+    RECOVER_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     DEALT_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SAME_GENERATION_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     epoch: str
@@ -393,12 +393,12 @@ class Part(_message.Message):
     reference: State
     heal: bool
     sources: _containers.RepeatedCompositeFieldContainer[Source]
-    heals: _containers.RepeatedScalarFieldContainer[int]
+    recover_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
     participants: _containers.RepeatedScalarFieldContainer[str]
     dealt: int
-    known: bool
+    same_generation: bool
     handles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., heals: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., known: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., same_generation: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankReply(_message.Message):
     __slots__ = ("part", "restore", "go")
