@@ -35,27 +35,25 @@ TIMES = {field.name for field in dataclasses.fields(m.Times)}
 # ------------------------------------------------------------------------------------------------ text
 
 
-UNNAMED = {
-    "call",
-    "code",
-    "kind",
-    "member",
-    "notice",
-    "outcome",
-    "part",
-    "quorum",
-    "replica_id",
-    "replica_ids",
-    "verdict",
-    "vote",
+INLINE = {"call", "member", "outcome", "vote"}  # fields of one class only, so its name says nothing
+UNNAMED = {*INLINE, "code", "kind", "notice", "part", "quorum", "replica_id", "replica_ids", "verdict"}
+ORDINARY = {"address": "http://a", "store_address": "store-a", "group_rank": 0}  # of the group and rank that are played
+SHORT = {  # the lighthouse's reasons, of which transcripts are full
+    " healthy groups have called": " called",
+    "more than half is needed, lest there be two quorums": "no majority",
+    "the first has waited": "waited",
+    " s for the others": " s",
+    "none was in the previous quorum with a state, of which": "no heir,",
+    " cannot work together: no connection comes about, or they are unlike each other": " cannot work together",
 }
 
 
 def show(value: Any) -> str:
     """An effect, or what is in it: its name and the fields that differ from their defaults."""
     if isinstance(value, m.Persist):
-        of = f"quorum {value.saved.quorum.quorum_id}" if value.saved.quorum else "no quorum"
-        return f"Persist {of}, last_id={value.saved.last_id} settled={value.saved.settled}"
+        of = value.saved.quorum.quorum_id if value.saved.quorum else "no quorum"
+        last_id = "" if value.saved.quorum and value.saved.quorum.quorum_id == value.saved.last_id else f", last_id={value.saved.last_id}"
+        return f"Persist {of}{last_id}, settled={value.saved.settled}"
     if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
         return f"Answer all {show(value.quorum)}"
     if isinstance(value, m.Quorum):
@@ -65,6 +63,11 @@ def show(value: Any) -> str:
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
         return f"<{value.quorum_id}: {value.replica_id} is {place}, store {value.store_address}{heal}>"
+    if isinstance(value, m.CommitStep):
+        marks = "".join(f" {name}" for name in ("held", "leave") if getattr(value, name))
+        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (f" holes={value.holes}" if value.holes else "")
+        summed = f"{show(value.contributors)} of {value.quorum_size} divisor={value.divisor} loss={value.mean_loss}"
+        return f"CommitStep step={value.step} {value.commit_id[:8]} {summed} slots {slots}{marks}"
     if isinstance(value, tuple):
         return "(" + ", ".join(map(show, value)) + ")"
     if isinstance(value, str):
@@ -75,10 +78,16 @@ def show(value: Any) -> str:
     words = [type(value).__name__]
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
-        if field.default is not dataclasses.MISSING and given == field.default:
+        ordinary = isinstance(value, (Member, m.RankCall, m.Vote)) and given == ORDINARY.get(field.name, field.default)
+        if ordinary or (field.default is not dataclasses.MISSING and given == field.default) or (field.name, given) == ("replica_id", ""):
             continue
         text = show(given)
-        text = f"({text})" if dataclasses.is_dataclass(given) and text[0] != "<" else text
+        if field.name in INLINE:
+            text = text.partition(" ")[2]
+        elif field.name == "notice":
+            text = text.replace("quorum_id=", "", 1)
+        elif dataclasses.is_dataclass(given) and text[0] != "<":
+            text = f"({text})"
         words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
     return " ".join(words)
 
@@ -143,12 +152,14 @@ class Player:
         told: dict[str, str] = {}  # a notice that is repeated is told once
         for text in found if isinstance(found, Iterator) else self.told():
             told.setdefault(text.partition("] ")[2] or text, text)
-        return [*told.values(), *self.news()]
+        times = ["", *(text.partition("] ")[0] if text[0] == "[" else "" for text in told.values())]
+        texts = [text.removeprefix(f"{then}] ") if then else text for then, text in zip(times, told.values(), strict=False)]
+        return [*texts, *self.news()]
 
     def news(self) -> list[str]:
         """Parts of the state that have changed since they were shown."""
         before, self.shown = self.shown, self.state()
-        changed = [part for part in self.shown if part not in before]
+        changed = [part for part in self.shown if part and part not in before]
         return [f"-- {', '.join(changed)}"] if changed else []
 
 
@@ -161,12 +172,20 @@ class LighthousePlayer(Player):
         start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
         self.machine = Lighthouse(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
         self.asked: dict[str, int] = {}  # the number of each group's newest question
+        self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
         self.shown = self.state()
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
 
     def config(self, **config: Any) -> None:
         """Other settings from now on."""
         self.machine.config = _config(config)
+
+    def say(self, event: m.Event) -> list[m.Effect]:
+        effects = super().say(event)
+        for effect in effects:
+            if isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids:
+                self.answered = effect.quorum.quorum_id
+        return effects
 
     def event(self, name: str, *given: Any, **named: Any) -> list[m.Effect]:
         if "quorum" in named:  # "running": the one that members know; a number: one of that id, without its members
@@ -242,10 +261,11 @@ class LighthousePlayer(Player):
 
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
-        return (
-            f"{q.quorum_id if q else 0} {''.join(member.name for member in q.members) if q else ''}".strip(),
-            self.machine.reason,
-        )
+        known = f"{q.quorum_id} {''.join(member.name for member in q.members)}" if q and q.quorum_id != self.answered else ""
+        reason = self.machine.reason
+        for text, short in SHORT.items():
+            reason = reason.replace(text, short)
+        return known, reason
 
 
 def _blame(name: str, cut: str) -> tuple[str, ...]:
