@@ -207,6 +207,11 @@ class LighthousePlayer(Player):
             numbered = {"number": number} if self.kind == "pharos" else {}
             self.say(m.Call(member, kind or self.kind, **{**more, **numbered}))
 
+    def open(self, *names: str, id: Any = 1) -> None:
+        """The streams of the groups are open."""
+        for name in names:
+            self.say(m.StreamOpened(f"{name}:{id}"))
+
     def beat(self, *names: str, id: Any = 1, kind: Any = None) -> None:
         """Each group's heartbeat."""
         for name in names:
@@ -399,38 +404,40 @@ class RankPlayer(Player):
 
     def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> None:
         """The group's outcome of the newest vote."""
-        self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
+        if verdict:
+            self.effects = []
+            self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
 
-    def reduced(self, *tail: float) -> None:
-        """The sums of the newest reduction have arrived."""
+    def reduced(self, *tail: float, outcome: str = "", **more: Any) -> None:
+        """The sums of the newest reduction have arrived. outcome, here and below: the group's outcome follows, and brings what is told."""
         self.say(m.Reduced(*self.keys["sums"], tuple(map(float, tail))))
+        self.outcome("commit", outcome, **more)
 
-    def failed(self, reason: str = "socket closed") -> None:
+    def failed(self, reason: str = "socket closed", *, outcome: str = "") -> None:
         """A collective of this attempt has failed."""
         self.say(m.ReduceFailed(*self.keys["sums"], reason))
+        self.outcome("commit", outcome)
 
     def enter(self, quorum_id: int = 1, **more: Any) -> None:
         """Through a quorum to the forward; tells the last effects alone."""
         self.say(m.Begin())
         self.part(quorum_id, **more)
         self.configured()
-        self.effects = []
         self.outcome("configured")
 
     def finish(self, *tail: float, change: bool = False) -> None:
         """From the forward to the commit; tells the last effects alone."""
-        self.say(m.Computed((10.0,), 25.0))
-        self.reduced(*(tail or (10, 10, 50, 2, 0)))
-        self.effects = []
-        self.outcome("commit", change=change)
+        self.compute()
+        self.reduced(*(tail or (10, 10, 50, 2, 0)), outcome="yes", change=change)
 
     def compute(self, *tokens: float, loss: float = 25.0, **more: Any) -> None:
         """Forward and backward are done: tokens for each slot."""
         self.say(m.Computed(tuple(map(float, tokens)) or (10.0,), loss, **more))
 
-    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1) -> None:
+    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1, outcome: str = "") -> None:
         """The fetch of a source's state of that step is complete."""
         self.say(m.HealEnded(quorum_id, True, source_state(step, pending=pending)))
+        self.outcome("healed", outcome)
 
     def restored(self, step: int) -> None:
         """A checkpoint of that step is loaded."""
@@ -455,11 +462,14 @@ def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ transcripts
 
 
-def formed(names: str, kind: str = "pharos", *, shape: m.Shape = (), **config: Any) -> LighthousePlayer:
-    """A job whose members are `names`, all at step 0 of one quorum."""
+def formed(
+    names: str, kind: str = "pharos", *, waits: str = "", shape: m.Shape = (), **config: Any
+) -> LighthousePlayer:
+    """A job whose members are `names`, all at step 0 of one quorum; `waits` have called since, and wait to come in."""
     player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
     player.call(*names, shape=shape)
     player.config(**{"min_replicas": 1, **config})
+    player.call(*waits)
     player.shown = player.state()
     return player
 
@@ -484,6 +494,14 @@ def entered(**config: Any) -> RankPlayer:
     return player
 
 
+def launched(**config: Any) -> RankPlayer:
+    """The same with its gradients of slot 0 in a reduction."""
+    player = entered(**config)
+    player.compute()
+    player.shown = player.state()
+    return player
+
+
 def healing(**config: Any) -> RankPlayer:
     """A rank of a fresh group in quorum 2, whose reference is step 5: it has launched zeros."""
     player = RankPlayer(**config)
@@ -494,6 +512,14 @@ def healing(**config: Any) -> RankPlayer:
 
 def joined(size: int = 2, **config: Any) -> GroupPlayer:
     return GroupPlayer(size, joined=True, **config)
+
+
+def asked(size: int = 2, *, known: int = 0, failed: bool = False, **config: Any) -> GroupPlayer:
+    """A group whose ranks have all asked, so that it has called the lighthouse; known=1: it is joined."""
+    player = GroupPlayer(size, joined=known == 1, **config)
+    player.ask(*range(size), known=known, failed=failed)
+    player.shown = player.state()
+    return player
 
 
 def transcripts(file: Path) -> dict[str, list[str]]:
@@ -543,8 +569,10 @@ STARTS: dict[str, Any] = {
     "restart": LighthousePlayer,
     "group": GroupPlayer,
     "joined": joined,
+    "asked": asked,
     "rank": RankPlayer,
     "entered": entered,
+    "launched": launched,
     "healing": healing,
 }
 WIDTH = 136
