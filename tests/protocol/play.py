@@ -88,7 +88,8 @@ def show(value: Any) -> str:
             text = text.replace("quorum_id=", "", 1)
         elif dataclasses.is_dataclass(given) and text[0] != "<":
             text = f"({text})"
-        words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
+        if text:
+            words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
     return " ".join(words)
 
 
@@ -502,6 +503,17 @@ def launched(**config: Any) -> RankPlayer:
     return player
 
 
+def compared(**config: Any) -> RankPlayer:
+    """A rank of group a:1 of three, in the reduction of step 1, whose tail has digests."""
+    player = RankPlayer(digest_interval=2, **config)
+    player.enter(1, of="abc")
+    player.finish(10, 10, 10, 75, 3, 0)
+    player.say(m.Begin())
+    player.compute()
+    player.shown = player.state()
+    return player
+
+
 def healing(**config: Any) -> RankPlayer:
     """A rank of a fresh group in quorum 2, whose reference is step 5: it has launched zeros."""
     player = RankPlayer(**config)
@@ -573,6 +585,7 @@ STARTS: dict[str, Any] = {
     "rank": RankPlayer,
     "entered": entered,
     "launched": launched,
+    "compared": compared,
     "healing": healing,
 }
 WIDTH = 136
