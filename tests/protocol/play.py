@@ -52,7 +52,11 @@ def show(value: Any) -> str:
     """An effect, or what is in it: its name and the fields that differ from their defaults."""
     if isinstance(value, m.Persist):
         of = value.saved.quorum.quorum_id if value.saved.quorum else "no quorum"
-        last_id = "" if value.saved.quorum and value.saved.quorum.quorum_id == value.saved.last_id else f", last_id={value.saved.last_id}"
+        last_id = (
+            ""
+            if value.saved.quorum and value.saved.quorum.quorum_id == value.saved.last_id
+            else f", last_id={value.saved.last_id}"
+        )
         return f"Persist {of}{last_id}, settled={value.saved.settled}"
     if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
         return f"Answer all {show(value.quorum)}"
@@ -65,7 +69,9 @@ def show(value: Any) -> str:
         return f"<{value.quorum_id}: {value.replica_id} is {place}, store {value.store_address}{heal}>"
     if isinstance(value, m.CommitStep):
         marks = "".join(f" {name}" for name in ("held", "leave") if getattr(value, name))
-        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (f" holes={value.holes}" if value.holes else "")
+        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (
+            f" holes={value.holes}" if value.holes else ""
+        )
         summed = f"{show(value.contributors)} of {value.quorum_size} divisor={value.divisor} loss={value.mean_loss}"
         return f"CommitStep step={value.step} {value.commit_id[:8]} {summed} slots {slots}{marks}"
     if isinstance(value, tuple):
@@ -79,7 +85,11 @@ def show(value: Any) -> str:
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         ordinary = isinstance(value, (Member, m.RankCall, m.Vote)) and given == ORDINARY.get(field.name, field.default)
-        if ordinary or (field.default is not dataclasses.MISSING and given == field.default) or (field.name, given) == ("replica_id", ""):
+        if (
+            ordinary
+            or (field.default is not dataclasses.MISSING and given == field.default)
+            or (isinstance(value, Member) and given == "")
+        ):
             continue
         text = show(given)
         if field.name in INLINE:
@@ -154,7 +164,9 @@ class Player:
         for text in found if isinstance(found, Iterator) else self.told():
             told.setdefault(text.partition("] ")[2] or text, text)
         times = ["", *(text.partition("] ")[0] if text[0] == "[" else "" for text in told.values())]
-        texts = [text.removeprefix(f"{then}] ") if then else text for then, text in zip(times, told.values(), strict=False)]
+        texts = [
+            text.removeprefix(f"{then}] ") if then else text for then, text in zip(times, told.values(), strict=False)
+        ]
         return [*texts, *self.news()]
 
     def news(self) -> list[str]:
@@ -267,7 +279,11 @@ class LighthousePlayer(Player):
 
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
-        known = f"{q.quorum_id} {''.join(member.name for member in q.members)}" if q and q.quorum_id != self.answered else ""
+        known = (
+            f"{q.quorum_id} {''.join(member.name for member in q.members)}"
+            if q and q.quorum_id != self.answered
+            else ""
+        )
         reason = self.machine.reason
         for text, short in SHORT.items():
             reason = reason.replace(text, short)
