@@ -67,9 +67,9 @@ def test_members_that_stay_keep_their_id_over_a_restart_that_leaves_some_out():
         again.command("StreamOpened a:1 quorum=running")
         again.command("StreamOpened b:1 quorum=running")
         again.call("a", "b", known=1, step=1)
-        assert again.state()[0] == "1 ab"
+        assert (again.machine.quorum.quorum_id, again.machine.quorum.ids) == (1, ("a:1", "b:1"))
         again.call("a", "b", known=1, step=1, failed=True)
-        assert again.state()[0] == "1002 ab"
+        assert (again.machine.quorum.quorum_id, again.machine.quorum.ids) == (1002, ("a:1", "b:1"))
 
 
 def test_whoever_reports_an_older_quorum_than_another_does_is_told_that_it_is_over():
@@ -377,7 +377,7 @@ def test_torchfts_callers_that_gave_up_are_forgotten():
     player.call("c")
     player.say(m.CallCancelled("c:1"))
     player.call("a", "b")
-    assert player.state()[0] == "1 ab"
+    assert (player.machine.quorum.quorum_id, player.machine.quorum.ids) == (1, ("a:1", "b:1"))
     for unique in range(300):
         player.call("x", id=unique)
         player.say(m.CallCancelled(f"x:{unique}"))
