@@ -66,7 +66,7 @@ def show(value: Any) -> str:
     if isinstance(value, m.Part):
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
-        return f"<{value.quorum_id}: {value.replica_id} is {place}, store {value.store_address}{heal}>"
+        return f"<{value.quorum_id}: {value.replica_id} is {place}, at {value.store_address}{heal}>"
     if isinstance(value, m.CommitStep):
         marks = "".join(f" {name}" for name in ("held", "leave") if getattr(value, name))
         slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (
@@ -345,7 +345,7 @@ class GroupPlayer(Player):
         ranks: dict[str, list[int]] = {}
         for effect in self.effects:
             rank = getattr(effect, "group_rank", None)
-            text = show(effect) if rank is None else show(effect).replace(f"group_rank={rank}", "rank {}", 1)
+            text = show(effect) if rank is None else show(effect).replace(f"group_rank={rank}", "{}", 1)
             ranks.setdefault(text, []).extend([] if rank is None else [rank])
         return [text.replace("{}", " ".join(map(str, of)), 1) if of else text for text, of in ranks.items()]
 
@@ -435,12 +435,19 @@ class RankPlayer(Player):
         self.say(m.ReduceFailed(*self.keys["sums"], reason))
         self.outcome("commit", outcome)
 
-    def enter(self, quorum_id: int = 1, **more: Any) -> None:
-        """Through a quorum to the forward; tells the last effects alone."""
+    def enter(self, quorum_id: int = 1, *, computes: bool = False, **more: Any) -> None:
+        """Through a quorum to the forward; tells the last effects alone. computes: and through the backward."""
         self.say(m.Begin())
         self.part(quorum_id, **more)
         self.configured()
         self.outcome("configured")
+        if computes:
+            self.compute()
+
+    def next(self) -> None:
+        """To the reduction of the next step."""
+        self.say(m.Begin())
+        self.compute()
 
     def finish(self, *tail: float, change: bool = False) -> None:
         """From the forward to the commit; tells the last effects alone."""
@@ -480,13 +487,16 @@ def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
 
 
 def formed(
-    names: str, kind: str = "pharos", *, waits: str = "", shape: m.Shape = (), **config: Any
+    names: str, kind: str = "pharos", *, waits: str = "", lost: str = "", shape: m.Shape = (), **config: Any
 ) -> LighthousePlayer:
-    """A job whose members are `names`, all at step 0 of one quorum; `waits` have called since, and wait to come in."""
+    """A job whose members are `names`, all at step 0 of one quorum. Since then `waits` have called, and wait to come in; the connections of
+    `lost` broke."""
     player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
     player.call(*names, shape=shape)
     player.config(**{"min_replicas": 1, **config})
     player.call(*waits)
+    for name in lost:
+        player.say(m.StreamClosed(f"{name}:1"))
     player.shown = player.state()
     return player
 
