@@ -195,8 +195,8 @@ class CommitsWithoutALease(Group):
         return False
 
 
-def with_roster(**rules: Callable[..., Any]) -> type[Lighthouse]:
-    """A lighthouse whose roster has other rules: functions of the roster and of what its own rule is called with."""
+def with_roster(**rules: Callable[..., Any]) -> Machines:
+    """With a lighthouse whose roster has other rules: functions of the roster and of what its own rule is called with."""
 
     class Changed(Lighthouse):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -204,7 +204,7 @@ def with_roster(**rules: Callable[..., Any]) -> type[Lighthouse]:
             for name, rule in rules.items():
                 setattr(self.roster, name, partial(rule, self.roster))
 
-    return Changed
+    return Machines(lighthouse=Changed)
 
 
 def end_claim_of_namesake(roster: Roster, member: Member) -> None:
@@ -219,9 +219,9 @@ class Bug:
     machines: Machines
     seed: int  # one that finds it
     found: str  # what the simulator says then
+    fault_class: str = ""  # of tests.simulator.faults.CLASSES
     groups: int | None = None  # None: as the seed has it
     steps: int = 200
-    fault_class: str = ""  # of tests.simulator.faults.CLASSES
 
 
 BUGS = {
@@ -232,60 +232,39 @@ BUGS = {
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
     "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 46, "nothing ends these waits", groups=4, steps=30),
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
-    "stale vote accepted": Bug(  # ranks of which some heal vote one by one
-        Machines(group=StaleVote), 1469, "decides yes on", 3, 100, "half of them gone, every minute"
+    # ranks of which some heal vote one by one
+    "stale vote accepted": Bug(
+        Machines(group=StaleVote), 1469, "decides yes on", "half of them gone, every minute", 3, 100
     ),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
     "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 21, "nothing ends these waits"),
     "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
     "nobody rests": Bug(
-        Machines(lighthouse=with_roster(hear_of_heal=lambda *args: None)),
-        8,
-        "of whose heals 5 in a row have failed",
-        2,
-        200,
-        "a heal fails each time",
+        with_roster(hear_of_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2
     ),
-    "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", 3, 200, "a trainer hangs"),
-    "names stay taken": Bug(
-        Machines(lighthouse=with_roster(stalled=lambda *args: [])),
-        0,
-        "refused its name",
-        6,
-        200,
-        "a trainer cannot be killed",
-    ),
+    "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
+    "names stay taken": Bug(with_roster(stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6),
     "successors end claims": Bug(
-        Machines(lighthouse=with_roster(settle_claim=end_claim_of_namesake)),
-        1,
-        "is committed again",
-        2,
-        200,
-        "members cut off, and replaced",
+        with_roster(settle_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2
     ),
     "a layout that is forgotten": Bug(
-        Machines(lighthouse=ForgetsTheLayout), 1, "is of another layout", 2, 200, "another layout after a restart"
+        Machines(lighthouse=ForgetsTheLayout), 1, "is of another layout", "another layout after a restart", 2
     ),
     "nobody sits out": Bug(
-        Machines(lighthouse=with_roster(pairs=lambda *args: frozenset())),
-        15,
-        "no commit for",
-        5,
-        200,
-        "a pair is parted in a sum",
+        with_roster(pairs=lambda *_: frozenset()), 15, "no commit for", "a pair is parted in a sum", 5
     ),
-    "nobody probes": Bug(Machines(probes=False), 11, "no commit for", 3, 200, "a pair is parted in a sum"),
+    "nobody probes": Bug(Machines(probes=False), 11, "no commit for", "a pair is parted in a sum", 3),
     "refusals end members": Bug(
-        Machines(group=RefusalsEndMembers), 5, "nothing was done to its group", 2, 200, "lighthouse with another token"
+        Machines(group=RefusalsEndMembers), 5, "nothing was done to its group", "lighthouse with another token", 2
     ),
     "commits without a lease": Bug(
-        Machines(group=CommitsWithoutALease), 1, "is committed again", 2, 200, "members cut off, and replaced"
+        Machines(group=CommitsWithoutALease), 1, "is committed again", "members cut off, and replaced", 2
     ),
     "a watchdog that hears nothing": Bug(
-        Machines(watchdog_stands=False), 5, "no step in 100 s", 2, 200, "fewer than min_replicas"
+        Machines(watchdog_stands=False), 5, "no step in 100 s", "fewer than min_replicas", 2
     ),
     "a vote that is held is a try": Bug(
-        Machines(held_is_no_try=False), 7, "no outcome of the vote", 2, 200, "lighthouse away"
+        Machines(held_is_no_try=False), 7, "no outcome of the vote", "lighthouse away", 2
     ),
 }
