@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,6 @@ class LighthousePlayer(Player):
         self.machine = Lighthouse(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
         self.asked: dict[str, int] = {}  # the number of each group's newest question
         self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
-        self.shown = self.state()
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
 
     def config(self, **config: Any) -> None:
@@ -312,7 +312,6 @@ class GroupPlayer(Player):
         if joined:
             self.ask(*range(size))
             self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.Terms(**terms) if terms else None))
-        self.shown = self.state()
 
     def ask(self, *ranks: int, known: int = 0, failed: bool = False, number: int = 0, **member: Any) -> None:
         """Each rank asks for a quorum."""
@@ -362,7 +361,6 @@ class RankPlayer(Player):
     def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
         super().__init__()
         self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
-        self.shown = self.state()
         self.keys: dict[
             str, tuple[int, int, int]
         ] = {}  # quorum_id, attempt, step of the newest vote of each kind, and sums
@@ -497,7 +495,6 @@ def formed(
     player.call(*waits)
     for name in lost:
         player.say(m.StreamClosed(f"{name}:1"))
-    player.shown = player.state()
     return player
 
 
@@ -509,7 +506,6 @@ def unhealed(times: int, **config: Any) -> LighthousePlayer:
     for _ in range(times):
         player.call("a", "b", known=2, step=1)
         player.call("c", known=2, step=m.VOID)
-    player.shown = ()
     return player
 
 
@@ -517,7 +513,6 @@ def entered(**config: Any) -> RankPlayer:
     """A rank that has come through quorum 1 to the forward of step 0."""
     player = RankPlayer(**config)
     player.enter()
-    player.shown = player.state()
     return player
 
 
@@ -525,7 +520,6 @@ def launched(**config: Any) -> RankPlayer:
     """The same with its gradients of slot 0 in a reduction."""
     player = entered(**config)
     player.compute()
-    player.shown = player.state()
     return player
 
 
@@ -536,7 +530,6 @@ def compared(**config: Any) -> RankPlayer:
     player.finish(10, 10, 10, 75, 3, 0)
     player.say(m.Begin())
     player.compute()
-    player.shown = player.state()
     return player
 
 
@@ -544,19 +537,13 @@ def healing(**config: Any) -> RankPlayer:
     """A rank of a fresh group in quorum 2, whose reference is step 5: it has launched zeros."""
     player = RankPlayer(**config)
     player.enter(2, heal=True, step=5)
-    player.shown = player.state()
     return player
-
-
-def joined(size: int = 2, **config: Any) -> GroupPlayer:
-    return GroupPlayer(size, joined=True, **config)
 
 
 def asked(size: int = 2, *, known: int = 0, failed: bool = False, **config: Any) -> GroupPlayer:
     """A group whose ranks have all asked, so that it has called the lighthouse; known=1: it is joined."""
     player = GroupPlayer(size, joined=known == 1, **config)
     player.ask(*range(size), known=known, failed=failed)
-    player.shown = player.state()
     return player
 
 
@@ -592,11 +579,10 @@ def play(lines: list[str]) -> list[str]:
             player = STARTS[name](*given, **named)
             if before and isinstance(player, LighthousePlayer):
                 player.running = before.machine.quorum or before.running
-            told = player.news()
+            player.news()
         else:
             assert player is not None, "a transcript begins with a machine"
-            told = player.command(line.partition("  #")[0])
-        played += _filled(told)
+            played += _filled(player.command(line.partition("  #")[0]))
     return played
 
 
@@ -606,7 +592,7 @@ STARTS: dict[str, Any] = {
     "unhealed": unhealed,
     "restart": LighthousePlayer,
     "group": GroupPlayer,
-    "joined": joined,
+    "joined": partial(GroupPlayer, joined=True),
     "asked": asked,
     "rank": RankPlayer,
     "entered": entered,
