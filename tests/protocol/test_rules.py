@@ -244,13 +244,26 @@ def test_a_fetched_state_of_another_form_is_not_taken(state: Any):
     assert isinstance(cast, m.CastVote) and cast.vote.verdict == "failed"
 
 
-W, X, NOTHING = (7.0, 8.0), (7.0, 9.0), (0.0, 0.0)  # right and wrong, of a witness
+W, X, Z, NOTHING = (7.0, 8.0), (7.0, 9.0), (4.0, 8.0), (0.0, 0.0)  # right, wrong and wrong in another way, of a witness
 C, Y = (-7.0, -8.0), (-7.0, -9.0)  # the same, of a copy
 
 
 @pytest.mark.parametrize(
     ("digests", "odd"),
     [
+        ([], ""),
+        ([W], ""),
+        ([W, W, W], ""),
+        ([W, X, W], "b"),
+        ([X, W, W], "a"),
+        ([W, X, Z, W, W], "bc"),
+        ([W, X], "all"),
+        ([W, X, Z], "all"),
+        ([W, W, X, X], "all"),
+        ([W, NOTHING, W], ""),
+        ([NOTHING, X, W], "all"),
+        ([W, NOTHING, X, W], "c"),
+        ([NOTHING, NOTHING], ""),
         ([W, W, C], ""),
         ([C, C, C], ""),
         ([W, X, Y], "all"),  # b was wrong before c healed from it,
