@@ -45,70 +45,67 @@ ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
 WHO = ("all", "the writer", "the others")
 
 
-@dataclass(frozen=True)
 class Plan:
-    """A job, and what is done to it."""
+    """A job, and what is done to it, drawn from a seed. Each method draws one fault more, and returns the plan."""
 
-    seed: int
-    fault_class: str
-    groups: int
-    steps: int
-    interval: int
-    keep: int
-    step_s: float
-    async_mode: str
-    weights_alone: bool
-    shared: bool
-    deaths: tuple[tuple[str, int], ...] = ()  # in turn: where, and after how many operations
-    kills_at_s: tuple[tuple[float, str], ...] = ()  # when, and whom: "writer", "all"
-    outages: tuple[
-        tuple[str, float, float, str, int, float], ...
-    ] = ()  # from when, after how long, how long, whom, error, slow_s
-    rows_kept: int = 100  # by a relay; fewer than a job has, in half of them
-    asked: tuple[tuple[str, float, int], ...] = ()  # from when, after how long, how many
-
-
-class Draw:
-    """What is done to the job of a seed. Each method draws one fault more."""
-
-    def __init__(self, rng: random.Random, whole_s: float) -> None:
-        self.rng, self.whole_s = rng, whole_s
-        self.deaths: list[tuple[str, int]] = []
-        self.kills: list[tuple[float, str]] = []
+    def __init__(self, seed: int, fault_class: str = "") -> None:
+        self.rng = rng = random.Random(f"saves {seed}")
+        self.seed, self.fault_class = seed, fault_class or list(CLASSES)[seed % len(CLASSES)]
+        self.steps, self.interval, self.step_s = rng.randint(6, 12), rng.randint(2, 4), rng.choice((1.0, 3.0, 10.0))
+        if self.fault_class in ("storage fails", "the writer dies in a save"):
+            self.steps = 20  # a save that failed has time to be made up for
+        self.whole_s = self.steps * self.step_s
+        self.deaths: list[tuple[str, int]] = []  # in turn: where, and after how many operations
+        self.kills_at_s: list[tuple[float, str]] = []  # when, and whom: "writer", "all"
+        # from when, after how long, how long, whom, error, slow_s
         self.outages: list[tuple[str, float, float, str, int, float]] = []
-        self.asked: list[tuple[str, float, int]] = []
+        self.asked: list[tuple[str, float, int]] = []  # from when, after how long, how many
+        CLASSES[self.fault_class](self)
+        if rng.random() < 0.3:
+            rng.choice(BESIDES)(self)
+        self.groups, self.keep = rng.randint(2, 4), rng.choice((0, 2, 3))
+        self.async_mode, self.weights_alone = rng.choice(("disabled", "async")), rng.random() < 0.1
+        self.shared = self.fault_class != "folders of their own"
+        self.rows_kept = rng.choice((6, 100))  # by a relay; fewer than a job has, in half of them
 
-    def fails(self, since: str) -> None:
+    def fails(self, since: str) -> Plan:
         at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
         long_s, whom = self.rng.choice((5.0, 30.0, 60.0, 200.0)), self.rng.choice(WHO)
         self.outages.append((since, at_s, long_s, whom, self.rng.choice(ERRORS), 0.0))
+        return self
 
-    def is_slow(self, since: str) -> None:
+    def is_slow(self, since: str) -> Plan:
         at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
         long_s, whom = self.rng.choice((10.0, 30.0, 120.0)), self.rng.choice(WHO)
         self.outages.append((since, at_s, long_s, whom, 0, self.rng.choice((0.5, 3.0, 20.0))))
+        return self
 
-    def dies(self, *where: str) -> None:
+    def dies(self, *where: str) -> Plan:
         """At one of these places."""
         self.deaths.append((where[0] if len(where) == 1 else self.rng.choice(where), self.rng.randint(1, 45)))
+        return self
 
-    def several_die(self, where: str) -> None:
+    def several_die(self, where: str) -> Plan:
         for _ in range(self.rng.randint(2, 4)):
             self.dies(where)
+        return self
 
-    def is_killed(self, whom: str, since: float = 0.0) -> None:
+    def is_killed(self, whom: str, since: float = 0.0) -> Plan:
         """`since`: which part of the job is over by then."""
-        self.kills.append((self.rng.uniform(self.whole_s * since, self.whole_s), whom))
+        self.kills_at_s.append((self.rng.uniform(self.whole_s * since, self.whole_s), whom))
+        return self
 
-    def may_all_die(self) -> None:
+    def may_all_die(self) -> Plan:
         if self.rng.random() < 0.5:
             self.is_killed("all", 0.5)
+        return self
 
-    def is_asked(self, since: str, within_s: float) -> None:
+    def is_asked(self, since: str, within_s: float) -> Plan:
         self.asked.append((since, self.rng.uniform(0, within_s), self.rng.randint(1, 4)))
+        return self
 
 
-CLASSES: dict[str, Callable[[Draw], Any]] = {
+CLASSES: dict[str, Callable[[Plan], Plan]] = {
     "the writer dies at any time": lambda d: d.is_killed("writer"),
     "the writer dies in a save": lambda d: d.dies("in a save"),
     "the writer dies before its manifest": lambda d: d.dies("before its manifest"),
@@ -116,57 +113,24 @@ CLASSES: dict[str, Callable[[Draw], Any]] = {
     "the writer dies in the last save": lambda d: d.dies("in the last save"),
     "several writers die in a row": lambda d: d.several_die("in a save"),
     "several writers die in the last save": lambda d: d.several_die("in the last save"),
-    "the writer commits alone, and dies in its save": lambda d: (d.dies("alone"), d.may_all_die()),
+    "the writer commits alone, and dies in its save": lambda d: d.dies("alone").may_all_die(),
     "all die": lambda d: d.is_killed("all"),
     "storage fails": lambda d: d.fails("the start"),
     "storage fails in the last save": lambda d: d.fails("the last save"),
-    "storage fails, and the writer dies": lambda d: (d.fails("the start"), d.dies("in a save", "in the last save")),
+    "storage fails, and the writer dies": lambda d: d.fails("the start").dies("in a save", "in the last save"),
     "storage is slow": lambda d: d.is_slow("the start"),
     "storage is slow in the last save": lambda d: d.is_slow("the last save"),
     "asked to leave": lambda d: d.is_asked("the start", d.whole_s),
-    "asked to leave at the end": lambda d: (d.is_asked("the end", 60.0), d.dies("in the last save")),
-    "asked to leave at the end, over storage that fails": lambda d: (
-        d.is_asked("the end", 60.0),
-        d.fails("the last save"),
-    ),
+    "asked to leave at the end": lambda d: d.is_asked("the end", 60.0).dies("in the last save"),
+    "asked to leave at the end, over storage that fails": lambda d: d.is_asked("the end", 60.0).fails("the last save"),
     "folders of their own": lambda d: d.dies("in a save", "in the last save", "after its manifest"),
 }
-BESIDES: tuple[Callable[[Draw], None], ...] = (
+BESIDES: tuple[Callable[[Plan], Plan], ...] = (
     lambda d: d.fails("the start"),
     lambda d: d.is_slow("the start"),
     lambda d: d.dies("in a save"),
     lambda d: d.fails("the last save"),
 )
-
-
-def draw(seed: int, fault_class: str = "") -> Plan:
-    """The job of a seed; its class in turns."""
-    rng = random.Random(f"saves {seed}")
-    fault_class = fault_class or list(CLASSES)[seed % len(CLASSES)]
-    steps, interval, step_s = rng.randint(6, 12), rng.randint(2, 4), rng.choice((1.0, 3.0, 10.0))
-    if fault_class in ("storage fails", "the writer dies in a save"):
-        steps = 20  # a save that failed has time to be made up for
-    drawn = Draw(rng, steps * step_s)
-    CLASSES[fault_class](drawn)
-    if rng.random() < 0.3:
-        rng.choice(BESIDES)(drawn)
-    return Plan(
-        seed,
-        fault_class,
-        rng.randint(2, 4),
-        steps,
-        interval,
-        rng.choice((0, 2, 3)),
-        step_s,
-        rng.choice(("disabled", "async")),
-        rng.random() < 0.1,
-        fault_class != "folders of their own",
-        tuple(drawn.deaths),
-        tuple(drawn.kills),
-        tuple(drawn.outages),
-        rng.choice((6, 100)),
-        tuple(drawn.asked),
-    )
 
 
 # ------------------------------------------------------------------------------------------------ in the place of ft
@@ -824,7 +788,7 @@ class Job:
         """When all is over."""
         self.look_at_folders(content=True)
         done = self.ended_as["finished"] + self.ended_as["finished already"]
-        self.must(done > 0 or self.plan.asked != (), "nobody has finished")
+        self.must(done > 0 or bool(self.plan.asked), "nobody has finished")
         for folder in self.folders():
             rows = {name: journal(folder / name) for name in (sinks.METRICS, sinks.SAMPLES)}
             steps = {name: [row["step"] for row in found] for name, found in rows.items()}
@@ -859,12 +823,12 @@ class Played:
     virtual_s: float
 
     def tell(self) -> str:
-        return "\n".join([f"{self.plan}", *self.lines, self.failure])
+        return "\n".join([f"{vars(self.plan)}", *self.lines, self.failure])
 
 
 def play(seed: int, folder: Path, fault_class: str = "") -> Played:
     """Leaves nothing in `folder`."""
-    plan = draw(seed, fault_class)
+    plan = Plan(seed, fault_class)
     place = folder / f"saves-{seed}"
     place.mkdir()
     job = Job(plan, place)
