@@ -3,7 +3,7 @@
     == a broken stream is a loss now and final          the title of one transcript; comments begin with #
     lighthouse min_replicas=3                           a machine; until the next one all commands are said to it
     call a b c                                          a command, or an event of ft/protocol/messages: `StreamClosed c:1 at=2.5`
-        Persist last_id=1                               what came of it: effects, and the machine's state where it has changed
+        Persist 1, settled=0; -- all have called        what came of it: effects, and behind -- the machine's state where it has changed
 
 `python -m tests.protocol.play FILE...` writes the outcomes anew; read the difference before you commit it. Commands: the methods of
 LighthousePlayer, GroupPlayer and RankPlayer. Words of a command are positional arguments or name=value, as literals of Python; `a:1,b:1`
@@ -269,10 +269,6 @@ class LighthousePlayer(Player):
     def rests(self, replica_id: str) -> Iterator[str]:
         """Why a group is kept out."""
         yield self.machine.roster.why_it_sits_out(replica_id) or "no"
-
-    def lost(self, replica_id: str) -> Iterator[str]:
-        """Why a group counts as lost."""
-        yield self.machine.roster.lost.get(replica_id, "no")
 
     def terms(self) -> Iterator[str]:
         yield show(self.machine.config.terms)
