@@ -44,7 +44,6 @@ ONLY_WITH_ALL = {
 # They come last, so that no worker waits for its turn while there is something else to do.
 ALONE = (
     "e2e/",
-    "ft/test_cut_pairs.py",
     "scripts/test_check_cluster.py",
     "scripts/test_slurm.py",
     "sim/test_seeds.py::test_many_seeds",

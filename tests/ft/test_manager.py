@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.gloo import ProcessGroupGloo
-from ft.protocol import compare, lighthouse
+from ft.protocol import compare
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES
 from ft.protocol.step import Ledger, Phase, Step, StepConfig, StepControl
@@ -177,17 +178,19 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
             assert gave[:2] == [1, 2], "zeros once, and no step more"
 
 
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lighthouse that compares nothing, as if it had forgotten all."""
-    monkeypatch.setattr(lighthouse, "unlike", lambda event, ours: None)
+class Shapeless(GroupClient):
+    """Its lighthouse compares nothing, as if it had forgotten all: it is told no settings."""
+
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Released:
+        return super().quorum(replace(call, shape=()), timeout_s)
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
-def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup], monkeypatch: pytest.MonkeyPatch):
+def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup]):
     """A newcomer with other settings ends with exit code 2, whatever the lighthouse has forgotten."""
-    forgetful(monkeypatch)
-    settings = partial(Manager, shape=(("optimizer.lr", "1"), ("data", "text")))
-    others = partial(Manager, shape=(("optimizer.lr", "2"), ("data", "text")))
+    settings, others = (
+        partial(Manager, connect=Shapeless, shape=(("optimizer.lr", lr), ("data", "text"))) for lr in "12"
+    )
     trained, refused, last = threading.Event(), threading.Event(), dict[str, int]()
 
     def ends(rank: Rank, step: int) -> None:
@@ -212,11 +215,7 @@ def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup
             assert len(rank.seen_of(m.AbandonGeneration)) == 1
 
 
-def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    forgetful(monkeypatch)
-
+def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(caplog: pytest.LogCaptureFixture):
     settings = {name: [("optimizer.lr", "1")] for name in "abc"}
 
     def changes(rank: Rank, step: int) -> None:
@@ -226,7 +225,9 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(
 
     with job(min_replicas=2) as made:
         ranks = [
-            made.group(name, steps=20, together=3, make=partial(Manager, shape=settings[name]), at=changes)[0]
+            made.group(
+                name, steps=20, together=3, make=partial(Manager, connect=Shapeless, shape=settings[name]), at=changes
+            )[0]
             for name in "abc"
         ]
         stranger = ranks.pop()

@@ -3,7 +3,7 @@
     == a broken stream is a loss now and final          the title of one transcript; comments begin with #
     lighthouse min_replicas=3                           a machine; until the next one all commands are said to it
     call a b c                                          a command, or an event of ft/protocol/messages: `StreamClosed c:1 at=2.5`
-        Persist last_id=1                               what came of it: effects, and the machine's state where it has changed
+        Persist 1, settled=0; -- all have called        what came of it: effects, and behind -- the machine's state where it has changed
 
 `python -m tests.protocol.play FILE...` writes the outcomes anew; read the difference before you commit it. Commands: the methods of
 LighthousePlayer, GroupPlayer and RankPlayer. Words of a command are positional arguments or name=value, as literals of Python; `a:1,b:1`
@@ -18,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +35,29 @@ TIMES = {field.name for field in dataclasses.fields(m.Times)}
 # ------------------------------------------------------------------------------------------------ text
 
 
-UNNAMED = {
-    "answer",
-    "call",
-    "code",
-    "kind",
-    "member",
-    "notice",
-    "outcome",
-    "part",
-    "quorum",
-    "replica_id",
-    "replica_ids",
-    "verdict",
-    "vote",
+INLINE = {"call", "member", "outcome", "vote"}  # fields of one class only, so its name says nothing
+UNNAMED = {*INLINE, "answer", "code", "kind", "notice", "part", "quorum", "replica_id", "replica_ids", "verdict"}
+ORDINARY = {"address": "http://a", "store_address": "store-a", "group_rank": 0}  # of the group and rank that are played
+SHORT = {  # the lighthouse's reasons, of which transcripts are full
+    " healthy groups have called": " called",
+    "more than half is needed, lest there be two quorums": "no majority",
+    "the first has waited": "waited",
+    " s for the others": " s",
+    "none was in the previous quorum with a state, of which": "no heir,",
+    " cannot work together: no connection comes about, or they are unlike each other": " cannot work together",
 }
 
 
 def show(value: Any) -> str:
     """An effect, or what is in it: its name and the fields that differ from their defaults."""
     if isinstance(value, m.Persist):
-        of = f"quorum {value.saved.quorum.quorum_id}" if value.saved.quorum else "no quorum"
-        return f"Persist {of}, last_id={value.saved.last_id} settled={value.saved.settled}"
+        of = value.saved.quorum.quorum_id if value.saved.quorum else "no quorum"
+        last_id = (
+            ""
+            if value.saved.quorum and value.saved.quorum.quorum_id == value.saved.last_id
+            else f", last_id={value.saved.last_id}"
+        )
+        return f"Persist {of}{last_id}, settled={value.saved.settled}"
     if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
         return f"Answer all {show(value.quorum)}"
     if isinstance(value, m.Quorum):
@@ -64,7 +66,14 @@ def show(value: Any) -> str:
     if isinstance(value, m.Part):
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
-        return f"<{value.quorum_id}: {value.replica_id} is {place}, store {value.store_address}{heal}>"
+        return f"<{value.quorum_id}: {value.replica_id} is {place}, at {value.store_address}{heal}>"
+    if isinstance(value, m.CommitStep):
+        marks = "".join(f" {name}" for name in ("held", "leave") if getattr(value, name))
+        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in value.slots) + (
+            f" holes={value.holes}" if value.holes else ""
+        )
+        summed = f"{show(value.contributors)} of {value.quorum_size} divisor={value.divisor} loss={value.mean_loss}"
+        return f"CommitStep step={value.step} {value.commit_id[:8]} {summed} slots {slots}{marks}"
     if isinstance(value, tuple):
         return "(" + ", ".join(map(show, value)) + ")"
     if isinstance(value, str):
@@ -75,11 +84,22 @@ def show(value: Any) -> str:
     words = [type(value).__name__]
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
-        if field.default is not dataclasses.MISSING and given == field.default:
+        ordinary = isinstance(value, (Member, m.RankCall, m.Vote)) and given == ORDINARY.get(field.name, field.default)
+        if (
+            ordinary
+            or (field.default is not dataclasses.MISSING and given == field.default)
+            or (isinstance(value, Member) and given == "")
+        ):
             continue
         text = show(given)
-        text = f"({text})" if dataclasses.is_dataclass(given) and text[0] != "<" else text
-        words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
+        if field.name in INLINE:
+            text = text.partition(" ")[2]
+        elif field.name == "notice":
+            text = text.replace("quorum_id=", "", 1)
+        elif dataclasses.is_dataclass(given) and text[0] != "<":
+            text = f"({text})"
+        if text:
+            words.append(field.name if given is True else text if field.name in UNNAMED else f"{field.name}={text}")
     return " ".join(words)
 
 
@@ -143,12 +163,16 @@ class Player:
         told: dict[str, str] = {}  # a notice that is repeated is told once
         for text in found if isinstance(found, Iterator) else self.told():
             told.setdefault(text.partition("] ")[2] or text, text)
-        return [*told.values(), *self.news()]
+        times = ["", *(text.partition("] ")[0] if text[0] == "[" else "" for text in told.values())]
+        texts = [
+            text.removeprefix(f"{then}] ") if then else text for then, text in zip(times, told.values(), strict=False)
+        ]
+        return [*texts, *self.news()]
 
     def news(self) -> list[str]:
         """Parts of the state that have changed since they were shown."""
         before, self.shown = self.shown, self.state()
-        changed = [part for part in self.shown if part not in before]
+        changed = [part for part in self.shown if part and part not in before]
         return [f"-- {', '.join(changed)}"] if changed else []
 
 
@@ -161,12 +185,19 @@ class LighthousePlayer(Player):
         start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
         self.machine = Lighthouse(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
         self.asked: dict[str, int] = {}  # the number of each group's newest question
-        self.shown = self.state()
+        self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
 
     def config(self, **config: Any) -> None:
         """Other settings from now on."""
         self.machine.config = _config(config)
+
+    def say(self, event: m.Event) -> list[m.Effect]:
+        effects = super().say(event)
+        for effect in effects:
+            if isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids:
+                self.answered = effect.quorum.quorum_id
+        return effects
 
     def event(self, name: str, *given: Any, **named: Any) -> list[m.Effect]:
         if "quorum" in named:  # "running": the one that members know; a number: one of that id, without its members
@@ -187,6 +218,11 @@ class LighthousePlayer(Player):
             member = Member(**{"replica_id": f"{name}:{id}", "step": step, **commit, **fields})
             numbered = {"number": number} if self.kind == "pharos" else {}
             self.say(m.Call(member, kind or self.kind, **{**more, **numbered}))
+
+    def open(self, *names: str, id: Any = 1) -> None:
+        """The streams of the groups are open."""
+        for name in names:
+            self.say(m.StreamOpened(f"{name}:{id}"))
 
     def beat(self, *names: str, id: Any = 1, kind: Any = None) -> None:
         """Each group's heartbeat."""
@@ -233,19 +269,20 @@ class LighthousePlayer(Player):
         """Why a group is kept out."""
         yield self.machine.roster.why_it_sits_out(replica_id) or "no"
 
-    def lost(self, replica_id: str) -> Iterator[str]:
-        """Why a group counts as lost."""
-        yield self.machine.roster.lost.get(replica_id, "no")
-
     def terms(self) -> Iterator[str]:
         yield show(self.machine.config.terms)
 
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
-        return (
-            f"{q.quorum_id if q else 0} {''.join(member.name for member in q.members) if q else ''}".strip(),
-            self.machine.reason,
+        known = (
+            f"{q.quorum_id} {''.join(member.name for member in q.members)}"
+            if q and q.quorum_id != self.answered
+            else ""
         )
+        reason = self.machine.reason
+        for text, short in SHORT.items():
+            reason = reason.replace(text, short)
+        return known, reason
 
 
 def _blame(name: str, cut: str) -> tuple[str, ...]:
@@ -270,7 +307,6 @@ class GroupPlayer(Player):
         if joined:
             self.ask(*range(size))
             self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.Terms(**terms) if terms else None))
-        self.shown = self.state()
 
     def ask(self, *ranks: int, known: int = 0, failed: bool = False, number: int = 0, **member: Any) -> None:
         """Each rank asks for a quorum."""
@@ -303,7 +339,7 @@ class GroupPlayer(Player):
         ranks: dict[str, list[int]] = {}
         for effect in self.effects:
             rank = getattr(effect, "group_rank", None)
-            text = show(effect) if rank is None else show(effect).replace(f"group_rank={rank}", "rank {}", 1)
+            text = show(effect) if rank is None else show(effect).replace(f"group_rank={rank}", "{}", 1)
             ranks.setdefault(text, []).extend([] if rank is None else [rank])
         return [text.replace("{}", " ".join(map(str, of)), 1) if of else text for text, of in ranks.items()]
 
@@ -320,7 +356,6 @@ class RankPlayer(Player):
     def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
         super().__init__()
         self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
-        self.shown = self.state()
         self.keys: dict[
             str, tuple[int, int, int]
         ] = {}  # quorum_id, attempt, step of the newest vote of each kind, and sums
@@ -379,38 +414,47 @@ class RankPlayer(Player):
 
     def outcome(self, kind: Any, verdict: Any = "yes", **more: Any) -> None:
         """The group's outcome of the newest vote."""
-        self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
+        if verdict:
+            self.effects = []
+            self.say(m.Outcome(kind, *self.keys[kind], verdict, **more))
 
-    def reduced(self, *tail: float) -> None:
-        """The sums of the newest reduction have arrived."""
+    def reduced(self, *tail: float, outcome: str = "", **more: Any) -> None:
+        """The sums of the newest reduction have arrived. outcome, here and below: the group's outcome follows, and brings what is told."""
         self.say(m.Reduced(*self.keys["sums"], tuple(map(float, tail))))
+        self.outcome("commit", outcome, **more)
 
-    def failed(self, reason: str = "socket closed") -> None:
+    def failed(self, reason: str = "socket closed", *, outcome: str = "") -> None:
         """A collective of this attempt has failed."""
         self.say(m.ReduceFailed(*self.keys["sums"], reason))
+        self.outcome("commit", outcome)
 
-    def enter(self, quorum_id: int = 1, **more: Any) -> None:
-        """Through a quorum to the forward; tells the last effects alone."""
+    def enter(self, quorum_id: int = 1, *, computes: bool = False, **more: Any) -> None:
+        """Through a quorum to the forward; tells the last effects alone. computes: and through the backward."""
         self.say(m.Begin())
         self.part(quorum_id, **more)
         self.configured()
-        self.effects = []
         self.outcome("configured")
+        if computes:
+            self.compute()
+
+    def next(self) -> None:
+        """To the reduction of the next step."""
+        self.say(m.Begin())
+        self.compute()
 
     def finish(self, *tail: float, change: bool = False) -> None:
         """From the forward to the commit; tells the last effects alone."""
-        self.say(m.Computed((10.0,), 25.0))
-        self.reduced(*(tail or (10, 10, 50, 2, 0)))
-        self.effects = []
-        self.outcome("commit", change=change)
+        self.compute()
+        self.reduced(*(tail or (10, 10, 50, 2, 0)), outcome="yes", change=change)
 
     def compute(self, *tokens: float, loss: float = 25.0, **more: Any) -> None:
         """Forward and backward are done: tokens for each slot."""
         self.say(m.Computed(tuple(map(float, tokens)) or (10.0,), loss, **more))
 
-    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1) -> None:
+    def healed(self, quorum_id: int = 2, *, step: int = 5, pending: int = 1, outcome: str = "") -> None:
         """The fetch of a source's state of that step is complete."""
         self.say(m.HealEnded(quorum_id, True, source_state(step, pending=pending)))
+        self.outcome("healed", outcome)
 
     def restored(self, step: int) -> None:
         """A checkpoint of that step is loaded."""
@@ -435,12 +479,17 @@ def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ transcripts
 
 
-def formed(names: str, kind: str = "pharos", *, shape: m.Shape = (), **config: Any) -> LighthousePlayer:
-    """A job whose members are `names`, all at step 0 of one quorum."""
+def formed(
+    names: str, kind: str = "pharos", *, waits: str = "", lost: str = "", shape: m.Shape = (), **config: Any
+) -> LighthousePlayer:
+    """A job whose members are `names`, all at step 0 of one quorum. Since then `waits` have called, and wait to come in; the connections of
+    `lost` broke."""
     player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
     player.call(*names, shape=shape)
     player.config(**{"min_replicas": 1, **config})
-    player.shown = player.state()
+    player.call(*waits)
+    for name in lost:
+        player.say(m.StreamClosed(f"{name}:1"))
     return player
 
 
@@ -452,7 +501,6 @@ def unhealed(times: int, **config: Any) -> LighthousePlayer:
     for _ in range(times):
         player.call("a", "b", known=2, step=1)
         player.call("c", known=2, step=m.VOID)
-    player.shown = ()
     return player
 
 
@@ -460,7 +508,23 @@ def entered(**config: Any) -> RankPlayer:
     """A rank that has come through quorum 1 to the forward of step 0."""
     player = RankPlayer(**config)
     player.enter()
-    player.shown = player.state()
+    return player
+
+
+def launched(**config: Any) -> RankPlayer:
+    """The same with its gradients of slot 0 in a reduction."""
+    player = entered(**config)
+    player.compute()
+    return player
+
+
+def compared(**config: Any) -> RankPlayer:
+    """A rank of group a:1 of three, in the reduction of step 1, whose tail has digests."""
+    player = RankPlayer(digest_interval=2, **config)
+    player.enter(1, of="abc")
+    player.finish(10, 10, 10, 75, 3, 0)
+    player.say(m.Begin())
+    player.compute()
     return player
 
 
@@ -468,12 +532,14 @@ def healing(**config: Any) -> RankPlayer:
     """A rank of a fresh group in quorum 2, whose reference is step 5: it has launched zeros."""
     player = RankPlayer(**config)
     player.enter(2, heal=True, step=5)
-    player.shown = player.state()
     return player
 
 
-def joined(size: int = 2, **config: Any) -> GroupPlayer:
-    return GroupPlayer(size, joined=True, **config)
+def asked(size: int = 2, *, known: int = 0, failed: bool = False, **config: Any) -> GroupPlayer:
+    """A group whose ranks have all asked, so that it has called the lighthouse; known=1: it is joined."""
+    player = GroupPlayer(size, joined=known == 1, **config)
+    player.ask(*range(size), known=known, failed=failed)
+    return player
 
 
 def transcripts(file: Path) -> dict[str, list[str]]:
@@ -508,11 +574,10 @@ def play(lines: list[str]) -> list[str]:
             player = STARTS[name](*given, **named)
             if before and isinstance(player, LighthousePlayer):
                 player.running = before.machine.quorum or before.running
-            told = player.news()
+            player.news()
         else:
             assert player is not None, "a transcript begins with a machine"
-            told = player.command(line.partition("  #")[0])
-        played += _filled(told)
+            played += _filled(player.command(line.partition("  #")[0]))
     return played
 
 
@@ -522,9 +587,12 @@ STARTS: dict[str, Any] = {
     "unhealed": unhealed,
     "restart": LighthousePlayer,
     "group": GroupPlayer,
-    "joined": joined,
+    "joined": partial(GroupPlayer, joined=True),
+    "asked": asked,
     "rank": RankPlayer,
     "entered": entered,
+    "launched": launched,
+    "compared": compared,
     "healing": healing,
 }
 WIDTH = 136

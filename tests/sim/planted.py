@@ -1,20 +1,23 @@
 """Bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
 
-Where a peer or an earlier draft had the bug, it says so. `search` looks for the first seed that finds one.
+Where a peer or an earlier draft had the bug, it says so. Those with a class of faults were in the rules, or around them, until the
+simulator knew the faults that show them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.group import Group
 from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.messages import Member
+from ft.protocol.roster import Roster
 from ft.protocol.rules import QuorumView
-from ft.protocol.step import Ledger, Step
-from tests.simulator import runs
+from ft.protocol.step import Ledger, Phase, Step
 from tests.simulator.cluster import Machines
 
 
@@ -44,13 +47,14 @@ class IdsRestart(Lighthouse):
 class EmptyShrink(Lighthouse):
     """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
 
-    def _evaluate(self, now_s: float) -> None:
-        view = self.view(now_s)
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        out, view = super().handle(event, now_s), self.view(now_s)
         asked = any(member.shrink_only for member in view.candidates.values())
         enough = len(view.candidates) >= max(view.min_replicas, view.healthy // 2 + 1)
         if asked and enough and view.previous and not view.present:
-            self._emit(m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch)))
-        super()._evaluate(now_s)
+            empty = m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch))
+            return replace(out, effects=(*out.effects, empty))
+        return out
 
 
 class GhostCaller(Lighthouse):
@@ -91,26 +95,28 @@ class StaleVote(Group):
 class NoCommitIds(Group):
     """Two groups at one step are taken to be equal, whichever version of that step they hold."""
 
-    def _answer(self, rank: int) -> None:
-        before = len(self._out)
-        super()._answer(rank)
-        for place, effect in enumerate(self._out[before:], before):
-            if not isinstance(effect, m.AnswerRank) or not isinstance(effect.answer, m.Part):
-                continue
-            assert self.quorum is not None
-            part = effect.answer
-            me = self.quorum.members[part.replica_rank]
-            if part.heal and me.step == part.reference[0]:
-                self._out[place] = replace(effect, answer=replace(part, heal=False, sources=()))
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        out = super().handle(event, now_s)
+        return replace(out, effects=tuple(map(self._spoil, out.effects)))
+
+    def _spoil(self, effect: m.Effect) -> m.Effect:
+        part = effect.answer if isinstance(effect, m.AnswerRank) else None
+        if not isinstance(part, m.Part) or not part.heal or self.quorum is None:
+            return effect
+        is_current = self.quorum.members[part.replica_rank].step == part.reference[0]
+        return replace(effect, answer=replace(part, heal=False, sources=())) if is_current else effect
 
 
 class JoinerContributes(Step):
     """A group that is behind trains at once, and fetches the state meanwhile."""
 
-    def _become_void(self, part: m.Part) -> None:
-        super()._become_void(part)
-        self.void = False
-        self.ledger.deal(part.members)
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        asks = self.phase is Phase.ASKING
+        out = super().handle(event, now_s)
+        if isinstance(event, m.Part) and event.heal and asks:
+            self.void = False
+            self.ledger.deal(event.members)
+        return out
 
 
 class DividesByMembers(Step):
@@ -118,7 +124,7 @@ class DividesByMembers(Step):
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out = super().handle(event, now_s)
-        return replace(out, effects=tuple(self._spoil(effect) for effect in out.effects))
+        return replace(out, effects=tuple(map(self._spoil, out.effects)))
 
     def _spoil(self, effect: m.Effect) -> m.Effect:
         if isinstance(effect, m.CommitStep):
@@ -149,10 +155,62 @@ class TakesStateWhenTold(Step):
     def votes_in_background(self, vote: m.Vote) -> bool:
         return vote.kind == "healed"
 
-    def _on_healed(self, outcome: m.Outcome, now_s: float) -> None:
-        super()._on_healed(outcome, now_s)
-        if self._heal and self._heal.agreed:
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        out = super().handle(event, now_s)
+        if isinstance(event, m.Outcome) and event.kind == "healed" and self._heal and self._heal.agreed:
+            self._out = []
             self._take_state()
+            return replace(out, effects=(*out.effects, *self._out))
+        return out
+
+
+class NobodyStalls(Lighthouse):
+    """Whoever hangs, while its server beats, is waited for."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        if self._record is not None:
+            self._record.stalled = lambda now_s: ([], "")  # type: ignore[method-assign]
+        return super().handle(event, now_s)
+
+
+class ForgetsTheLayout(Lighthouse):
+    """What all must have alike is that of the first caller after each start."""
+
+    def _settle_shape(self, event: m.Call, now_s: float) -> None:
+        self._shape = event.shape
+
+
+class RefusalsEndMembers(Group):
+    """Whoever is refused ends, also a member that a restarted lighthouse does not know any more."""
+
+    def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
+        self._fail_waiting(code, reason)
+
+
+class CommitsWithoutALease(Group):
+    """A group that the lighthouse has not answered for long commits all the same: others may have been allowed to take over."""
+
+    def _cut_off(self, now_s: float) -> bool:
+        return False
+
+
+def with_roster(**rules: Callable[..., Any]) -> Machines:
+    """With a lighthouse whose roster has other rules: functions of the roster and of what its own rule is called with."""
+
+    class Changed(Lighthouse):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            for name, rule in rules.items():
+                setattr(self.roster, name, partial(rule, self.roster))
+
+    return Machines(lighthouse=Changed)
+
+
+def end_claim_of_namesake(roster: Roster, member: Member) -> None:
+    """A name's successor ends the claim of the member before it, though that one may only be out of the lighthouse's sight."""
+    claim = roster.claims.get(member.name)
+    if claim and (claim.replica_id != member.replica_id or member.void):
+        del roster.claims[member.name]
 
 
 @dataclass(frozen=True)
@@ -160,21 +218,9 @@ class Bug:
     machines: Machines
     seed: int  # one that finds it
     found: str  # what the simulator says then
+    fault_class: str = ""  # of tests.simulator.faults.CLASSES
     groups: int | None = None  # None: as the seed has it
     steps: int = 200
-    fault_class: str = ""  # of tests.simulator.faults.CLASSES
-
-
-def search(
-    machines: Machines, seeds: range, fault_class: str = "", tell: Callable[[str], None] = print
-) -> runs.Run | None:
-    """The first of `seeds` that finds the bug."""
-    for seed in seeds:
-        run = runs.run(seed, fault_class=fault_class, machines=machines)
-        if run.failure:
-            tell(f"seed {seed}: {run.failure}")
-            return run
-    return None
 
 
 BUGS = {
@@ -185,11 +231,39 @@ BUGS = {
     "divide by N": Bug(Machines(step=DividesByMembers), 0, "is divided by"),
     "change flag not OR-ed": Bug(Machines(step=ChangeIsPrivate), 46, "nothing ends these waits", groups=4, steps=30),
     "lone newcomer after a lighthouse restart": Bug(Machines(lighthouse=Forgetful), 19, "settled step"),
-    "stale vote accepted": Bug(  # ranks of which some heal vote one by one
-        Machines(group=StaleVote), 1469, "decides yes on", 3, 100, "half of them gone, every minute"
+    # ranks of which some heal vote one by one
+    "stale vote accepted": Bug(
+        Machines(group=StaleVote), 1469, "decides yes on", "half of them gone, every minute", 3, 100
     ),
     "empty shrink quorum": Bug(Machines(lighthouse=EmptyShrink), 82, "of (): below min_replicas"),
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
     "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 21, "nothing ends these waits"),
     "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
+    "nobody rests": Bug(
+        with_roster(hear_of_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2
+    ),
+    "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
+    "names stay taken": Bug(with_roster(stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6),
+    "successors end claims": Bug(
+        with_roster(settle_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2
+    ),
+    "a layout that is forgotten": Bug(
+        Machines(lighthouse=ForgetsTheLayout), 1, "is of another layout", "another layout after a restart", 2
+    ),
+    "nobody sits out": Bug(
+        with_roster(pairs=lambda *_: frozenset()), 15, "no commit for", "a pair is parted in a sum", 5
+    ),
+    "nobody probes": Bug(Machines(probes=False), 11, "no commit for", "a pair is parted in a sum", 3),
+    "refusals end members": Bug(
+        Machines(group=RefusalsEndMembers), 5, "nothing was done to its group", "lighthouse with another token", 2
+    ),
+    "commits without a lease": Bug(
+        Machines(group=CommitsWithoutALease), 1, "is committed again", "members cut off, and replaced", 2
+    ),
+    "a watchdog that hears nothing": Bug(
+        Machines(watchdog_stands=False), 5, "no step in 100 s", "fewer than min_replicas", 2
+    ),
+    "a vote that is held is a try": Bug(
+        Machines(held_is_no_try=False), 7, "no outcome of the vote", "lighthouse away", 2
+    ),
 }

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ft.protocol.step import Phase
-from tests.simulator import waits
-from tests.simulator.inside import Inside
+from tests.simulator.inside import Inside, check
 from tests.simulator.invariants import Truth, Violation
 from tests.simulator.world import Process, World
 
@@ -17,7 +16,7 @@ BALLOT = (1, 0, 0, "commit")
 
 
 class Ranks:
-    """Of one group: what tests.simulator.waits and tests.simulator.inside look at. `at(rank, wait)` puts a trainer into a wait."""
+    """Of one group: what tests.simulator.inside looks at. `at(rank, wait)` puts a trainer into a wait."""
 
     def __init__(self, size: int) -> None:
         self.world = World(1)
@@ -67,7 +66,7 @@ class Ranks:
             self.at(place, "vote", BALLOT)
 
     def check(self) -> None:
-        waits.check(self.group)
+        check(self.group)
 
 
 def test_a_collective_inside_a_group_needs_all_its_ranks():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim import mended, planted
+from tests.sim.planted import BUGS
 from tests.simulator import runs
-
-BUGS = {**planted.BUGS, **mended.BUGS}
 
 
 @pytest.mark.timeout(600)  # seconds on an idle machine

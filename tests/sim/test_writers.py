@@ -15,29 +15,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.sim import writers
-from training import checkpoint, checkpoint_files, saver
+from training import checkpoint, checkpoint_files, saver, scribe
 from training import metrics_writer as relay
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
 SEEN = (
     *writers.CLASSES,
+    *("ENOSPC", "EROFS", "EIO", "slow", "saves", "deaths"),
+    *("a commit of one", "a group heals", "goes on from a checkpoint"),
+    *(f"a group ends: {how}" for how in ("finished", "finished already", "stopped at", "failed")),
     *(
-        "ENOSPC",
-        "EROFS",
-        "EIO",
-        "slow",
-        "saves",
-        "deaths",
-        "a commit of one",
-        "a group heals",
-        "goes on from a checkpoint",
-    ),
-    *("a group ends: finished", "a group ends: finished already", "a group ends: stopped at", "a group ends: failed"),
-    *(
-        "dies in mkdir step.partial",
-        "dies in open step.partial/manifest.json",
-        "dies in rename step",
-        "dies in write a file",
+        f"dies in {what}"
+        for what in ("mkdir step.partial", "open step.partial/manifest.json", "rename step", "write a file")
     ),
 )
 # Seeds that failed once, and why.
@@ -88,7 +77,7 @@ def makes_up_for_nobody(patch: pytest.MonkeyPatch) -> None:
 def names_it_before_its_manifest(patch: pytest.MonkeyPatch) -> None:
     def publish(folder: Path, manifest: checkpoint_files.Manifest, name: str = "") -> Path:
         final = checkpoint_files.step_folder(folder, manifest.step)
-        checkpoint_files._partial(folder, manifest.step, name).rename(final)
+        (folder / f"step-{manifest.step}.partial{name}").rename(final)
         with (final / checkpoint_files.MANIFEST).open("w") as stream:
             stream.write(manifest.to_json())
         return final
@@ -108,17 +97,21 @@ def makes_room_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def drops_rows(patch: pytest.MonkeyPatch) -> None:
-    real = relay.LeaderMetricsWriter._catch_up
+    real = scribe.Scribe.serve
 
-    def catch_up(self: relay.LeaderMetricsWriter) -> None:
-        last = self._number
-        try:
-            real(self)
-        except OSError:
-            self._todo = last + 1
-            raise
+    def serve(self: scribe.Scribe, name: str, do: Any, *args: Any) -> None:
+        def drops() -> None:
+            try:
+                do()
+            except OSError:
+                do.__self__.load_state_dict(
+                    do.__self__.state_dict()
+                )  # rows that came with a state are another's to write
+                raise
 
-    patch.setattr(relay.LeaderMetricsWriter, "_catch_up", catch_up)
+        real(self, name, drops, *args)
+
+    patch.setattr(scribe.Scribe, "serve", serve)
 
 
 def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
@@ -135,13 +128,13 @@ def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:
-    real = saver.Saver._next_action
+    real = checkpoint.Checkpointer.agree
 
-    def next_action(self: saver.Saver, step: int, asked: bool) -> saver.Action:
-        found = real(self, step, asked)
+    def agree(self: checkpoint.Checkpointer, *args: Any) -> Any:
+        found = real(self, *args)
         return "wait" if found == "regroup" else found
 
-    patch.setattr(saver.Saver, "_next_action", next_action)
+    patch.setattr(checkpoint.Checkpointer, "agree", agree)
 
 
 def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:

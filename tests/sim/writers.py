@@ -41,141 +41,96 @@ from training.writer_lease import WriterLease
 
 LIMIT_S = 3600.0  # a job of some minutes, with all that is done to it
 KNOWN_S = 5.0  # a death is known after this at the latest
-CLASSES = (
-    "the writer dies at any time",
-    "the writer dies in a save",
-    "the writer dies before its manifest",
-    "the writer dies after its manifest",
-    "the writer dies in the last save",
-    "several writers die in a row",
-    "several writers die in the last save",
-    "the writer commits alone, and dies in its save",
-    "all die",
-    "storage fails",
-    "storage fails in the last save",
-    "storage fails, and the writer dies",
-    "storage is slow",
-    "storage is slow in the last save",
-    "asked to leave",
-    "asked to leave at the end",
-    "asked to leave at the end, over storage that fails",
-    "folders of their own",
-)
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
 WHO = ("all", "the writer", "the others")
 
 
-@dataclass(frozen=True)
 class Plan:
-    """A job, and what is done to it."""
+    """A job, and what is done to it, drawn from a seed. Each method draws one fault more, and returns the plan."""
 
-    seed: int
-    fault_class: str
-    groups: int
-    steps: int
-    interval: int
-    keep: int
-    step_s: float
-    async_mode: str
-    weights_alone: bool
-    shared: bool
-    deaths: tuple[tuple[str, int], ...] = ()  # in turn: where, and after how many operations
-    kills_at_s: tuple[tuple[float, str], ...] = ()  # when, and whom: "writer", "all"
-    outages: tuple[
-        tuple[str, float, float, str, int, float], ...
-    ] = ()  # from when, after how long, how long, whom, error, slow_s
-    rows_kept: int = 100  # by a relay; fewer than a job has, in half of them
-    asked: tuple[tuple[str, float, int], ...] = ()  # from when, after how long, how many
+    def __init__(self, seed: int, fault_class: str = "") -> None:
+        self.rng = rng = random.Random(f"saves {seed}")
+        self.seed, self.fault_class = seed, fault_class or list(CLASSES)[seed % len(CLASSES)]
+        self.steps, self.interval, self.step_s = rng.randint(6, 12), rng.randint(2, 4), rng.choice((1.0, 3.0, 10.0))
+        if self.fault_class in ("storage fails", "the writer dies in a save"):
+            self.steps = 20  # a save that failed has time to be made up for
+        self.whole_s = self.steps * self.step_s
+        self.deaths: list[tuple[str, int]] = []  # in turn: where, and after how many operations
+        self.kills_at_s: list[tuple[float, str]] = []  # when, and whom: "writer", "all"
+        # from when, after how long, how long, whom, error, slow_s
+        self.outages: list[tuple[str, float, float, str, int, float]] = []
+        self.asked: list[tuple[str, float, int]] = []  # from when, after how long, how many
+        CLASSES[self.fault_class](self)
+        if rng.random() < 0.3:
+            rng.choice(BESIDES)(self)
+        self.groups, self.keep = rng.randint(2, 4), rng.choice((0, 2, 3))
+        self.async_mode, self.weights_alone = rng.choice(("disabled", "async")), rng.random() < 0.1
+        self.shared = self.fault_class != "folders of their own"
+        self.rows_kept = rng.choice((6, 100))  # by a relay; fewer than a job has, in half of them
+
+    def fails(self, since: str) -> Plan:
+        at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
+        long_s, whom = self.rng.choice((5.0, 30.0, 60.0, 200.0)), self.rng.choice(WHO)
+        self.outages.append((since, at_s, long_s, whom, self.rng.choice(ERRORS), 0.0))
+        return self
+
+    def is_slow(self, since: str) -> Plan:
+        at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
+        long_s, whom = self.rng.choice((10.0, 30.0, 120.0)), self.rng.choice(WHO)
+        self.outages.append((since, at_s, long_s, whom, 0, self.rng.choice((0.5, 3.0, 20.0))))
+        return self
+
+    def dies(self, *where: str) -> Plan:
+        """At one of these places."""
+        self.deaths.append((where[0] if len(where) == 1 else self.rng.choice(where), self.rng.randint(1, 45)))
+        return self
+
+    def several_die(self, where: str) -> Plan:
+        for _ in range(self.rng.randint(2, 4)):
+            self.dies(where)
+        return self
+
+    def is_killed(self, whom: str, since: float = 0.0) -> Plan:
+        """`since`: which part of the job is over by then."""
+        self.kills_at_s.append((self.rng.uniform(self.whole_s * since, self.whole_s), whom))
+        return self
+
+    def may_all_die(self) -> Plan:
+        if self.rng.random() < 0.5:
+            self.is_killed("all", 0.5)
+        return self
+
+    def is_asked(self, since: str, within_s: float) -> Plan:
+        self.asked.append((since, self.rng.uniform(0, within_s), self.rng.randint(1, 4)))
+        return self
 
 
-def draw(seed: int, fault_class: str = "") -> Plan:
-    """The job of a seed; its class in turns."""
-    rng = random.Random(f"saves {seed}")
-    fault_class = fault_class or CLASSES[seed % len(CLASSES)]
-    steps, interval, step_s = rng.randint(6, 12), rng.randint(2, 4), rng.choice((1.0, 3.0, 10.0))
-    if fault_class in ("storage fails", "the writer dies in a save"):
-        steps = 20  # a save that failed has time to be made up for
-    whole_s = steps * step_s
-    deaths: list[tuple[str, int]] = []
-    kills: list[tuple[float, str]] = []
-    outages: list[tuple[str, float, float, str, int, float]] = []
-    asked: list[tuple[str, float, int]] = []
-
-    def fails(since: str) -> None:
-        at_s = rng.uniform(0, whole_s if since == "the start" else 3.0)
-        outages.append((since, at_s, rng.choice((5.0, 30.0, 60.0, 200.0)), rng.choice(WHO), rng.choice(ERRORS), 0.0))
-
-    def is_slow(since: str) -> None:
-        at_s = rng.uniform(0, whole_s if since == "the start" else 3.0)
-        outages.append((since, at_s, rng.choice((10.0, 30.0, 120.0)), rng.choice(WHO), 0, rng.choice((0.5, 3.0, 20.0))))
-
-    def dies(where: str) -> None:
-        deaths.append((where, rng.randint(1, 45)))
-
-    if fault_class == "the writer dies at any time":
-        kills.append((rng.uniform(0, whole_s), "writer"))
-    elif fault_class in (
-        "the writer dies in a save",
-        "the writer dies before its manifest",
-        "the writer dies after its manifest",
-    ):
-        dies(fault_class.removeprefix("the writer dies "))
-    elif fault_class == "the writer dies in the last save":
-        dies("in the last save")
-    elif fault_class == "several writers die in a row":
-        for _ in range(rng.randint(2, 4)):
-            dies("in a save")
-    elif fault_class == "several writers die in the last save":
-        for _ in range(rng.randint(2, 4)):
-            dies("in the last save")
-    elif fault_class == "the writer commits alone, and dies in its save":
-        dies("alone")
-        if rng.random() < 0.5:
-            kills.append((rng.uniform(whole_s / 2, whole_s), "all"))
-    elif fault_class == "all die":
-        kills.append((rng.uniform(0, whole_s), "all"))
-    elif fault_class.startswith("storage fails"):
-        fails("the last save" if "last" in fault_class else "the start")
-        if "dies" in fault_class:
-            dies(rng.choice(("in a save", "in the last save")))
-    elif fault_class.startswith("storage is slow"):
-        is_slow("the last save" if "last" in fault_class else "the start")
-    elif fault_class == "asked to leave":
-        asked.append(("the start", rng.uniform(0, whole_s), rng.randint(1, 4)))
-    elif fault_class.startswith("asked to leave at the end"):
-        asked.append(("the end", rng.uniform(0, 60.0), rng.randint(1, 4)))
-        if "fails" in fault_class:
-            fails("the last save")
-        else:
-            dies("in the last save")
-    else:
-        dies(rng.choice(("in a save", "in the last save", "after its manifest")))
-    if rng.random() < 0.3:
-        rng.choice(
-            (
-                lambda: fails("the start"),
-                lambda: is_slow("the start"),
-                lambda: dies("in a save"),
-                lambda: fails("the last save"),
-            )
-        )()
-    return Plan(
-        seed,
-        fault_class,
-        rng.randint(2, 4),
-        steps,
-        interval,
-        rng.choice((0, 2, 3)),
-        step_s,
-        rng.choice(("disabled", "async")),
-        rng.random() < 0.1,
-        fault_class != "folders of their own",
-        tuple(deaths),
-        tuple(kills),
-        tuple(outages),
-        rng.choice((6, 100)),
-        tuple(asked),
-    )
+CLASSES: dict[str, Callable[[Plan], Plan]] = {
+    "the writer dies at any time": lambda d: d.is_killed("writer"),
+    "the writer dies in a save": lambda d: d.dies("in a save"),
+    "the writer dies before its manifest": lambda d: d.dies("before its manifest"),
+    "the writer dies after its manifest": lambda d: d.dies("after its manifest"),
+    "the writer dies in the last save": lambda d: d.dies("in the last save"),
+    "several writers die in a row": lambda d: d.several_die("in a save"),
+    "several writers die in the last save": lambda d: d.several_die("in the last save"),
+    "the writer commits alone, and dies in its save": lambda d: d.dies("alone").may_all_die(),
+    "all die": lambda d: d.is_killed("all"),
+    "storage fails": lambda d: d.fails("the start"),
+    "storage fails in the last save": lambda d: d.fails("the last save"),
+    "storage fails, and the writer dies": lambda d: d.fails("the start").dies("in a save", "in the last save"),
+    "storage is slow": lambda d: d.is_slow("the start"),
+    "storage is slow in the last save": lambda d: d.is_slow("the last save"),
+    "asked to leave": lambda d: d.is_asked("the start", d.whole_s),
+    "asked to leave at the end": lambda d: d.is_asked("the end", 60.0).dies("in the last save"),
+    "asked to leave at the end, over storage that fails": lambda d: d.is_asked("the end", 60.0).fails("the last save"),
+    "folders of their own": lambda d: d.dies("in a save", "in the last save", "after its manifest"),
+}
+BESIDES: tuple[Callable[[Plan], Plan], ...] = (
+    lambda d: d.fails("the start"),
+    lambda d: d.is_slow("the start"),
+    lambda d: d.dies("in a save"),
+    lambda d: d.fails("the last save"),
+)
 
 
 # ------------------------------------------------------------------------------------------------ in the place of ft
@@ -833,7 +788,7 @@ class Job:
         """When all is over."""
         self.look_at_folders(content=True)
         done = self.ended_as["finished"] + self.ended_as["finished already"]
-        self.must(done > 0 or self.plan.asked != (), "nobody has finished")
+        self.must(done > 0 or bool(self.plan.asked), "nobody has finished")
         for folder in self.folders():
             rows = {name: journal(folder / name) for name in (sinks.METRICS, sinks.SAMPLES)}
             steps = {name: [row["step"] for row in found] for name, found in rows.items()}
@@ -868,12 +823,12 @@ class Played:
     virtual_s: float
 
     def tell(self) -> str:
-        return "\n".join([f"{self.plan}", *self.lines, self.failure])
+        return "\n".join([f"{vars(self.plan)}", *self.lines, self.failure])
 
 
 def play(seed: int, folder: Path, fault_class: str = "") -> Played:
     """Leaves nothing in `folder`."""
-    plan = draw(seed, fault_class)
+    plan = Plan(seed, fault_class)
     place = folder / f"saves-{seed}"
     place.mkdir()
     job = Job(plan, place)

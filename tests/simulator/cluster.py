@@ -11,7 +11,7 @@ from ft.protocol import messages as m
 from ft.protocol.group import Group
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.protocol.step import Ledger, Step
-from tests.simulator import faults, waits
+from tests.simulator import faults, inside
 from tests.simulator.collectives import Collectives
 from tests.simulator.faults import Fault
 from tests.simulator.harm import Harm
@@ -193,7 +193,7 @@ class Cluster:
         """Once a second: are all there, and does every wait end?"""
         live = self.live()
         for group in live:
-            waits.check(group)
+            inside.check(group)
         self.liveness.check()
         if self.harm.active == 0:
             calm_s = self.world.now_s - self.calm_since_s

@@ -1,7 +1,15 @@
-"""Collectives among the ranks of one group: each blocks a trainer's thread until all ranks are in it.
+"""Ranks of one group: their collectives, and the search for those who wait for ever.
 
-The n-th of one rank meets the n-th of the others. Whoever comes to another one than the group's first did would hang there, or sum what
-does not belong together: that is a fault at once.
+A collective blocks a trainer's thread until all ranks are in it. The n-th of one rank meets the n-th of the others. Whoever comes to
+another one than the group's first did would hang there, or sum what does not belong together: that is a fault at once.
+
+A wait that nothing can end is a fault, too, told with what all ranks wait for. A rank's wait is over when
+- a collective inside the group:          all its ranks have come to it;
+- a question for a quorum:                all ranks have asked; the rest is the lighthouse's;
+- the group's word on a vote:             all ranks have voted, or one that has not votes no (the first no decides);
+- the machine, with votes that wait aside: one of those is over, the state arrives, or the time that a heal is given is;
+- anything else: by itself, for it is the network's, or other groups'.
+So ranks that wait for nobody but each other, whoever has to act for a wait to end, wait for ever: the greatest such set is looked for.
 """
 
 from __future__ import annotations
@@ -9,8 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ft.protocol import messages as m
+from ft.protocol.step import Phase
+from tests.simulator.invariants import require
+
 if TYPE_CHECKING:
     from tests.simulator.ranks import RankNode
+    from tests.simulator.servers import GroupNode
     from tests.simulator.world import World
 
 Key = tuple[Any, ...]
@@ -41,3 +54,51 @@ class Inside:
     def absent(self) -> list[int]:
         """Ranks that have yet to come to the one that others wait in."""
         return [rank for rank in range(self.size) if rank not in self.here] if self.here else []
+
+
+def check(group: GroupNode) -> None:
+    """To be looked at now and then: who is stuck stays so. A rank that is stopped, or dead, or hangs, is another's affair."""
+    ranks = group.ranks
+    processes = [group.process, *(rank.process for rank in ranks)]
+    if any(process.stopped or not process.alive for process in processes) or any(r.trainer.hangs for r in ranks):
+        return
+    stuck = {rank.group_rank: rank for rank in ranks}
+    while ends := [place for place, rank in stuck.items() if _ends(rank, stuck)]:
+        for place in ends:
+            del stuck[place]
+    if stuck:
+        require(False, f"{group.process.name}: nothing ends these waits: " + "; ".join(map(_tell, ranks)))
+
+
+def _ends(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
+    """Whether this rank's wait ends, if those others stay where they are."""
+    trainer, group = rank.trainer, rank.group
+    if trainer.waits is None:
+        return _machine_goes_on(rank, stuck)
+    kind, what = trainer.waits
+    if kind == "inside":
+        return not any(place in stuck for place in group.inside.absent)
+    if kind == "quorum":
+        return rank.group_rank not in group.machine.waiting or not any(place in stuck for place in group.machine.absent)
+    return kind != "vote" or _is_decided(rank, what, stuck)
+
+
+def _machine_goes_on(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
+    if rank.trainer.queue or rank.fetches or rank.machine.phase is Phase.AWAITING:
+        return True
+    return any(_is_decided(rank, ballot, stuck) for ballot in rank.trainer.aside)
+
+
+def _is_decided(rank: RankNode, ballot: m.Ballot, stuck: dict[int, RankNode]) -> bool:
+    said = rank.truth.said(rank.group, ballot)
+    silent = [other.group_rank for other in rank.group.ranks if other.group_rank not in said]
+    return not silent or "failed" in said.values() or any(place not in stuck for place in silent)
+
+
+def _tell(rank: RankNode) -> str:
+    trainer, machine = rank.trainer, rank.machine
+    kind, what = trainer.waits or ("the machine", f"which {machine.phase.value}")
+    what = rank.group.inside.key if kind == "inside" else what
+    aside = f", and aside for the word on {sorted(trainer.aside)}" if trainer.aside else ""
+    queue = f", before {', '.join(type(effect).__name__ for effect in trainer.queue)}" if trainer.queue else ""
+    return f"rank {rank.group_rank} waits for {kind} {what}{aside}{queue}"

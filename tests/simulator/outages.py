@@ -67,14 +67,9 @@ class Outages:
             return
         cluster.lighthouse.process.dark = True
         self.world.kill(cluster.lighthouse.process)
-        cluster.names_away = True
         cluster.lighthouse_moves += 1
-
-        def named() -> None:
-            cluster.names_away = False
-
         self.world.after(fault.lasts_s * fault.share, None, cluster.start_lighthouse)
-        self.harm.lasts(fault.lasts_s, named)
+        self._set(fault, "names_away", True)
 
     def _second_lighthouse(self, fault: Fault) -> None:
         """Started beside the first, at its name and with its state file: that one may be stopped, or only be thought to be."""
@@ -88,14 +83,8 @@ class Outages:
 
     def _names_away(self, fault: Fault) -> None:
         """Connections stand, new ones do not come about. Some break."""
-        cluster = self.cluster
-        cluster.names_away = True
-
-        def named() -> None:
-            cluster.names_away = False
-
-        self.harm.lasts(fault.lasts_s, named)
-        live = cluster.live()
+        self._set(fault, "names_away", True)
+        live = self.cluster.live()
         for group in live[: int(fault.share * (len(live) + 1))]:
             self.harm.disturb(group, fault.lasts_s)
             group.break_connection()
@@ -177,15 +166,9 @@ class Outages:
         """Fewer than min_replicas are left, and launchers find no place for more. Some that are left are asked to leave meanwhile."""
         cluster, live = self.cluster, self.cluster.live()
         left = max(0, cluster.setting.lighthouse.min_replicas - 1 - int(fault.share * 2))
-        cluster.no_capacity = True
-
-        def back() -> None:
-            cluster.no_capacity = False
-
+        self._set(fault, "no_capacity", True)
         for group in live[left:]:
-            group.harmed = True
-            group.kill()
-        self.harm.lasts(fault.lasts_s, back)
+            self._kill(group)
 
     def _members_replaced(self, fault: Fault) -> None:
         """All members, or some, are cut off from the lighthouse, though not from each other; and what starts their groups takes them for
@@ -203,14 +186,9 @@ class Outages:
         def end() -> None:
             self.network.mend(cut)
             for group in gone:
-                self.world.after(30.0, None, self._evict, group)
+                self.world.after(30.0, None, self._kill, group)
 
         self.harm.lasts(fault.lasts_s, end)
-
-    def _evict(self, group: GroupNode) -> None:
-        """Evicts one of two groups with one name."""
-        group.harmed = True
-        group.kill()
 
     def _too_many_groups(self, fault: Fault) -> None:
         for _ in range(1 + int(fault.share * 3)):
@@ -220,10 +198,9 @@ class Outages:
         """At one instant; with their hosts, or with a word from their kernels."""
         live = self.cluster.live()
         for group in live[:: 2 if fault.who % 2 else -2][: (len(live) + 1) // 2]:
-            group.harmed = True
             for process in self._processes(group):
                 process.dark = fault.share < 0.5
-            group.kill()
+            self._kill(group)
 
     def _other_layout(self, fault: Fault) -> None:
         """The lighthouse is started again, and before the members have found it a group of another layout is there, again and again."""
@@ -243,8 +220,7 @@ class Outages:
     def _joiner(self, fault: Fault) -> Name:
         live = self.cluster.live()
         group = live[fault.who % len(live)]
-        group.harmed = True
-        group.kill()
+        self._kill(group)
         return self.cluster.name_of(group)
 
     def _joiner_dies(self, fault: Fault) -> None:
@@ -270,13 +246,7 @@ class Outages:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _notices_late(self, fault: Fault) -> None:
-        cluster = self.cluster
-        cluster.notices_late_s = 0.2 + 4.0 * fault.share
-
-        def end() -> None:
-            cluster.notices_late_s = 0.0
-
-        self.harm.lasts(fault.lasts_s, end)
+        self._set(fault, "notices_late_s", 0.2 + 4.0 * fault.share)
 
     def _paused(self, fault: Fault) -> None:
         """Any process, until just before some timeout."""
@@ -308,6 +278,15 @@ class Outages:
             for rank in group.ranks:
                 rank.process.clock_s -= fault.lasts_s
         self.harm.stop(processes, fault.lasts_s)
+
+    def _set(self, fault: Fault, name: str, value: float) -> None:
+        """An attribute of the cluster, as long as the fault lasts; it is nothing otherwise."""
+        setattr(self.cluster, name, value)
+        self.harm.lasts(fault.lasts_s, lambda: setattr(self.cluster, name, type(value)()))
+
+    def _kill(self, group: GroupNode) -> None:
+        group.harmed = True
+        group.kill()
 
     def _processes(self, group: GroupNode) -> list[Process]:
         return [group.process, *(rank.process for rank in group.ranks)]

@@ -1,4 +1,4 @@
-"""The digest of weights: any bit, any place, any dtype; and what groups conclude from several of them."""
+"""The digest of weights: any bit, any place, any dtype. What groups conclude from several of them: tests/protocol/test_rules.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.digest import BLOCK, digest
-from ft.protocol.compare import FIGURES, find_divergent
+from ft.protocol.compare import FIGURES
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,31 +52,3 @@ def test_its_figures_survive_a_sum_in_fp32():
         assert len(figures) == FIGURES and any(figures)
         assert torch.tensor(figures, dtype=torch.float32).tolist() == list(figures)
     assert any(digest([]))
-
-
-# ------------------------------------------------------------------------------------------------ the rule
-
-A, B, C, NONE = (1.0, 2.0), (1.0, 3.0), (4.0, 2.0), (0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("digests", "odd"),
-    [
-        ([], ""),
-        ([A], ""),
-        ([A, A, A], ""),
-        ([A, B, A], "b"),
-        ([B, A, A], "a"),
-        ([A, B, C, A, A], "bc"),
-        ([A, B], "ab"),
-        ([A, B, C], "abc"),
-        ([A, A, B, B], "abcd"),
-        ([A, NONE, A], ""),
-        ([NONE, B, A], "abc"),
-        ([A, NONE, B, A], "c"),
-        ([NONE, NONE], ""),
-    ],
-)
-def test_who_is_odd(digests: list[tuple[float, float]], odd: str):
-    members = tuple("abcde"[: len(digests)])
-    assert find_divergent(tuple(figure for digest in digests for figure in digest), members) == tuple(odd)

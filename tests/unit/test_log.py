@@ -16,21 +16,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_prefix_names_the_rank_and_the_last_step() -> None:
+def test_prefix_names_the_rank_the_last_step_and_the_group_once_there_are_several() -> None:
+    """A percent sign in a finished text is left alone."""
     out = io.StringIO()
-    log = Log(stream=out)
-    log.info("loading")
-    log.step = 12
+    log, grouped = Log(stream=out), Log(global_rank=1, group="b", stream=out)
+    log.info("100% of it")
+    log.step = grouped.step = 12
     log.info("%d of %d", 3, 4)
-    assert out.getvalue() == "[0] loading\n[0 12] 3 of 4\n"
-
-
-def test_prefix_names_the_group_once_there_are_several() -> None:
-    out = io.StringIO()
-    log = Log(global_rank=1, group="b", stream=out)
-    log.step = 7
-    log.warning("late")
-    assert out.getvalue() == "[b/1 7] warning: late\n"
+    grouped.warning("late")
+    assert out.getvalue() == "[0] 100% of it\n[0 12] 3 of 4\n[b/1 12] warning: late\n"
 
 
 def test_only_rank_0_informs_and_every_rank_warns() -> None:
@@ -40,12 +34,6 @@ def test_only_rank_0_informs_and_every_rank_warns() -> None:
     log.warning("disk is slow")
     log.error("disk is full")
     assert out.getvalue() == "[3] warning: disk is slow\n[3] error: disk is full\n"
-
-
-def test_a_percent_sign_in_a_finished_text_is_left_alone() -> None:
-    out = io.StringIO()
-    Log(stream=out).info("100% of it")
-    assert out.getvalue() == "[0] 100% of it\n"
 
 
 @pytest.mark.parametrize(("stream", "colour"), [(io.StringIO(), True), (Terminal(), False)])

@@ -14,12 +14,17 @@ def curve(steps: int, **keys) -> list[float]:
     return [learning_rate_factor(config, step=step, **lengths) for step in range(steps)]
 
 
-def test_warms_up_stays_and_decays():
-    assert curve(8, warmup_steps=3, decay_ratio=0.25) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 2 / 3, 1 / 3])
-
-
-def test_decays_from_the_end_of_the_warm_up_by_default():
-    assert curve(5, warmup_steps=1) == pytest.approx([1 / 2, 4 / 5, 3 / 5, 2 / 5, 1 / 5])
+@pytest.mark.parametrize(
+    ("keys", "factors"),
+    [
+        (dict(warmup_steps=3, decay_ratio=0.25), [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 2 / 3, 1 / 3]),
+        (dict(warmup_steps=1), [1 / 2, 4 / 5, 3 / 5, 2 / 5, 1 / 5]),  # from the end of the warm-up by default
+        (dict(warmup_steps=0, decay_ratio=0.0), [1.0] * 4),
+        (dict(warmup_steps=0, total_steps=8), [8 / 9, 7 / 9, 6 / 9, 5 / 9]),  # longer than the run
+    ],
+)
+def test_warms_up_stays_and_decays(keys, factors: list[float]):
+    assert curve(len(factors), **keys) == pytest.approx(factors)
 
 
 @pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
@@ -32,14 +37,6 @@ def test_every_shape_falls_and_never_reaches_zero(decay_type: str):
 def test_ends_at_the_least_factor():
     factors = curve(1000, warmup_steps=10, min_lr_factor=0.1)
     assert min(factors[10:]) == pytest.approx(0.1, abs=2e-3)
-
-
-def test_no_decay():
-    assert curve(4, warmup_steps=0, decay_ratio=0.0) == [1.0] * 4
-
-
-def test_a_schedule_longer_than_the_run_is_cut_off():
-    assert curve(4, warmup_steps=0, total_steps=8) == pytest.approx([8 / 9, 7 / 9, 6 / 9, 5 / 9])
 
 
 def test_after_the_schedule_the_least_factor_stays():
