@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -31,11 +30,10 @@ from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
-from ft.rpc.serving import Outbox, Pending, Server, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
 LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
-CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
 LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
 log = logging.getLogger("pharos.group")
 
@@ -183,8 +181,7 @@ class GroupService:
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
-        self._waiting: dict[Place, list[Pending]] = {}
-        self._calls: Counter[int] = Counter()  # of each rank, those that wait
+        self._pending = PendingCalls(self._cancelled)  # by Place
         self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
         self._reports = RankReports(config.world_size)
@@ -239,37 +236,28 @@ class GroupService:
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
         self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
-        return await self.ask((call.group_rank, None), call, context)
+        return await self.ask((call.group_rank, None), call)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         vote = codec.from_bytes(m.Vote, data)
-        return await self.ask((vote.group_rank, vote.key), vote, context)
+        return await self.ask((vote.group_rank, vote.key), vote)
 
-    async def ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+    async def ask(self, place: Place, event: m.Event) -> bytes:
         """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
-        if self._calls[place[0]] >= CALLS_PER_RANK:
-            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
-        self._calls[place[0]] += 1
-        self._waiting.setdefault(place, []).append(pending)
-        try:
+
+        def feed() -> None:
             self._feeding = place, pending
             try:
                 self.driver.feed(event)
             finally:
                 self._feeding = None
-            return await pending.wait(context)
-        finally:
-            self._calls[place[0]] -= 1
-            if not self._calls[place[0]]:
-                del self._calls[place[0]]
-            waiting = self._waiting.get(place, [])
-            if pending in waiting:  # the rank stopped waiting; for a vote it simply asks again
-                waiting.remove(pending)
-                if not waiting:
-                    del self._waiting[place]
-                    if place[1] is None:
-                        self.driver.feed(m.RankCancelled(place[0]))
+
+        return await self._pending.wait(place, f"rank {place[0]}", pending, feed)
+
+    def _cancelled(self, place: Place) -> None:
+        if place[1] is None:  # a vote is simply cast again
+            self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.from_bytes(m.AskMetadata, data).group_rank
@@ -371,7 +359,7 @@ class GroupService:
     # ---- effects
 
     def _answer_call(self, effect: Any, **reply: Any) -> None:
-        for pending in self._waiting.pop((effect.group_rank, None), []):
+        for pending in self._pending.pop((effect.group_rank, None)):
             pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
@@ -379,7 +367,7 @@ class GroupService:
         if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
         ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        for pending in self._waiting.pop((effect.group_rank, ballot), []):
+        for pending in self._pending.pop((effect.group_rank, ballot)):
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
@@ -389,7 +377,7 @@ class GroupService:
             self._feeding[1].fail(error)
             if self._feeding[0][1] is not None:
                 return
-        for pending in self._waiting.pop((effect.group_rank, None), []):
+        for pending in self._pending.pop((effect.group_rank, None)):
             pending.fail(error)
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:

@@ -24,12 +24,11 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import Outbox, Pending, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, PendingCalls, refused, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
-CALLS_PER_ID = 64
 MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighthouse not: as many are left to give out
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
@@ -70,7 +69,7 @@ class LighthouseService:
         self.issued_at = 0.0  # seconds since 1970
         self.onlooker: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
-        self._waiting: dict[str, list[Pending]] = {}
+        self._pending = PendingCalls(lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)))
         self._waiting_bytes = 0
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
@@ -118,33 +117,23 @@ class LighthouseService:
 
     async def _quorum(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
+        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data))
 
-    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any) -> bytes:
-        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
+    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any = None) -> bytes:
+        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes. context: of a call of torchft's."""
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        replica_id, waiting = call.member.replica_id, Pending(roster)
-        if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
-            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+        replica_id, pending = call.member.replica_id, Pending(roster)
         if self._waiting_bytes + size > self._max_waiting:
             raise refused("RESOURCE_EXHAUSTED", f"calls of {self._waiting_bytes} bytes in all are waiting already")
         if replica_id in self.streams:
             self.streams[replica_id].told = ""  # of an earlier call's wait
-        self._waiting.setdefault(replica_id, []).append(waiting)
         self._waiting_bytes += size
         try:
-            self.driver.feed(call)
-            return await waiting.wait(context)
+            return await self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
         finally:
             self._waiting_bytes -= size
-            calls = self._waiting.get(replica_id, [])
-            if waiting in calls:  # its caller went, or its deadline came
-                calls.remove(waiting)
-                if not calls:
-                    del self._waiting[replica_id]
-                    self.driver.feed(m.CallCancelled(replica_id))
 
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):
@@ -206,7 +195,7 @@ class LighthouseService:
             self.driver.feed(report)
             if self.onlooker:
                 self._show(self.onlooker.reported, up.report)
-            if hello.replica_id in self._waiting:
+            if hello.replica_id in self._pending:
                 peer = self.machine.roster.peers.get(hello.replica_id)
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
                 if self.keeper and peer and peer.call is None:
@@ -243,7 +232,7 @@ class LighthouseService:
     @property
     def waiting_ids(self) -> list[str]:
         """Groups whose call is not answered yet."""
-        return sorted(self._waiting)
+        return sorted(self._pending)
 
     @property
     def _newest_id(self) -> int:
@@ -259,10 +248,10 @@ class LighthouseService:
             self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
             self._roster = codec.StaticQuorum.of(effect.quorum, self._roster)
         for replica_id in effect.replica_ids:
-            calls = self._waiting.pop(replica_id, [])
-            for waiting in calls:
-                same = waiting.roster == self._roster.id
-                waiting.give(self._form("torchft" if waiting.roster is None else "short" if same else "full"))
+            calls = self._pending.pop(replica_id)
+            for pending in calls:
+                same = pending.roster == self._roster.id
+                pending.give(self._form("torchft" if pending.roster is None else "short" if same else "full"))
             if not calls and replica_id in self.streams:
                 self._send(replica_id, self._form("down"))
 
@@ -284,9 +273,9 @@ class LighthouseService:
 
     def _refuse(self, effect: m.Refuse) -> None:
         self.refused += 1
-        calls = self._waiting.pop(effect.replica_id, [])
-        for waiting in calls:
-            waiting.fail(refused(effect.code, effect.reason))
+        calls = self._pending.pop(effect.replica_id)
+        for pending in calls:
+            pending.fail(refused(effect.code, effect.reason))
         if not calls:
             reason = codec.words(effect.reason, codec.MAX_REASON)
             down = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
@@ -294,8 +283,8 @@ class LighthouseService:
 
     def _must_restore(self, effect: m.MustRestore) -> None:
         reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
-        for waiting in [one for replica_id in effect.replica_ids for one in self._waiting.pop(replica_id, [])]:
-            waiting.give(reply.SerializeToString())
+        for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id)]:
+            pending.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
         self.lost += isinstance(effect.notice, m.MemberLost)

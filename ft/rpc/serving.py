@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import resource
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from ft.rpc.access import Access, Endpoint, try_to_listen
 MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group may have to report
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
+CALLS_PER_KEY = 64  # a caller has one, and a late copy or two
 MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
@@ -192,9 +193,9 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect. roster: the quorum's that the caller holds; None: the caller is torchft's."""
+    """A call whose answer comes later, from an effect. roster: id of the quorum that the caller has; None: a caller of torchft's."""
 
-    def __init__(self, roster: str | None = None) -> None:
+    def __init__(self, roster: str | None = "") -> None:
         self.roster = roster
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -206,9 +207,10 @@ class Pending:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
-    async def wait(self, context: Any) -> bytes:
-        """The answer. Raises CallRefused, a little before the caller's deadline by words that torchft's clients look for."""
-        left_s = context.time_remaining()
+    async def wait(self, context: Any = None) -> bytes:
+        """The answer. context: of a call of torchft's, whose clients look for these words a little before their deadline. A call of ours
+        needs no timer: its caller cancels it."""
+        left_s = context and context.time_remaining()
         if left_s is None:
             return await self._answer
         expired = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
@@ -217,6 +219,42 @@ class Pending:
             return await self._answer
         finally:
             timer.cancel()
+
+
+class PendingCalls:
+    """Calls that wait for an answer, by key. `cancelled` is called with a key whose last caller has stopped waiting."""
+
+    def __init__(self, cancelled: Callable[[Any], None]) -> None:
+        self._calls: dict[Any, list[Pending]] = {}
+        self._cancelled = cancelled
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._calls
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._calls)
+
+    def pop(self, key: Any) -> list[Pending]:
+        """Takes the calls of this key out, for their answer."""
+        return self._calls.pop(key, [])
+
+    async def wait(
+        self, key: Any, caller: str, pending: Pending, feed: Callable[[], None], context: Any = None
+    ) -> bytes:
+        """Calls `feed` and waits for the answer (context: Pending.wait). Raises CallRefused where CALLS_PER_KEY calls wait already."""
+        if len(self._calls.get(key, ())) >= CALLS_PER_KEY:
+            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_KEY} calls of {caller} are waiting already")
+        self._calls.setdefault(key, []).append(pending)
+        try:
+            feed()
+            return await pending.wait(context)
+        finally:
+            calls = self._calls.get(key, [])
+            if pending in calls:  # the caller has gone, or its deadline has passed
+                calls.remove(pending)
+                if not calls:
+                    del self._calls[key]
+                    self._cancelled(key)
 
 
 class Outbox:
