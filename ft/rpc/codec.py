@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -35,8 +35,7 @@ MAX_WORDS = 500  # characters of a text for people
 # Of the page's timeline: a failed step, weights that differ, files that cannot be written
 LANES = ("commit", "corruption", "storage")
 ORDERS = ("drain", "kill")
-_FIGURES = ("median_step_s", "phase_limit_s", "goodput_s", "wall_s")  # of a Report
-_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
+REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}
 
 
@@ -57,15 +56,15 @@ def to_message(value: Any) -> Any:
     return converter.fill(converter.message_type(), value)
 
 
-def from_message(value_type: type[T], message: Message, **given: Any) -> T:
-    """The dataclass of the same name. given: fields that the wire leaves out. Raises ValueError."""
-    return _converter(value_type).decode(message, given)
+def from_message(value_type: type[T], message: Message) -> T:
+    """The dataclass of the same name. Raises ValueError."""
+    return _converter(value_type).decode(message)
 
 
-def from_bytes(value_type: type[T], data: bytes, **given: Any) -> T:
+def from_bytes(value_type: type[T], data: bytes) -> T:
     """Raises ValueError."""
     converter = _converter(value_type)
-    return converter.decode(parse(converter.message_type, data), given)
+    return converter.decode(parse(converter.message_type, data))
 
 
 class _Converter:
@@ -98,12 +97,12 @@ class _Converter:
                     setattr(message, name, words(item, MAX_REASON) if name == "reason" else item)
         return message
 
-    def decode(self, message: Any, given: Mapping[str, Any] = {}) -> Any:
+    def decode(self, message: Any) -> Any:
         # The __init__ of a frozen dataclass sets its fields one by one through object.__setattr__, which alone would be a tenth of the
         # cost of a call that comes in.
         value = object.__new__(self.value_type)
         values = value.__dict__
-        values.update(self.defaults, **given)
+        values.update(self.defaults)
         values.update(zip(self.names, self.read(message), strict=True))
         for name in self.texts:
             if len(values[name]) > MAX_TEXT:
@@ -173,7 +172,7 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
 def report_from(message: pharos_pb2.Report) -> m.Report:
     """A group's beat. Its figures are shown, and enter the machine's sums. Raises ValueError."""
     _check_text("phase", message.phase)
-    for name in (*_FIGURES, *_BYTES):
+    for name in (*REPORT_BYTES, "median_step_s", "phase_limit_s", "goodput_s", "wall_s"):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
     for name in ("step", "settled", "commit_quorum_id", "launched"):
@@ -216,10 +215,7 @@ def notice_from(message: pharos_pb2.Notice) -> m.Notice:
     return from_message(NOTICES[name], getattr(message, name))
 
 
-def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
-    """Raises ValueError for a code that is not known here."""
-    code: Any = _one_of("code", message.code, get_args(m.Refusal))
-    return m.LighthouseRefused(message.replica_id, code, message.reason)
+refused_from: Callable[[Any], m.LighthouseRefused] = _Converter(m.LighthouseRefused, pharos_pb2.Refused).decode
 
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
@@ -291,10 +287,8 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 
 
 _TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)
-_TORCHFTS.texts, _TORCHFTS.decoders = (
-    (),
-    (("reconfigure_handles", tuple),),
-)  # lighthouse_service.py has bounds for torchft's
+_TORCHFTS.texts = ()  # lighthouse_service.py has bounds for torchft's
+_TORCHFTS.decoders = (("reconfigure_handles", tuple),)
 
 
 def torchft_member(member: m.Member) -> Any:

@@ -87,7 +87,7 @@ class LighthouseService:
             m.Notify: self._notify,
         }
         self.driver = Driver(
-            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.look if keeper else None
+            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.check if keeper else None
         )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
