@@ -57,7 +57,7 @@ class Watcher:
 
 
 class Feed:
-    """DashboardListener of the lighthouse's service. To be made and used on its loop."""
+    """Listener of the lighthouse's service, and what it tells watchers. To be made and used on its loop."""
 
     def __init__(self, service: LighthouseService, *, orders: bool, limits: FeedLimits | None = None) -> None:
         """orders: whether they can be given."""
@@ -77,9 +77,8 @@ class Feed:
         self._news = asyncio.Event()
         self._over = False
 
-    # ---- the lighthouse tells it
-
     def saw(self, event: m.Event, out: m.Out) -> None:
+        """Called with each tick, each leave, and each event that had an effect."""
         self.history.saw(event, out)
         if isinstance(event, m.Tick) and self.awake:
             self._tick(now_s())

@@ -97,7 +97,7 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
     registry.register(_Collector(service))
     pages, feed = Pages(), Feed(service, orders=bool(access.token))
     orders = Orders(service, feed, has_token=bool(access.token))
-    service.onlooker = feed
+    service.page = feed
 
     async def status_json(_: web.Request) -> web.Response:
         return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))

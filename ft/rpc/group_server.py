@@ -181,7 +181,7 @@ class GroupService:
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
-        self._pending = PendingCalls(self._cancelled)  # by Place
+        self._pending = PendingCalls(self._on_cancelled)  # by Place
         self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
         self._reports = RankReports(config.world_size)
@@ -255,7 +255,7 @@ class GroupService:
 
         return await self._pending.wait(place, f"rank {place[0]}", pending, feed)
 
-    def _cancelled(self, place: Place) -> None:
+    def _on_cancelled(self, place: Place) -> None:
         if place[1] is None:  # a vote is simply cast again
             self.driver.feed(m.RankCancelled(place[0]))
 
@@ -359,7 +359,7 @@ class GroupService:
     # ---- effects
 
     def _answer_call(self, effect: Any, **reply: Any) -> None:
-        for pending in self._pending.pop((effect.group_rank, None)):
+        for pending in self._pending.pop((effect.group_rank, None), []):
             pending.give(pharos_pb2.RankReply(**reply).SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
@@ -367,7 +367,7 @@ class GroupService:
         if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
         ballot = (outcome.quorum_id, outcome.step, outcome.attempt, outcome.kind)
-        for pending in self._pending.pop((effect.group_rank, ballot)):
+        for pending in self._pending.pop((effect.group_rank, ballot), []):
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
@@ -377,7 +377,7 @@ class GroupService:
             self._feeding[1].fail(error)
             if self._feeding[0][1] is not None:
                 return
-        for pending in self._pending.pop((effect.group_rank, None)):
+        for pending in self._pending.pop((effect.group_rank, None), []):
             pending.fail(error)
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:

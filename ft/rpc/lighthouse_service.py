@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
@@ -26,6 +26,9 @@ from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import Outbox, Pending, PendingCalls, refused, stream, unary
 
+if TYPE_CHECKING:
+    from ft.dashboard.feed import Feed
+
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
@@ -33,15 +36,6 @@ MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighth
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 _NUMBER = re.compile(r"[\d.]+")
-
-
-class DashboardListener(Protocol):
-    """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
-
-    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
-    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
-    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
-    def end(self) -> None: ...  # nothing more is told
 
 
 class LighthouseService:
@@ -67,7 +61,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
-        self.onlooker: DashboardListener | None = None
+        self.page: Feed | None = None  # called on the loop, for each of a thousand groups: it must only take notes
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._pending = PendingCalls(lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)))
         self._waiting_bytes = 0
@@ -171,7 +165,7 @@ class LighthouseService:
             if hello.quorum_id > self._newest_id:
                 outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
             else:
-                self._opened(hello, None)
+                self._opened(hello)
             while (data := await outbox.read()) is not None:
                 self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
         finally:
@@ -181,8 +175,8 @@ class LighthouseService:
                 if not self.stops:
                     self.driver.feed(m.StreamClosed(replica_id))
 
-    def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None) -> None:
-        """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
+    def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None = None) -> None:
+        """Feeds the event. `known`: where the machine does not know the hello's quorum; else the id is enough."""
         known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
         self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
 
@@ -193,8 +187,7 @@ class LighthouseService:
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(report)
-            if self.onlooker:
-                self._show(self.onlooker.reported, up.report)
+            self._show(lambda page: page.reported(up.report))
             if hello.replica_id in self._pending:
                 peer = self.machine.roster.peers.get(hello.replica_id)
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
@@ -212,8 +205,7 @@ class LighthouseService:
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "happened":
             happened = codec.check_happened(up.happened)
-            if self.onlooker:
-                self._show(self.onlooker.told, hello.replica_id, happened)
+            self._show(lambda page: page.told(hello.replica_id, happened))
         else:
             raise ValueError("after the hello come reports")
 
@@ -248,7 +240,7 @@ class LighthouseService:
             self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
             self._roster = codec.StaticQuorum.of(effect.quorum, self._roster)
         for replica_id in effect.replica_ids:
-            calls = self._pending.pop(replica_id)
+            calls = self._pending.pop(replica_id, [])
             for pending in calls:
                 same = pending.roster == self._roster.id
                 pending.give(self._form("torchft" if pending.roster is None else "short" if same else "full"))
@@ -273,7 +265,7 @@ class LighthouseService:
 
     def _refuse(self, effect: m.Refuse) -> None:
         self.refused += 1
-        calls = self._pending.pop(effect.replica_id)
+        calls = self._pending.pop(effect.replica_id, [])
         for pending in calls:
             pending.fail(refused(effect.code, effect.reason))
         if not calls:
@@ -283,7 +275,7 @@ class LighthouseService:
 
     def _must_restore(self, effect: m.MustRestore) -> None:
         reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
-        for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id)]:
+        for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id, [])]:
             pending.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
@@ -316,21 +308,20 @@ class LighthouseService:
         if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
             self._said = out.reason
             log.info("%s", out.reason)
-        if self.onlooker and (out.effects or isinstance(event, m.Tick | m.Leave)):
-            self._show(self.onlooker.saw, event, out)
+        if out.effects or isinstance(event, m.Tick | m.Leave):
+            self._show(lambda page: page.saw(event, out))
         if self._seen:
             self._seen(now_s, event, out)
 
-    def _show(self, note: Callable[..., None], *what: Any) -> None:
-        """A fault of the page ends the page, and never the job."""
-        onlooker = self.onlooker
-        try:
-            note(*what)
-        except Exception:  # whatever it is: the next group's call must be answered
-            self.onlooker = None
-            log.exception("a fault in the page, which is switched off")
-            if onlooker:
-                onlooker.end()
+    def _show(self, tell: Callable[[Feed], None]) -> None:
+        """Tells the page, if there is one. A fault of the page ends the page, and never the job."""
+        if page := self.page:
+            try:
+                tell(page)
+            except Exception:  # whatever it is: the next group's call must be answered
+                self.page = None
+                log.exception("a fault in the page, which is switched off")
+                page.end()
 
 
 def _check(call: m.Call) -> None:

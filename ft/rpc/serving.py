@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import resource
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -193,7 +193,7 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect. roster: id of the quorum that the caller has; None: a caller of torchft's."""
+    """A call whose answer comes later, from an effect. roster: id of the roster that the caller has; None: a caller of torchft's."""
 
     def __init__(self, roster: str | None = "") -> None:
         self.roster = roster
@@ -221,39 +221,29 @@ class Pending:
             timer.cancel()
 
 
-class PendingCalls:
-    """Calls that wait for an answer, by key. `cancelled` is called with a key whose last caller has stopped waiting."""
+class PendingCalls(dict[Any, list[Pending]]):
+    """The calls that wait for an answer, by key; an effect pops those that it answers. `cancelled` gets a key whose last caller is gone."""
 
     def __init__(self, cancelled: Callable[[Any], None]) -> None:
-        self._calls: dict[Any, list[Pending]] = {}
+        super().__init__()
         self._cancelled = cancelled
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._calls
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._calls)
-
-    def pop(self, key: Any) -> list[Pending]:
-        """Takes the calls of this key out, for their answer."""
-        return self._calls.pop(key, [])
 
     async def wait(
         self, key: Any, caller: str, pending: Pending, feed: Callable[[], None], context: Any = None
     ) -> bytes:
         """Calls `feed` and waits for the answer (context: Pending.wait). Raises CallRefused where CALLS_PER_KEY calls wait already."""
-        if len(self._calls.get(key, ())) >= CALLS_PER_KEY:
+        if len(self.get(key, ())) >= CALLS_PER_KEY:
             raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_KEY} calls of {caller} are waiting already")
-        self._calls.setdefault(key, []).append(pending)
+        self.setdefault(key, []).append(pending)
         try:
             feed()
             return await pending.wait(context)
         finally:
-            calls = self._calls.get(key, [])
+            calls = self.get(key, [])
             if pending in calls:  # the caller has gone, or its deadline has passed
                 calls.remove(pending)
                 if not calls:
-                    del self._calls[key]
+                    del self[key]
                     self._cancelled(key)
 
 

@@ -63,7 +63,7 @@ class House:
 
     @property
     def feed(self) -> Any:
-        return self.service.onlooker
+        return self.service.page
 
     def headers(self, **more: str) -> dict[str, str]:
         return {**({"Authorization": f"Bearer {self.token}"} if self.token else {}), **more}

@@ -184,7 +184,7 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: 
         job.beat()
         with pytest.raises(AssertionError, match="the stream has ended"):
             reader.until(lambda r: False)
-    assert one.service.onlooker is None
+    assert one.service.page is None
     assert one.ask("GET", "/events", **one.headers())[:2] == (
         503,
         "the page had a fault and is switched off; the lighthouse's log has it\n",
