@@ -33,14 +33,7 @@ from ft.rpc.serving import CallRefused, unary
 RETRY_S = 0.1
 BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
-_FIELDS: dict[str, type] = {
-    "commit_id": str,
-    "commit_quorum_id": int,
-    "writes_checkpoint": bool,
-    "dealt": int,
-    "deal_id": str,
-    "init_sync": bool,
-}
+_FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
 log = logging.getLogger("pharos.group")
 
 
@@ -271,14 +264,14 @@ def read(quorum: m.Quorum) -> m.Quorum:
 def _member(member: m.Member) -> m.Member:
     try:
         ours = json.loads(member.data)[OURS]
-        values = {name: ours[name] for name in _FIELDS}
-        if any(type(value) is not _FIELDS[name] for name, value in values.items()):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+        message = codec.to_message(
+            replace(member, data="", **{name: ours[name] for name in _FIELDS})
+        )  # checks the types
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
         ) from None
-    found = codec.from_message(m.Member, codec.to_message(replace(member, data="", **values)))
+    found = codec.from_message(m.Member, message)
     if problem := validate_request(m.Call(found)):
         raise ValueError(problem[1])
     return found

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -190,7 +190,7 @@ class Manager:
         self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
         self._user: Any = None  # how its state is loaded, and taken
         self._late = Buffers(shared=pg.IN_CHILD)
-        self.core.register("batches_committed", lambda: self._batches, self._set_batches)
+        self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
 
@@ -451,9 +451,6 @@ class Manager:
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
 
-    def _set_batches(self, batches: int) -> None:
-        self._batches = int(batches)
-
 
 class ReportingWork(dist.Work):
     """Raises nothing: where it takes longer than its caller waits, that is reported."""
@@ -461,6 +458,8 @@ class ReportingWork(dist.Work):
     def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
         super().__init__()
         self._work, self._tell = work, tell
+        self.get_future, self.result = work.get_future, work.result  # type: ignore[method-assign]
+        self.is_completed, self.is_success = work.is_completed, work.is_success  # type: ignore[method-assign]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """False: it has not ended after `timeout` (0: the group's own limit)."""
@@ -469,19 +468,6 @@ class ReportingWork(dist.Work):
         except TimeoutError as error:
             self._tell(error)
             return False
-
-    def get_future(self) -> Future[Any]:
-        """Future of a list of the tensor."""
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def result(self) -> list[Tensor]:
-        return self._work.result()
 
     def synchronize(self) -> None:
         self.wait()

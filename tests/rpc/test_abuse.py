@@ -398,7 +398,7 @@ def test_the_token_is_compared_whole_and_in_constant_time():
 
 
 def test_who_waits_when_it_stops_is_told():
-    """And nobody is lost by it: the ends of their streams are the server's doing."""
+    """And nobody is lost by it: the ends of their streams are the server's doing. Its port is free again."""
     events: list[m.Event] = []
     lighthouse = LighthouseServer(
         "127.0.0.1:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event)
@@ -408,6 +408,7 @@ def test_who_waits_when_it_stops_is_told():
     stream = Stream(wire, "b:1")
     stream.beat()
     lighthouse.shutdown()
+    LighthouseServer(lighthouse.address().removeprefix("http://"), 1).shutdown()
     with pytest.raises(grpc.RpcError) as caught:
         call.result(WAIT_S)
     assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")
