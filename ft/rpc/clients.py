@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,8 @@ class GroupProcess:
             )
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(replace(settings, parent=os.getpid() if main else 0).to_json().encode() + b"\n")
+        given = asdict(settings) | {"parent": os.getpid() if main else 0}
+        self._process.stdin.write(json.dumps(given).encode() + b"\n")
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -182,8 +183,8 @@ class GroupClient:
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
         """Waits for the group's outcome; the same vote may be cast again. Raises TimeoutError, Stale, RuntimeError."""
-        call = self._channel.unary_unary("/pharos.Group/CastVote")
-        return codec.from_bytes(m.Outcome, answer_of(call, codec.to_message(vote), timeout_s, self._metadata))
+        reply = self._call("CastVote", codec.to_message(vote), pharos_pb2.Outcome, timeout_s)
+        return codec.from_message(m.Outcome, reply)
 
     def checkpoint_metadata(self, group_rank: int, timeout_s: float) -> str:
         """Asks another group's server where that rank of it serves its state. Raises TimeoutError, RuntimeError."""

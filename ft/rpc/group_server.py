@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ log = logging.getLogger("pharos.group")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a group server; JSON on its stdin."""
+    """Settings of a group server; one line of JSON on its stdin."""
 
     replica_id: str
     world_size: int
@@ -56,18 +56,6 @@ class Settings:
     retries: int | None = None
     spares_above: int | None = None
     parent: int = 0  # pid; 0: nobody's child
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Settings:
-        """Raises ValueError."""
-        try:
-            data = json.loads(text)
-            return Settings(**{**data, "times": m.Times(**data["times"])})
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"not the settings of a group server: {error!r}") from None
 
     @property
     def access(self) -> Access:
@@ -503,7 +491,8 @@ def main() -> int:
         return await run(settings, gone, lambda line: print(line, flush=True))
 
     try:
-        settings = Settings.from_json(sys.stdin.readline())
+        given = json.loads(sys.stdin.readline())
+        settings = Settings(**{**given, "times": m.Times(**given["times"])})
         if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0

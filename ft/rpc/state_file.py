@@ -1,17 +1,14 @@
 """The lighthouse's memory across restarts: one JSON file that is always whole.
 
-Quorum ids never repeat: a new id is on disk before its quorum is answered; a quorum that keeps its id (members that ask again at a later
-step) is written within a second, for all that is lost with it is how far the job has come, which members report anyway.
+Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second: all that
+is lost with it is how far the job has come, which its members report.
 
-A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
-without it, and whoever starts from the file gives out none of them (`reserved`). What such a restart has not read are the newest members:
-they report their quorum, and until then the claims of those in the file hold. One that restarts while the disk still fails answers no new
-quorum until it can write.
+A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids beyond its own, which are answered without it, and a
+restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
 
-Another lighthouse may take the file over while this one is stopped, and nobody knows whether it will wake: no lock then, which the one that
-is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then reads.
-Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was written
-here, or nothing is written here any more, wherever this one was stopped.
+Another lighthouse may take the file over while this one is stopped (a lock would be the stopped one's): it puts its name into a file
+beside, removes the partial files of others, then reads. A writer prepares a file of its own name, checks the owner, then renames it. So
+either the other one has read what was written here, or nothing is written here any more, wherever this one was stopped.
 """
 
 from __future__ import annotations
@@ -61,9 +58,8 @@ def read(path: Path) -> m.Saved | None:
 
 def _check(saved: m.Saved) -> None:
     """Raises TypeError and ValueError for a value of a wrong type or range: it would end the lighthouse later."""
-    for name, number in (("last_id", saved.last_id), ("settled", saved.settled)):
-        if type(number) is not int or not 0 <= number <= MAX_STEP:
-            raise ValueError(f"{name} = {number!r}")
+    if any(type(number) is not int or not 0 <= number <= MAX_STEP for number in (saved.last_id, saved.settled)):
+        raise ValueError(f"last_id {saved.last_id!r}, settled {saved.settled!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
         raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
     with suppress(ImportError):  # run_lighthouse.sh looks at the flags, and so here, before it installs protobuf
@@ -162,8 +158,8 @@ def owner_of(path: Path) -> str:
 
 
 class StateFileWriter:
-    """Writes in a thread of its own, one after the other; the loop never waits for a disk. A disk that refuses is told and tried again each
-    second. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes later."""
+    """Writes in a thread of its own; the loop never waits for a disk. A disk that refuses is logged and tried again each second. After a
+    takeover all that waits for the disk, and all that comes later, fails by TakenOver."""
 
     def __init__(
         self,
@@ -176,8 +172,8 @@ class StateFileWriter:
         take_over: Callable[[Path], str] = take_over,
         pace_s: float = PACE_S,
     ) -> None:
-        """`owner`: as take_over said. `saved`: what the file says. `trouble`: why the file could not be taken over at the start; that is
-        done with the first write, if it is still its owner's of now. Raises OSError."""
+        """`owner`: take_over's. `saved`: the file's. `trouble`: why the file could not be taken over at the start; the first write does it,
+        if the file still has its owner of now. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
         self._write, self._take_over, self._pace_s = write, take_over, pace_s
@@ -246,8 +242,8 @@ class StateFileWriter:
         loop = asyncio.get_running_loop()
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
-            there = self._written  # the file stands for what it reserves, too
-            covered = (
+            there = self._written
+            covered = (  # by the ids that the file reserves
                 there is not None
                 and (there.epoch, there.kind) == (saved.epoch, saved.kind)
                 and there.settled <= saved.settled
