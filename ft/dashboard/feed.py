@@ -31,7 +31,7 @@ from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
 
 SOCKET_BYTES = 128 << 10  # that the kernel keeps of what a watcher has not read
-STILL_S = 5.0  # a word at least so often: so both sides notice that the other is gone
+KEEPALIVE_S = 5.0  # between two updates at most: so both sides notice that the other is gone
 URGENT_PER_GROUP_S = 0.0004  # where something has happened
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # nginx would hold it back
 MOST_BYTES = 48_000  # of one message
@@ -104,7 +104,7 @@ class Feed:
 
     def _publish(self, now: float) -> None:
         parts = self._state.changes()
-        if not any(parts.values()) and now - self._spoke_s < STILL_S:
+        if not any(parts.values()) and now - self._spoke_s < KEEPALIVE_S:
             return
         self._spoke_s = now
         self._number += 1

@@ -33,8 +33,10 @@ from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
-LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
-LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
+RECHECK_S = (
+    0.05  # after a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat
+)
+END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
 log = logging.getLogger("pharos.group")
 
 
@@ -328,7 +330,7 @@ class GroupService:
     async def _beat_for_ever(self) -> None:
         while True:
             beaten = await self._beat()
-            await asyncio.sleep(self.config.times.beat_s if beaten else LOOK_S)
+            await asyncio.sleep(self.config.times.beat_s if beaten else RECHECK_S)
 
     async def _beat(self) -> bool:
         """A group of which a trainer is stopped does not beat: it is as good as dead. False: so it is."""
@@ -400,7 +402,7 @@ class GroupService:
         log.error("this group ends: %s", reason)
         self._tell_all(ended=pharos_pb2.Ended(reason=reason[:500]))
         leave = self.link.leave(self.machine.replica_id, clean=False, reason=reason)
-        await asyncio.gather(leave, asyncio.sleep(LAST_WORDS_S))
+        await asyncio.gather(leave, asyncio.sleep(END_NOTICE_S))
         await self.link.close()
         self._end(reason)
 

@@ -69,8 +69,8 @@ class LighthouseService:
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
         self._roster = codec.StaticQuorum()
-        self._seen, self._said, self._logged_id = seen, "", 0
-        self._words = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
+        self._seen, self._logged_reason, self._logged_id = seen, "", 0
+        self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
         # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
@@ -88,9 +88,9 @@ class LighthouseService:
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
             "/pharos.Lighthouse/Quorum": unary(self._quorum),
             "/pharos.Lighthouse/Watch": stream(self._watch),
-            "/pharos.Lighthouse/Leave": unary(partial(self._told, m.Leave)),
-            "/pharos.Lighthouse/Evict": unary(partial(self._told, m.Evict)),
-            "/pharos.Lighthouse/TakeOver": unary(partial(self._told, m.TakeOver)),
+            "/pharos.Lighthouse/Leave": unary(partial(self._on_event, m.Leave)),
+            "/pharos.Lighthouse/Evict": unary(partial(self._on_event, m.Evict)),
+            "/pharos.Lighthouse/TakeOver": unary(partial(self._on_event, m.TakeOver)),
         }
 
     # ---- calls
@@ -122,7 +122,7 @@ class LighthouseService:
         if self._waiting_bytes + size > self._max_waiting:
             raise refused("RESOURCE_EXHAUSTED", f"calls of {self._waiting_bytes} bytes in all are waiting already")
         if replica_id in self.streams:
-            self.streams[replica_id].told = ""  # of an earlier call's wait
+            self.streams[replica_id].wait_reason = ""  # of an earlier call's wait
         self._waiting_bytes += size
         try:
             return await self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
@@ -139,8 +139,8 @@ class LighthouseService:
         if quorum_id > max(MAX_KNOWN, self._newest_id):
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
 
-    async def _told(self, word_type: type[m.Event], data: bytes, context: Any) -> bytes:
-        event = codec.from_bytes(word_type, data)
+    async def _on_event(self, event_type: type[m.Event], data: bytes, context: Any) -> bytes:
+        event = codec.from_bytes(event_type, data)
         log.info("%s", event)
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
@@ -194,8 +194,8 @@ class LighthouseService:
                 if self.keeper and peer and peer.call is None:
                     trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
                     why = f"a quorum is answered when the lighthouse's state file is written{trouble}"
-                if outbox.told != why:
-                    outbox.told = why
+                if outbox.wait_reason != why:
+                    outbox.wait_reason = why
                     outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_WORDS]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
@@ -256,9 +256,9 @@ class LighthouseService:
                 told = codec.torchft_quorum(quorum, self.issued_at)
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=told)
             elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
-                reply = pharos_pb2.QuorumReply(same=same, **self._words)
+                reply = pharos_pb2.QuorumReply(same=same, **self._terms)
             else:
-                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._words)
+                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._terms)
                 reply = pharos_pb2.Down(answer=reply) if name == "down" else reply
             self._forms[name] = reply.SerializeToString()
         return self._forms[name]
@@ -274,7 +274,7 @@ class LighthouseService:
             self._send(effect.replica_id, pharos_pb2.Down(refused=down).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
-        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._terms)
         for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id, [])]:
             pending.give(reply.SerializeToString())
 
@@ -290,7 +290,7 @@ class LighthouseService:
         """On change, not on tick: a reason that only counts up is said once."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
-                self.issued, self._said = self.issued + 1, out.reason
+                self.issued, self._logged_reason = self.issued + 1, out.reason
                 quorum = effect.quorum
                 if quorum.quorum_id != self._logged_id:
                     self._logged_id = quorum.quorum_id
@@ -305,8 +305,8 @@ class LighthouseService:
                     del self._refusals[next(iter(self._refusals))]
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
-        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
-            self._said = out.reason
+        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._logged_reason):
+            self._logged_reason = out.reason
             log.info("%s", out.reason)
         if out.effects or isinstance(event, m.Tick | m.Leave):
             self._show(lambda page: page.saw(event, out))

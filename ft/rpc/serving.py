@@ -24,8 +24,8 @@ MAX_CALLS = 65_536
 CALLS_PER_KEY = 64  # a caller has one, and a late copy or two
 MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
-FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
-LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
+HELLO_S = 10.0  # until the first byte of a connection and the hello of a stream
+STOP_S = 2.0  # that calls have to end in when the server stops
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
@@ -79,7 +79,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         at: Sequence[Endpoint],
         *,
         room: int | None = None,
-        first_word_s: float = FIRST_WORD_S,
+        hello_s: float = HELLO_S,
     ) -> None:
         """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
         unary(...) or stream(...). room: for connections, by default as many as this process can hold. Raises ValueError."""
@@ -94,7 +94,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
-            ("grpc.server_handshake_timeout_ms", int(first_word_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(hello_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
             # for a host that vanished; beats show it long before where there is a stream
             ("grpc.keepalive_time_ms", 60_000),
@@ -158,7 +158,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         await self._server.start()
 
     async def stop(self) -> None:
-        stopped = asyncio.ensure_future(self._server.stop(LAST_WORDS_S))  # no new calls from here on
+        stopped = asyncio.ensure_future(self._server.stop(STOP_S))  # no new calls from here on
         await asyncio.sleep(0)
         self._stops = True
         for task in self._tasks:
@@ -258,7 +258,7 @@ class Outbox:
         self._writer = asyncio.ensure_future(self._write())
         self.over = False
         self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
-        self.told = ""  # for its owner: why the reader waits, as it was told last
+        self.wait_reason = ""  # for its owner: the cause of the wait that the reader was sent last
         self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
@@ -274,9 +274,9 @@ class Outbox:
     async def read_hello(self) -> bytes:
         """The first message. Raises ValueError where it does not come soon, CallRefused."""
         try:
-            return await asyncio.wait_for(self.read(), FIRST_WORD_S) or b""
+            return await asyncio.wait_for(self.read(), HELLO_S) or b""
         except (TimeoutError, asyncio.TimeoutError):
-            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
+            raise ValueError(f"a stream must begin with a hello within {HELLO_S:g} s") from None
 
     async def read(self) -> bytes | None:
         """The next message; None: the stream is over, from either side. Raises CallRefused for a reader that was too slow."""

@@ -254,7 +254,7 @@ def _first_bytes(connection: socket.socket) -> bytes:
 
 def test_a_connection_that_says_nothing_is_closed():
     async def story() -> None:
-        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], first_word_s=0.2)
+        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], hello_s=0.2)
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         await asyncio.wait_for(reader.read(), WAIT_S)  # its settings, then the end
