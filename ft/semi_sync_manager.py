@@ -6,15 +6,15 @@
         rounds.on_inner_step()                        # sends the pseudo-gradients of the round's fragment when it is their time
     commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))         # the outer step, if the round holds
 
-So everything that is true of a step is true of a round: it is dealt once, its sums are kept and tried again when somebody dies, it is voted
-on, and until it is committed nothing of it is to be seen elsewhere. What the ledger deals is a window of inner_steps batches; the
-samples in it count as trained on when, and only when, the group's pseudo-gradients were in the sums.
+A round has all guarantees of a step: its sums are kept and tried again when a group dies, it is voted on, and until its commit nothing of
+it is visible elsewhere. The ledger assigns a window of inner_steps batches, whose samples count as trained on when, and only when, the
+group's pseudo-gradients were in the sums.
 
 Where the rules leave a choice:
-- Groups agree on the outer weights, and on nothing else. So a group that heals receives the outer weights and the outer optimizer's state,
-  which stand still during a round, however long that takes; its local weights begin from there, and its inner optimizer anew.
-- A window that does not count (its loss is no number, or it was dealt anew) leaves no trace in the local weights: they go back to the
-  outer ones. So no sample is in the weights twice. What the group had done in fragments that were not summed since goes with it.
+- Groups agree on the outer weights alone. A group that heals receives these and the outer optimizer's state, which do not change during a
+  round; its local weights begin from there, and its inner optimizer anew.
+- A window that does not count (its loss is NaN, or it was assigned anew) leaves no trace: the local weights go back to the outer ones, so
+  no sample is in the weights twice. Steps in fragments that were not summed since are lost with it.
 - Means are over the groups that contributed, one share each, as in the papers.
 - `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
 """

@@ -6,10 +6,9 @@
             loss(model(batch)).backward()
             inner.step()                        # sums, and steps the outer optimizer, when it is time
 
-semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`), and its body is what lies between start_quorum and
-should_commit: with fragment_sync_delay there are inner steps in it. Sums that fail are done again with the same values among those who are
-left. Where a step is dropped all the same (a group of several ranks, an error that was reported) nobody's weights change, and the next sum
-carries what this one would have. A group that heals begins from the outer weights, and gives nothing in its first sum.
+semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`); with fragment_sync_delay its body has inner steps. Sums
+that fail are done again with the same values. Where a step is dropped all the same (a group of several ranks, a reported error) no weights
+change, and the next sum carries what this one would have. A group that heals begins from the outer weights, with zeros in its first sum.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@
     if manager.should_commit():                     # Optimizer.step does it
         optimizer.step()
 
-What is between start_quorum and should_commit is the *body* of a step. Every group runs it for every step, one that has nothing to give (a
-spare, one that has just healed) too: it sends zeros, takes the others' mean, clips and steps as they do, so all stay equal whatever
-stands in a body, and the same sums go out in the same order everywhere. A group whose state is arriving waits for it in start_quorum:
-no body sees a state that is half there.
+The *body* of a step lies between start_quorum and should_commit. Every group runs it for every step: a group that contributes nothing (a
+spare, one that has just healed) sends zeros, takes the others' mean, clips and steps as they do, so all stay equal. A group whose state is
+arriving waits for it in start_quorum.
 
 The step is decided when the sums are there: with DistributedDataParallel at the end of the backward, else in should_commit. Sums that fail
-are done again in the next generation, with the same gradients. Only where that would not be right is the step dropped, in all groups, as
-torchft does: should_commit is False when tensors were changed after they had been averaged, and in groups of several ranks.
+are done again in the next generation, with the same gradients. The step is dropped in all groups, as torchft does, only where tensors were
+changed after they had been averaged, and in groups of several ranks.
 """
 
 from __future__ import annotations
@@ -217,7 +216,7 @@ class Manager:
         self._body, self._used, self._over = True, False, False
 
     def wait_quorum(self) -> None:
-        """start_quorum has waited."""
+        """Does nothing: start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """True where the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
@@ -453,7 +452,7 @@ class Manager:
 
 
 class ReportingWork(dist.Work):
-    """Raises nothing: where it takes longer than its caller waits, that is reported."""
+    """Never raises: a wait that takes longer than its caller allows is reported."""
 
     def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
         super().__init__()
