@@ -30,7 +30,7 @@ OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is open
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
-Handler = Callable[[bytes, Any], Awaitable[bytes]]  # what it raises before there is something to await counts as well
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
 StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
