@@ -55,16 +55,6 @@ def test_gradients_add_up_in_no_sync(alone: Group):
     assert alone.manager.current_step() == 1 and alone.model.a.tolist() == [-3 * A] * 3
 
 
-def test_gradients_go_out_during_the_backward(alone: Group):
-    sent: list[bool] = []
-    alone.model.a.register_hook(lambda _: sent.append(alone.manager.core.gradients._in_last_pass))
-    with alone.ddp.no_sync():
-        alone.optimizer.zero_grad()
-        alone.backward()
-    alone.backward()
-    assert sent == [False, True] and not alone.manager.core.gradients._in_last_pass
-
-
 def test_a_second_backward_says_what_to_do(alone: Group):
     alone.optimizer.zero_grad()
     alone.backward()
