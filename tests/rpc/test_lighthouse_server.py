@@ -98,6 +98,13 @@ def test_a_deadline_is_told_in_the_words_that_torchft_looks_for(house: Any):
 # ------------------------------------------------------------------------------------------------ ours
 
 
+def test_a_call_that_its_caller_waits_for_no_more_is_forgotten(house: Any):
+    wire = house(min_replicas=2).wire()
+    assert wire.code(OURS, pharos_call(m.Call(m.Member("a:1"))), 0.3)[0] == "DEADLINE_EXCEEDED"
+    calls = [wire.pharos(m.Call(m.Member(f"{name}:1"))) for name in "bc"]
+    assert quorum_of(calls[0]).ids == ("b:1", "c:1")
+
+
 def _member(replica_id: str, **fields: Any) -> m.Member:
     return replace(m.Member(replica_id, f"http://{replica_id.partition(':')[0]}:1", "h:1"), **fields)
 
