@@ -183,8 +183,8 @@ class GroupClient:
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
         """Waits for the group's outcome; the same vote may be cast again. Raises TimeoutError, Stale, RuntimeError."""
-        reply = self._call("CastVote", codec.to_message(vote), pharos_pb2.Outcome, timeout_s)
-        return codec.from_message(m.Outcome, reply)
+        call = self._channel.unary_unary("/pharos.Group/CastVote")
+        return codec.from_bytes(m.Outcome, answer_of(call, codec.to_message(vote), timeout_s, self._metadata))
 
     def checkpoint_metadata(self, group_rank: int, timeout_s: float) -> str:
         """Asks another group's server where that rank of it serves its state. Raises TimeoutError, RuntimeError."""

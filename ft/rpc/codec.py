@@ -83,6 +83,7 @@ class _Converter:
             self.read = attrgetter(*self.names)
         self.texts = tuple(name for name in self.names if hints[name] is str)
         self.optional = tuple(name for name in self.names if NoneType in get_args(hints[name]))
+        self.choices = tuple((name, get_args(hints[name])) for name in self.names if get_origin(hints[name]) is Literal)
         ways = {name: _ways(name, hints[name]) for name in self.names}
         self.fillers = {name: fill for name, (fill, _) in ways.items() if fill}
         self.decoders = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
@@ -103,6 +104,9 @@ class _Converter:
         for name in self.texts:
             if len(values[name]) > MAX_TEXT:
                 _check_text(name, values[name])
+        for name, legal in self.choices:
+            if values[name] not in legal:
+                _one_of(name, values[name], legal)
         for name in self.optional:
             if not message.HasField(name):
                 values[name] = None
@@ -147,8 +151,6 @@ def _ways(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Ca
         )
     if args == (int, ...):
         return lambda field, items: field.extend(items), tuple
-    if get_origin(hint) is Literal:
-        return None, lambda value: _one_of(name, value, args)
     return None, None
 
 
