@@ -1,7 +1,7 @@
 """The sums of a model in fragments: each step those of one of them, in turns (semi_sync.py).
 
-Flow: manager.py takes this for Gradients, whose face it has. Each fragment has Gradients of its own, with its own buckets and memory, so
-a step sends what it sums and nothing else; which fragment's turn it is hangs on the step alone, so all groups send the same.
+Flow: manager.py uses this as Gradients. Each fragment has Gradients of its own, with its own buckets and memory; the step alone determines
+whose turn it is, so all groups send the same.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     Streaming DiLoCo      of a model in fragments one at a time, in turns; the sum travels during the next steps (delay), and who gets it
                           keeps a share (alpha) of the way that it has gone meanwhile             Douillard et al., arXiv 2501.18512
 
-Flow: semi_sync_manager.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum what `pseudo_gradients`
-gives and hand the mean to `step`. The *outer* weights are what groups agree on: they change in `step` alone, by the same bits in every
-group. What lies in the model are *local* weights, and each group's own until a `step` of their fragment brings them back."""
+Flow: semi_sync_manager.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum `pseudo_gradients` and
+hand the mean to `step`. Groups agree on the *outer* weights, which change in `step` alone, by the same bits in every group. The model has
+*local* weights, each group's own until a `step` of their fragment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
-    """Weights that are agreed on together. `named`: of the model, as they are now agreed on. `optimizer`: the outer one, over these
-    weights (and maybe others); none: the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group
-    keeps, 0 to 1."""
+    """Weights that are agreed on together: `named`, of the model. `optimizer`: the outer one, over these weights (and maybe others); None:
+    the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group keeps, 0 to 1."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]

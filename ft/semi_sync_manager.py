@@ -6,15 +6,15 @@
         rounds.on_inner_step()                        # sends the pseudo-gradients of the round's fragment when it is their time
     commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))         # the outer step, if the round holds
 
-So everything that is true of a step is true of a round: it is dealt once, its sums are kept and tried again when somebody dies, it is voted
-on, and until it is committed nothing of it is to be seen elsewhere. What the ledger deals is a window of inner_steps batches; the
-samples in it count as trained on when, and only when, the group's pseudo-gradients were in the sums.
+A round has all guarantees of a step: its sums are kept and tried again when a group dies, it is voted on, and until its commit nothing of
+it is visible elsewhere. The ledger assigns a window of inner_steps batches, whose samples count as trained on when, and only when, the
+group's pseudo-gradients were in the sums.
 
 Where the rules leave a choice:
-- Groups agree on the outer weights, and on nothing else. So a group that heals receives the outer weights and the outer optimizer's state,
-  which stand still during a round, however long that takes; its local weights begin from there, and its inner optimizer anew.
-- A window that does not count (its loss is no number, or it was dealt anew) leaves no trace in the local weights: they go back to the
-  outer ones. So no sample is in the weights twice. What the group had done in fragments that were not summed since goes with it.
+- Groups agree on the outer weights alone. A group that heals receives these and the outer optimizer's state, which do not change during a
+  round; its local weights begin from there, and its inner optimizer anew.
+- A window that does not count (its loss is NaN, or it was assigned anew) leaves no trace: the local weights go back to the outer ones, so
+  no sample is in the weights twice. Steps in fragments that were not summed since are lost with it.
 - Means are over the groups that contributed, one share each, as in the papers.
 - `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,12 @@ OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None
 class SemiSyncManager:
     """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; of none, for their mean."""
 
+    writes: tuple[str, int] | None  # these five are the manager's
+    left: bool
+    is_broken: bool
+    finished: bool
+    confirmed_s: float
+
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
@@ -65,29 +72,16 @@ class SemiSyncManager:
     def step(self) -> int:
         return self._manager.step * self.inner_steps
 
-    @property
-    def writes(self) -> tuple[str, int] | None:
-        return self._manager.writes
-
-    @property
-    def left(self) -> bool:
-        return self._manager.left
-
-    @property
-    def is_broken(self) -> bool:
-        return self._manager.is_broken
-
-    @property
-    def finished(self) -> bool:
-        return self._manager.finished
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_manager"], name)
 
     def regroup(self, until: int) -> None:
         self._manager.regroup(until // self.inner_steps)
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
         """The weights as they are now are the first outer ones. Raises ValueError where they cannot be cut into so many fragments."""
-        named = [
-            (_plain(name), parameter)
+        named = [  # named without what torch.compile and activation checkpointing wrap around modules: any layout can load it
+            (name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter)
             for part in model_parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
@@ -134,7 +128,7 @@ class SemiSyncManager:
         fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
             self.reset()
-        means = [local_of(_gradient(outer)) for outer in fragment.outer]
+        means = [local_of(outer.grad) for outer in fragment.outer if outer.grad is not None]
         torch._foreach_div_(means, float(len(commit.slots)))  # a group has one at most
         fragment.step(means)
         for outer in fragment.outer:
@@ -154,10 +148,6 @@ class SemiSyncManager:
             )
         self._manager.load_state_dict({**state, "step": rounds})
 
-    @property
-    def confirmed_s(self) -> float:
-        return self._manager.confirmed_s
-
     # ------------------------------------------------------------------------------------------------ what is agreed on
 
     @contextmanager
@@ -176,16 +166,17 @@ class SemiSyncManager:
         the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
         in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
         states: dict[str, Stateful] = {
-            "model": _State(
-                lambda: {**model.state_dict(), **_merged(fragment.weights() for fragment in self.fragments)},
-                partial(self._load_model, model),
+            "model": SimpleNamespace(
+                state_dict=lambda: {**model.state_dict(), **_merged(x.weights() for x in self.fragments)},
+                load_state_dict=partial(self._load_model, model),
             ),
-            "outer_optimizer": _State(
-                lambda: _merged(fragment.optimizer_state() for fragment in self.fragments), self._load_optimizer
+            "outer_optimizer": SimpleNamespace(
+                state_dict=lambda: _merged(x.optimizer_state() for x in self.fragments),
+                load_state_dict=lambda state: [x.load_optimizer_state(state) for x in self.fragments],
             ),
         }
         if len(self.fragments) > 1 or self._schedule.alpha:
-            states["local_model"] = _State(self._local_state, self._load_local)
+            states["local_model"] = SimpleNamespace(state_dict=self._local_state, load_state_dict=self._load_local)
         return states
 
     def _load_model(self, model: Stateful, state: dict[str, Any]) -> None:
@@ -194,10 +185,6 @@ class SemiSyncManager:
         for fragment in self.fragments:
             fragment.load_weights(state)
         self._resets = True  # unless local weights come, too
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        for fragment in self.fragments:
-            fragment.load_optimizer_state(state)
 
     def _local_state(self) -> dict[str, Any]:
         named = (zip(fragment.names, fragment.local, strict=True) for fragment in self.fragments)
@@ -224,20 +211,5 @@ class SemiSyncManager:
         self._resets = self._gradients.dropped = False
 
 
-class _State:
-    def __init__(self, get: Callable[[], dict[str, Any]], set: Callable[[dict[str, Any]], None]) -> None:
-        self.state_dict, self.load_state_dict = get, set
-
-
 def _merged(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return {name: value for state in states for name, value in state.items()}
-
-
-def _gradient(outer: nn.Parameter) -> torch.Tensor:
-    assert outer.grad is not None, "the sums are delivered"
-    return outer.grad
-
-
-def _plain(name: str) -> str:
-    """Without what torch.compile and activation checkpointing wrap around modules, so that any layout can load it."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,11 +1,10 @@
 """A group whose ranks, or whose lighthouse, speak torchft.
 
-TorchftGroup answers the ranks as torchft's ManagerServer does. No machine stands behind it, for the peer's rules for a group are few: ask
-once when all ranks have asked, and AND their votes.
+TorchftGroup answers the ranks as torchft's ManagerServer does: it asks once when all ranks have asked, and ANDs their votes.
 
-LinkOverTorchft is for our own groups under torchft's lighthouse what Link (lighthouse_link.py) is for ours, over a wire without streams and
-states. A member's state travels in `data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a
-reduction breaks or times out, so such a job asks for a quorum before each step (every_step), as torchft does.
+LinkOverTorchft connects a group of ours to torchft's lighthouse, as Link (lighthouse_link.py) does to ours. A member's state travels in
+`data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a reduction breaks or times out, so such a
+job asks for a quorum before each step (every_step), as torchft does.
 """
 
 from __future__ import annotations
@@ -33,14 +32,7 @@ from ft.rpc.serving import CallRefused, unary
 RETRY_S = 0.1
 BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
-_FIELDS: dict[str, type] = {
-    "commit_id": str,
-    "commit_quorum_id": int,
-    "writes_checkpoint": bool,
-    "dealt": int,
-    "deal_id": str,
-    "init_sync": bool,
-}
+_FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
 log = logging.getLogger("pharos.group")
 
 
@@ -117,10 +109,9 @@ class TorchftGroup:
         except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
         except grpc.RpcError as error:
+            refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
             if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-            else:
-                refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
         round_.answer.set_exception(refused)
         round_.answer.exception()  # looked at, though all ranks may have stopped waiting
 
@@ -183,10 +174,8 @@ class TorchftGroup:
 def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> Any:
     """The ManagerQuorumResponse for a rank whose Manager is torchft's. Steps alone count, for it has no commit ids.
 
-    As the peer's, but for one thing: *whether* a group heals is the same for all its ranks (the peer's primary of the first step is
-    another group for each rank, so that a group may end with half of its own and half of another's state). The source of each
-    rank still rotates by group_rank. Raises KeyError when `replica_id` is not in the quorum.
-    """
+    One thing is not as torchft's: *whether* a group heals is the same for all its ranks (at torchft's first step a group may end with half
+    of its own and half of another's state). The source of a rank rotates by group_rank. Raises KeyError for a foreign `replica_id`."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     max_step = max(member.step for member in members)
     front = [rank for rank, member in enumerate(members) if member.step == max_step]
@@ -271,14 +260,14 @@ def read(quorum: m.Quorum) -> m.Quorum:
 def _member(member: m.Member) -> m.Member:
     try:
         ours = json.loads(member.data)[OURS]
-        values = {name: ours[name] for name in _FIELDS}
-        if any(type(value) is not _FIELDS[name] for name, value in values.items()):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
+        message = codec.to_message(
+            replace(member, data="", **{name: ours[name] for name in _FIELDS})
+        )  # checks the types
+    except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
         ) from None
-    found = codec.from_message(m.Member, codec.to_message(replace(member, data="", **values)))
+    found = codec.from_message(m.Member, message)
     if problem := validate_request(m.Call(found)):
         raise ValueError(problem[1])
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,16 +47,12 @@ class LighthouseServer:
             tick_s=quorum_tick_ms / 1000,
             times=m.Times(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
         )
-        self._started = threading.Event()
-        self._error: BaseException | None = None
-        self._port = 0
+        started: Future[int] = Future()
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
-        run = self._run(LighthouseOptions(config, at, access, state), seen)
+        run = self._run(LighthouseOptions(config, at, access, state), seen, started)
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name="lighthouse", daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._error:
-            raise self._error
+        self._port = started.result()
 
     def address(self) -> str:
         """http://host:port."""
@@ -67,15 +64,13 @@ class LighthouseServer:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)
 
-    async def _run(self, options: LighthouseOptions, seen: Seen | None) -> None:
+    async def _run(self, options: LighthouseOptions, seen: Seen | None, started: Future[int]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with serve(options, seen=seen) as (service, self._port):
-                self._started.set()
+            async with serve(options, seen=seen) as (service, port):
+                started.set_result(port)
                 await until_stopped(service.driver, self._stop)
         except BaseException as error:
-            if self._started.is_set():
-                raise  # nobody waits for it any more: the thread's last words
-            self._error = error
-        finally:
-            self._started.set()
+            if started.done():
+                raise
+            started.set_exception(error)

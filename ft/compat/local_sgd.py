@@ -6,10 +6,9 @@
             loss(model(batch)).backward()
             inner.step()                        # sums, and steps the outer optimizer, when it is time
 
-semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`), and its body is what lies between start_quorum and
-should_commit: with fragment_sync_delay there are inner steps in it. Sums that fail are done again with the same values among those who are
-left. Where a step is dropped all the same (a group of several ranks, an error that was reported) nobody's weights change, and the next sum
-carries what this one would have. A group that heals begins from the outer weights, and gives nothing in its first sum.
+semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`); with fragment_sync_delay its body has inner steps. Sums
+that fail are done again with the same values. Where a step is dropped all the same (a group of several ranks, a reported error) no weights
+change, and the next sum carries what this one would have. A group that heals begins from the outer weights, with zeros in its first sum.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ft.config import Schedule
 from ft.quantized import Feedback
@@ -167,18 +167,9 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def in_buckets(tensors: Sequence[Tensor], most_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies of the tensors, as pieces of few flat ones; and those. In the order given, kind by kind; one larger than `most_bytes` is
-    alone."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    for index, tensor in enumerate(tensors):
-        buckets = kinds.setdefault((tensor.dtype, tensor.device), [[]])
-        if buckets[-1] and sum(tensors[i].nbytes for i in buckets[-1]) + tensor.nbytes > most_bytes:
-            buckets.append([])
-        buckets[-1].append(index)
-    pieces, flats = list(tensors), list[Tensor]()
-    for members in (members for buckets in kinds.values() for members in buckets):
-        flat = torch.cat([tensors[index].reshape(-1) for index in members])
-        flats.append(flat)
-        for index, piece in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
-            pieces[index] = piece.view(tensors[index].shape)
-    return pieces, flats
+    """The tensors as pieces of few flat ones of one kind each; and those. One larger than `most_bytes` is alone."""
+    pieces, flats = dict[int, Tensor](), list[Tensor]()
+    for bucket in _take_tensors(tensors, most_bytes):
+        flats.append(flat := _flatten_dense_tensors(bucket))
+        pieces.update(zip(map(id, bucket), _unflatten_dense_tensors(flat, bucket), strict=True))
+    return [pieces[id(tensor)] for tensor in tensors], flats

@@ -6,14 +6,13 @@
     if manager.should_commit():                     # Optimizer.step does it
         optimizer.step()
 
-What is between start_quorum and should_commit is the *body* of a step. Every group runs it for every step, one that has nothing to give (a
-spare, one that has just healed) too: it sends zeros, takes the others' mean, clips and steps as they do, so all stay equal whatever
-stands in a body, and the same sums go out in the same order everywhere. A group whose state is arriving waits for it in start_quorum:
-no body sees a state that is half there.
+The *body* of a step lies between start_quorum and should_commit. Every group runs it for every step: a group that contributes nothing (a
+spare, one that has just healed) sends zeros, takes the others' mean, clips and steps as they do, so all stay equal. A group whose state is
+arriving waits for it in start_quorum.
 
 The step is decided when the sums are there: with DistributedDataParallel at the end of the backward, else in should_commit. Sums that fail
-are done again in the next generation, with the same gradients. Only where that would not be right is the step dropped, in all groups, as
-torchft does: should_commit is False when tensors were changed after they had been averaged, and in groups of several ranks.
+are done again in the next generation, with the same gradients. The step is dropped in all groups, as torchft does, only where tensors were
+changed after they had been averaged, and in groups of several ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -190,7 +189,7 @@ class Manager:
         self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
         self._user: Any = None  # how its state is loaded, and taken
         self._late = Buffers(shared=pg.IN_CHILD)
-        self.core.register("batches_committed", lambda: self._batches, self._set_batches)
+        self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
 
@@ -217,7 +216,7 @@ class Manager:
         self._body, self._used, self._over = True, False, False
 
     def wait_quorum(self) -> None:
-        """start_quorum has waited."""
+        """Does nothing: start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """True where the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
@@ -451,16 +450,15 @@ class Manager:
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
 
-    def _set_batches(self, batches: int) -> None:
-        self._batches = int(batches)
-
 
 class ReportingWork(dist.Work):
-    """Raises nothing: where it takes longer than its caller waits, that is reported."""
+    """Never raises: a wait that takes longer than its caller allows is reported."""
 
     def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
         super().__init__()
         self._work, self._tell = work, tell
+        self.get_future, self.result = work.get_future, work.result  # type: ignore[method-assign]
+        self.is_completed, self.is_success = work.is_completed, work.is_success  # type: ignore[method-assign]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """False: it has not ended after `timeout` (0: the group's own limit)."""
@@ -469,19 +467,6 @@ class ReportingWork(dist.Work):
         except TimeoutError as error:
             self._tell(error)
             return False
-
-    def get_future(self) -> Future[Any]:
-        """Future of a list of the tensor."""
-        return self._work.get_future()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def result(self) -> list[Tensor]:
-        return self._work.result()
 
     def synchronize(self) -> None:
         self.wait()

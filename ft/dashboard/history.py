@@ -1,6 +1,6 @@
 """History of a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
 
-    lighthouse_service (DashboardListener) -> feed.Feed -> here        told of every step and every change, whether anybody watches or not
+    lighthouse_service -> feed.Feed -> here        told of every step and every change, whether anybody watches or not
 
 So it is cheap, O(1) for a report or a tick, and bounded: the newest events, and a curve that is thinned out as it grows.
 """
@@ -13,15 +13,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.plan import recover_src_replica_ranks
 
-CollectiveQueue = Literal["membership", "heal", "commit", "corruption", "storage"]
+Lane = Literal["membership", "heal", "commit", "corruption", "storage"]
 Grade = Literal["good", "info", "bad"]
-LANES: tuple[CollectiveQueue, ...] = ("membership", "heal", "commit", "corruption", "storage")
+LANES = get_args(Lane)
 MOST_EVENTS, MOST_POINTS, MOST_SIZES, MOST_GONE = 400, 1000, 400, 4096
 MOST_TEXT = 300  # characters of an event
 NAMED = 6  # groups that an event names; of more it says how many
@@ -35,7 +35,7 @@ class Happening:
 
     number: int
     at_s: float  # since 1970
-    lane: CollectiveQueue
+    lane: Lane
     grade: Grade
     step: int
     text: str
@@ -145,7 +145,7 @@ class History:
             text = f"{replica_id}: {text}"
         self.add(happened.lane, "bad", text, step=happened.step)
 
-    def add(self, lane: CollectiveQueue, grade: Grade, text: str, *, step: int | None = None) -> None:
+    def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
         text = clean(text, MOST_TEXT)
         for event in list(self.events)[-MERGED:]:
             if (event.lane, event.text) == (lane, text):

@@ -57,23 +57,14 @@ FLAGS = {"drain": DRAINED, "kill": KILLED}
 log = logging.getLogger("pharos.lighthouse")
 
 
-class Pages:
-    """Files in memory: a path is looked up, never joined."""
+FILES = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in FOLDER.iterdir() if path.suffix in TYPES}
+FILES["/"] = FILES.pop("/index.html")
 
-    def __init__(self) -> None:
-        files = sorted(path for path in FOLDER.iterdir() if path.suffix in TYPES)
-        self.files = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in files}
-        self.files["/"] = self.files.pop("/index.html")
 
-    def __contains__(self, path: str) -> bool:
-        return path in self.files
-
-    async def get(self, request: web.Request) -> web.Response:
-        data, kind = self.files[request.path]
-        return web.Response(body=data, headers={"Content-Type": kind})
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get(path, self.get) for path in self.files]
+async def get_file(request: web.Request) -> web.Response:
+    """GET of one of FILES: the path is looked up, never joined."""
+    data, kind = FILES[request.path]
+    return web.Response(body=data, headers={"Content-Type": kind})
 
 
 class Orders:

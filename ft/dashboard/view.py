@@ -23,7 +23,7 @@ SILENT_BEATS = 2.5  # without a word, before that is said
 GONE_SHOWN_S, GONE_SHOWN = 60.0, 100  # groups that are no longer members: for how long, and how many
 HEALS_SHOWN = 200  # that are told one by one
 LATE_SHARE = 10  # late is who keeps others waiting, if it is at most one group in so many
-STANDS_S, STANDS_STEPS = 15.0, 5  # without a step, before that is said
+NO_STEP_S, NO_STEP_STEPS = 15.0, 5  # without a step, before the page shows it
 PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases; characters
 
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
@@ -196,8 +196,8 @@ class View:
         if late:
             verb = "keeps" if len(late) == 1 else "keep"
             return "busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction."
-        if stands_s := self._stands_s():
-            return "bad", f"No step for {stands_s:.0f} s", f"The newest quorum: {reason}."
+        if no_step_s := self._no_step_s():
+            return "bad", f"No step for {no_step_s:.0f} s", f"The newest quorum: {reason}."
         if counts[HEALS]:
             return (
                 "busy",
@@ -210,14 +210,14 @@ class View:
             return ("busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in.")
         return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
-    def _stands_s(self) -> float:
+    def _no_step_s(self) -> float:
         """Time since a step was seen, where that is too long; 0 where groups tell of none."""
         last_s, reports = self._history.last_step_s, self._service.reports
         if not last_s or not reports:
             return 0.0
-        patience_s = STANDS_STEPS * max(report.median_step_s for report in reports.values())
-        stands_s = self._wall_clock() - last_s
-        return stands_s if stands_s > max(STANDS_S, patience_s) else 0.0
+        patience_s = NO_STEP_STEPS * max(report.median_step_s for report in reports.values())
+        no_step_s = self._wall_clock() - last_s
+        return no_step_s if no_step_s > max(NO_STEP_S, patience_s) else 0.0
 
 
 def _share(part: float, whole: float) -> float:

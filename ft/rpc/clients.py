@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
 CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
-MOST_TOLD = 64  # words for people that may wait for the stream
+MOST_LINES = 64  # lines for the page that may wait for the stream
 ASK_S = 30.0  # one try of a call for a quorum
 VOTE_S, VOTE_TRIES = 30.0, 10
-WORD_S = 3.0  # three beats: how long a word of the server counts
-SAID_S = 10.0  # what is waited for is said first after this, then
-SAID_EVERY_S = 60.0
+HEARD_S = 3.0  # three beats: how long a message of the server counts
+LOG_AFTER_S = 10.0  # the cause of a wait is logged after this, then every
+LOG_EVERY_S = 60.0
 GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
 log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -80,7 +80,8 @@ class GroupProcess:
             )
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(replace(settings, parent=os.getpid() if main else 0).to_json().encode() + b"\n")
+        given = asdict(settings) | {"parent": os.getpid() if main else 0}
+        self._process.stdin.write(json.dumps(given).encode() + b"\n")
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -121,7 +122,7 @@ class GroupClient:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.heard_s, self.gone = -math.inf, threading.Event()
-        self._waited_s, self._say_at_s = 0.0, SAID_S  # as the server said last; said next
+        self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # as the server reported last; when it is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
         """Calls for a quorum, again and again: a missing answer is never taken for a no. Returns the answer, or
@@ -169,7 +170,7 @@ class GroupClient:
 
     @property
     def _is_heard(self) -> bool:
-        return time.monotonic() - self.heard_s <= WORD_S
+        return time.monotonic() - self.heard_s <= HEARD_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Released:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
@@ -261,8 +262,8 @@ class GroupClient:
         """Queues a message; None: no more. The queue is bounded: it keeps the newest report and the first few lines for the page."""
         with self._more:
             if up is not None and up.HasField("happened"):
-                told = sum(other is not None and other.HasField("happened") for other in self._up)
-                if told >= MOST_TOLD:
+                lines = sum(other is not None and other.HasField("happened") for other in self._up)
+                if lines >= MOST_LINES:
                     return
             if up is not None and up.HasField("report"):
                 self._up = [other for other in self._up if other is None or not other.HasField("report")]
@@ -293,10 +294,10 @@ class GroupClient:
         """Notes what the group waits for, as its server says once a beat. Rank 0 says it for all, once a minute."""
         self.heard_s = time.monotonic()
         if waits.waited_s < self._waited_s:
-            self._say_at_s = SAID_S
+            self._log_at_s = LOG_AFTER_S
         self._waited_s = waits.waited_s
-        if self.group_rank == 0 and waits.waited_s >= self._say_at_s:
-            self._say_at_s = waits.waited_s - waits.waited_s % SAID_EVERY_S + SAID_EVERY_S
+        if self.group_rank == 0 and waits.waited_s >= self._log_at_s:
+            self._log_at_s = waits.waited_s - waits.waited_s % LOG_EVERY_S + LOG_EVERY_S
             log.info("waiting for %.0f s: %s", waits.waited_s, waits.reason)
 
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from types import NoneType
@@ -35,14 +35,8 @@ MAX_WORDS = 500  # characters of a text for people
 # Of the page's timeline: a failed step, weights that differ, files that cannot be written
 LANES = ("commit", "corruption", "storage")
 ORDERS = ("drain", "kill")
-_FIGURES = ("median_step_s", "phase_limit_s", "goodput_s", "wall_s")  # of a Report
-_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
-NOTICES = {
-    "member_lost": m.MemberLost,
-    "abandoned": m.GenerationAborted,
-    "change_announced": m.ChangeAnnounced,
-    "finished": m.Finished,
-}
+REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
+NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}
 
 
 def parse(message_type: type[P], data: bytes) -> P:
@@ -59,18 +53,18 @@ def parse(message_type: type[P], data: bytes) -> P:
 def to_message(value: Any) -> Any:
     """The message of the same name. Raises ValueError for contents it cannot hold: a number of more than 64 bits, half a character."""
     converter = _converter(type(value))
-    return converter.message_type(**converter.encode(value))
+    return converter.fill(converter.message_type(), value)
 
 
-def from_message(value_type: type[T], message: Message, **given: Any) -> T:
-    """The dataclass of the same name. given: fields that the wire leaves out. Raises ValueError."""
-    return _converter(value_type).decode(message, given)
+def from_message(value_type: type[T], message: Message) -> T:
+    """The dataclass of the same name. Raises ValueError."""
+    return _converter(value_type).decode(message)
 
 
-def from_bytes(value_type: type[T], data: bytes, **given: Any) -> T:
+def from_bytes(value_type: type[T], data: bytes) -> T:
     """Raises ValueError."""
     converter = _converter(value_type)
-    return converter.decode(parse(converter.message_type, data), given)
+    return converter.decode(parse(converter.message_type, data))
 
 
 class _Converter:
@@ -84,43 +78,35 @@ class _Converter:
         self.defaults = {
             x.name: x.default for x in fields(value_type) if x.name not in on_wire and x.default is not MISSING
         }
-        self.read = _values_of(self.names)
+        self.read: Callable[[Any], tuple[Any, ...]] = lambda x: tuple(getattr(x, name) for name in self.names)
+        if len(self.names) > 1:  # of one name it is no tuple
+            self.read = attrgetter(*self.names)
         self.texts = tuple(name for name in self.names if hints[name] is str)
         self.optional = tuple(name for name in self.names if NoneType in get_args(hints[name]))
-        kinds = {name: (get_origin(hints[name]), get_args(hints[name])) for name in self.names}
-        self.choices = tuple((name, args) for name, (origin, args) in kinds.items() if origin is Literal)
-        self.tuples = tuple(name for name, (_, args) in kinds.items() if args in ((str, ...), (int, ...)))
-        found = {name: _coders(name, hints[name]) for name in self.names}
-        self.encoders = tuple((name, encode) for name, (encode, _) in found.items() if encode)
-        self.decoders = tuple((name, decode) for name, (_, decode) in found.items() if decode)
+        self.choices = tuple((name, get_args(hints[name])) for name in self.names if get_origin(hints[name]) is Literal)
+        ways = {name: _ways(name, hints[name]) for name in self.names}
+        self.fillers = {name: fill for name, (fill, _) in ways.items() if fill}
+        self.decoders = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
 
-    def encode(self, value: Any) -> dict[str, Any]:
-        """Arguments of the message's constructor, which takes a dict in place of an inner message, and None for an absent field."""
-        values = dict(zip(self.names, self.read(value), strict=True))
-        if values.get("reason"):
-            values["reason"] = words(values["reason"], MAX_REASON)
-        for name, encode in self.encoders:
-            values[name] = encode(values[name])
-        return values
+    def fill(self, message: Any, value: Any) -> Any:
+        """Fills an empty message; a field that has its default needs nothing."""
+        for name, item in zip(self.names, self.read(value), strict=True):
+            if item or (item is not None and name in self.optional):
+                if filler := self.fillers.get(name):
+                    filler(getattr(message, name), item)
+                else:
+                    setattr(message, name, words(item, MAX_REASON) if name == "reason" else item)
+        return message
 
-    def decode(self, message: Any, given: Mapping[str, Any] = {}) -> Any:
-        # The __init__ of a frozen dataclass sets its fields one by one through object.__setattr__, which alone would be a tenth of the
-        # cost of a call that comes in.
-        value = object.__new__(self.value_type)
+    def decode(self, message: Any) -> Any:
+        value = _made(self.value_type, self.defaults, zip(self.names, self.read(message), strict=True))
         values = value.__dict__
-        values.update(self.defaults, **given)
-        values.update(zip(self.names, self.read(message), strict=True))
         for name in self.texts:
             if len(values[name]) > MAX_TEXT:
                 _check_text(name, values[name])
         for name, legal in self.choices:
             if values[name] not in legal:
                 _one_of(name, values[name], legal)
-        for name in self.tuples:
-            values[name] = tuple(values[name])
-            for item in values[name]:
-                if type(item) is str:
-                    _check_text(name, item)
         for name in self.optional:
             if not message.HasField(name):
                 values[name] = None
@@ -132,37 +118,49 @@ class _Converter:
 _converter: Callable[[Any], _Converter] = cache(_Converter)
 
 
-def _coders(name: str, hint: Any) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-    """Functions from a field's value to an argument of its message, and back; None: it is the same."""
+def _made(value_type: type[T], *values: Any) -> T:
+    """Makes a frozen dataclass without its __init__, which sets fields one by one through object.__setattr__: that alone would be a tenth
+    of the cost of a call that comes in."""
+    made = object.__new__(value_type)
+    for some in values:
+        made.__dict__.update(some)
+    return made
+
+
+def _ways(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Callable[[Any], Any] | None]:
+    """Functions that fill a field's message or list with a value, and that read its value; None: the value is set and got as it is."""
     args = get_args(hint)
     if hint == m.State:
-        return _state, _state_from
-    if is_dataclass(hint):
-        inner = _converter(hint)
-        return inner.encode, inner.decode
-    if args and is_dataclass(args[0]):
-        inner = _converter(args[0])
-        return lambda items: list(map(inner.encode, items)), lambda items: tuple(map(inner.decode, items))
+        return _fill_state, _state_from
     if hint == m.Shape:
         return (
-            lambda pairs: [{"what": what, "digest": digest} for what, digest in pairs],
-            lambda pairs: (
-                tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in pairs]) if pairs else ()
-            ),
+            lambda field, pairs: [field.add(what=what, digest=digest) for what, digest in pairs],
+            lambda field: tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in field]),
         )
+    if is_dataclass(hint) or (args and is_dataclass(args[0])):
+        inner = _converter(args[0] if args else hint)
+        if not args:
+            return inner.fill, inner.decode
+        return (
+            lambda field, items: [inner.fill(field.add(), item) for item in items],
+            lambda field: tuple(map(inner.decode, field)),
+        )
+    if args == (str, ...):
+        return lambda field, items: field.extend(items), lambda field: tuple(
+            [_check_text(name, item) for item in field]
+        )
+    if args == (int, ...):
+        return lambda field, items: field.extend(items), tuple
     return None, None
 
 
-def _state(state: m.State) -> dict[str, Any]:
-    return dict(zip(("step", "commit_quorum_id", "commit_id"), state, strict=True))
+def _fill_state(message: pharos_pb2.State, state: m.State) -> pharos_pb2.State:
+    message.step, message.commit_quorum_id, message.commit_id = state
+    return message
 
 
 def _state_from(message: pharos_pb2.State) -> m.State:
     return message.step, message.commit_quorum_id, _check_text("commit_id", message.commit_id)
-
-
-def _values_of(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    return attrgetter(*names) if len(names) > 1 else lambda x: tuple(getattr(x, name) for name in names)
 
 
 def _check_text(name: str, value: str) -> str:
@@ -181,7 +179,7 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
 def report_from(message: pharos_pb2.Report) -> m.Report:
     """A group's beat. Its figures are shown, and enter the machine's sums. Raises ValueError."""
     _check_text("phase", message.phase)
-    for name in (*_FIGURES, *_BYTES):
+    for name in (*REPORT_BYTES, "median_step_s", "phase_limit_s", "goodput_s", "wall_s"):
         if not 0 <= getattr(message, name) < math.inf:
             raise ValueError(f"{name} = {getattr(message, name)}: must be finite and not below 0")
     for name in ("step", "settled", "commit_quorum_id", "launched"):
@@ -224,10 +222,7 @@ def notice_from(message: pharos_pb2.Notice) -> m.Notice:
     return from_message(NOTICES[name], getattr(message, name))
 
 
-def refused_from(message: pharos_pb2.Refused) -> m.LighthouseRefused:
-    """Raises ValueError for a code that is not known here."""
-    code: Any = _one_of("code", message.code, get_args(m.Refusal))
-    return m.LighthouseRefused(message.replica_id, code, message.reason)
+refused_from: Callable[[Any], m.LighthouseRefused] = _Converter(m.LighthouseRefused, pharos_pb2.Refused).decode
 
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
@@ -276,8 +271,8 @@ class StaticQuorum:
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
         """The quorum that `same` stands for, to the holder of this roster."""
         state = _state_from(same.reference)
-        passing: dict[str, Any] = dict(zip(_PASSING, (*state, same.dealt, same.deal_id), strict=True))
-        members = tuple(replace(member, **passing) for member in self.members)
+        passing = dict(zip(_PASSING, (*state, same.dealt, same.deal_id), strict=True))
+        members = tuple([_made(m.Member, vars(member), passing) for member in self.members])
         return m.Quorum(same.quorum_id, members, state, same.epoch, self.shape)
 
 
@@ -289,7 +284,7 @@ def same_roster(quorum: m.Quorum) -> Any | None:
     return pharos_pb2.SameRoster(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
-        reference=_state(quorum.reference),
+        reference=_fill_state(pharos_pb2.State(), quorum.reference),
         dealt=first.dealt,
         deal_id=first.deal_id,
     )
@@ -299,22 +294,24 @@ def same_roster(quorum: m.Quorum) -> Any | None:
 
 
 _TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)
-_TORCHFTS.texts = _TORCHFTS.tuples = ()  # lighthouse_service.py has bounds for torchft's
+_TORCHFTS.texts = ()  # lighthouse_service.py has bounds for torchft's
 _TORCHFTS.decoders = (("reconfigure_handles", tuple),)
+_TORCHFT_CALL = vars(m.Call(m.Member(""), "torchft"))
 
 
 def torchft_member(member: m.Member) -> Any:
-    return torchft_pb2.QuorumMember(**_TORCHFTS.encode(member))
+    return _TORCHFTS.fill(torchft_pb2.QuorumMember(), member)
 
 
 def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
-    return m.Call(_TORCHFTS.decode(message), "torchft")
+    return _made(m.Call, _TORCHFT_CALL, {"member": _TORCHFTS.decode(message)})
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
     """created_s: seconds since 1970."""
-    members = list(map(_TORCHFTS.encode, quorum.members))
-    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id, participants=members)
+    message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id)
+    for member in quorum.members:
+        _TORCHFTS.fill(message.participants.add(), member)
     message.created.seconds, message.created.nanos = divmod(int(created_s * 1e9), 10**9)
     return message
 

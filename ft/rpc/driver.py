@@ -6,6 +6,7 @@ One driver belongs to one asyncio loop, and only that loop's thread may feed it:
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -63,16 +64,23 @@ class Driver:
 
     async def run(self) -> None:
         """Ticks until it is cancelled. Raises what went wrong in the machine or in an effect, wherever it was fed."""
-        while not self._broken.done():
-            due_s = self._clock() + self._tick_s
-            await asyncio.wait([self._broken], timeout=self._tick_s)
-            if self._clock() - due_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
-                await asyncio.sleep(0.01)
-            if not self._broken.done():
-                if self._with_ticks:
-                    self._with_ticks()
-                self.feed(m.Tick())
-        self._broken.result()
+        over, loop = threading.Event(), asyncio.get_running_loop()
+        try:
+            while not self._broken.done():
+                due_s = self._clock() + self._tick_s
+                # Slept in a thread: with a timer of its own the loop works out at each turn how long it may sleep, and sets a timer of the
+                # kernel, too. A call takes eight turns: 3 to 9 % of a small round.
+                slept = loop.run_in_executor(None, over.wait, self._tick_s)
+                await asyncio.wait((self._broken, slept), return_when=asyncio.FIRST_COMPLETED)
+                if self._clock() - due_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
+                    await asyncio.sleep(0.01)
+                if not self._broken.done():
+                    if self._with_ticks:
+                        self._with_ticks()
+                    self.feed(m.Tick())
+            self._broken.result()
+        finally:
+            over.set()
 
     def _carry_out(self, waited_for: asyncio.Future[None] | None = None) -> None:
         if waited_for and waited_for.cancelled():

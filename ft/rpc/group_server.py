@@ -16,10 +16,9 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,18 +30,19 @@ from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import Link, Wire
-from ft.rpc.serving import Outbox, Pending, Server, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
-LOOK_S = 0.05  # after one that found a trainer stopped: a slow one stops and goes on, and looks a beat apart may find it so each time
-CALLS_PER_RANK = 64  # of one kind; a rank has one, and a late copy or two
-LAST_WORDS_S = 0.2  # for what is told to ranks before they are killed
+RECHECK_S = (
+    0.05  # after a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat
+)
+END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
 log = logging.getLogger("pharos.group")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a group server; JSON on its stdin."""
+    """Settings of a group server; one line of JSON on its stdin."""
 
     replica_id: str
     world_size: int
@@ -58,18 +58,6 @@ class Settings:
     retries: int | None = None
     spares_above: int | None = None
     parent: int = 0  # pid; 0: nobody's child
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Settings:
-        """Raises ValueError."""
-        try:
-            data = json.loads(text)
-            return Settings(**{**data, "times": m.Times(**data["times"])})
-        except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"not the settings of a group server: {error!r}") from None
 
     @property
     def access(self) -> Access:
@@ -183,8 +171,7 @@ class GroupService:
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
-        self._waiting: dict[Place, list[Pending]] = {}
-        self._calls: Counter[int] = Counter()  # of each rank, those that wait
+        self._pending = PendingCalls(self._on_cancelled)  # by Place
         self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
         self._reports = RankReports(config.world_size)
@@ -237,37 +224,28 @@ class GroupService:
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
         self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
-        return await self.ask((call.group_rank, None), call, context)
+        return await self.ask((call.group_rank, None), call)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         vote = codec.from_bytes(m.Vote, data)
-        return await self.ask((vote.group_rank, vote.key), vote, context)
+        return await self.ask((vote.group_rank, vote.key), vote)
 
-    async def ask(self, place: Place, event: m.Event, context: Any) -> bytes:
+    async def ask(self, place: Place, event: m.Event) -> bytes:
         """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
-        if self._calls[place[0]] >= CALLS_PER_RANK:
-            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_RANK} calls of rank {place[0]} are waiting")
         pending = Pending()
-        self._calls[place[0]] += 1
-        self._waiting.setdefault(place, []).append(pending)
-        try:
+
+        def feed() -> None:
             self._feeding = place, pending
             try:
                 self.driver.feed(event)
             finally:
                 self._feeding = None
-            return await pending.wait(context)
-        finally:
-            self._calls[place[0]] -= 1
-            if not self._calls[place[0]]:
-                del self._calls[place[0]]
-            waiting = self._waiting.get(place, [])
-            if pending in waiting:  # the rank stopped waiting; for a vote it simply asks again
-                waiting.remove(pending)
-                if not waiting:
-                    del self._waiting[place]
-                    if place[1] is None:
-                        self.driver.feed(m.RankCancelled(place[0]))
+
+        return await self._pending.wait(place, f"rank {place[0]}", pending, feed)
+
+    def _on_cancelled(self, place: Place) -> None:
+        if place[1] is None:  # a vote is simply cast again
+            self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.from_bytes(m.AskMetadata, data).group_rank
@@ -350,7 +328,7 @@ class GroupService:
     async def _beat_for_ever(self) -> None:
         while True:
             beaten = await self._beat()
-            await asyncio.sleep(self.config.times.beat_s if beaten else LOOK_S)
+            await asyncio.sleep(self.config.times.beat_s if beaten else RECHECK_S)
 
     async def _beat(self) -> bool:
         """A group of which a trainer is stopped does not beat: it is as good as dead. False: so it is."""
@@ -376,14 +354,14 @@ class GroupService:
                 reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
             case m.Released():
                 reply = pharos_pb2.RankReply(go=pharos_pb2.Done())
-        for pending in self._waiting.pop((effect.group_rank, None), []):
+        for pending in self._pending.pop((effect.group_rank, None), []):
             pending.give(reply.SerializeToString())
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
         outcome = effect.outcome
         if outcome is not self._voted[0]:  # made once for all ranks
             self._voted = outcome, codec.to_message(outcome).SerializeToString()
-        for pending in self._waiting.pop((effect.group_rank, outcome.key), []):
+        for pending in self._pending.pop((effect.group_rank, outcome.key), []):
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
@@ -393,7 +371,7 @@ class GroupService:
             self._feeding[1].fail(error)
             if self._feeding[0][1] is not None:
                 return
-        for pending in self._waiting.pop((effect.group_rank, None), []):
+        for pending in self._pending.pop((effect.group_rank, None), []):
             pending.fail(error)
 
     def _notify_rank(self, effect: m.NotifyRank) -> None:
@@ -428,7 +406,7 @@ class GroupService:
         log.error("this group ends: %s", reason)
         self._tell_all(ended=pharos_pb2.Ended(reason=reason[:500]))
         leave = self.link.leave(self.machine.replica_id, clean=False, reason=reason)
-        await asyncio.gather(leave, asyncio.sleep(LAST_WORDS_S))
+        await asyncio.gather(leave, asyncio.sleep(END_NOTICE_S))
         await self.link.close()
         self._end(reason)
 
@@ -519,7 +497,8 @@ def main() -> int:
         return await run(settings, gone, lambda line: print(line, flush=True))
 
     try:
-        settings = Settings.from_json(sys.stdin.readline())
+        given = json.loads(sys.stdin.readline())
+        settings = Settings(**{**given, "times": m.Times(**given["times"])})
         if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0

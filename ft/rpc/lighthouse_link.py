@@ -76,7 +76,8 @@ class Wire:
         """Takes the place of the call before it."""
 
         async def ask() -> None:
-            await asyncio.sleep(delay_s)
+            if delay_s:
+                await asyncio.sleep(delay_s)
             await self._ask(call)
 
         if self._question:

@@ -51,7 +51,7 @@ async def _run(options: LighthouseOptions) -> None:
         gc.set_threshold(10_000)  # or a round of 1,000 calls would set it off forty times, to find nothing
         if options.http:
             # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
-            pages = await asyncio.to_thread(importlib.import_module, "ft.rpc.lighthouse_http")
+            pages = await asyncio.to_thread(importlib.import_module, "ft.dashboard.server")
             must = options.http_asked
             at = [Endpoint(place.host, place.port or (0 if must else port + 1)) for place in options.http]
             page = await stack.enter_async_context(pages.serve_http(service, options.access, at, must=must))

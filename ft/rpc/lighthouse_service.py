@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
@@ -24,25 +24,18 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import Outbox, Pending, refused, stream, unary
+from ft.rpc.serving import Outbox, Pending, PendingCalls, refused, stream, unary
+
+if TYPE_CHECKING:
+    from ft.dashboard.feed import Feed
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
-CALLS_PER_ID = 64
 MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighthouse not: as many are left to give out
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 _NUMBER = re.compile(r"[\d.]+")
-
-
-class DashboardListener(Protocol):
-    """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
-
-    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
-    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
-    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
-    def end(self) -> None: ...  # nothing more is told
 
 
 class LighthouseService:
@@ -68,16 +61,16 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
-        self.onlooker: DashboardListener | None = None
+        self.page: Feed | None = None  # called on the loop, for each of a thousand groups: it must only take notes
         self.stops = False  # from then on streams end because of us: nobody is lost by it
-        self._waiting: dict[str, list[Pending]] = {}
+        self._pending = PendingCalls(lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)))
         self._waiting_bytes = 0
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
         self._roster = codec.StaticQuorum()
-        self._seen, self._said, self._logged_id = seen, "", 0
-        self._words = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
+        self._seen, self._logged_reason, self._logged_id = seen, "", 0
+        self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
         # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
@@ -88,16 +81,16 @@ class LighthouseService:
             m.Notify: self._notify,
         }
         self.driver = Driver(
-            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.look if keeper else None
+            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.check if keeper else None
         )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
             "/pharos.Lighthouse/Quorum": unary(self._quorum),
             "/pharos.Lighthouse/Watch": stream(self._watch),
-            "/pharos.Lighthouse/Leave": unary(partial(self._told, m.Leave)),
-            "/pharos.Lighthouse/Evict": unary(partial(self._told, m.Evict)),
-            "/pharos.Lighthouse/TakeOver": unary(partial(self._told, m.TakeOver)),
+            "/pharos.Lighthouse/Leave": unary(partial(self._on_event, m.Leave)),
+            "/pharos.Lighthouse/Evict": unary(partial(self._on_event, m.Evict)),
+            "/pharos.Lighthouse/TakeOver": unary(partial(self._on_event, m.TakeOver)),
         }
 
     # ---- calls
@@ -118,33 +111,23 @@ class LighthouseService:
 
     async def _quorum(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data), context)
+        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data))
 
-    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any) -> bytes:
-        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes."""
+    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any = None) -> bytes:
+        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes. context: of a call of torchft's."""
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        replica_id, waiting = call.member.replica_id, Pending(roster)
-        if len(self._waiting.get(replica_id, ())) >= CALLS_PER_ID:
-            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_ID} calls of {replica_id} are waiting already")
+        replica_id, pending = call.member.replica_id, Pending(roster)
         if self._waiting_bytes + size > self._max_waiting:
             raise refused("RESOURCE_EXHAUSTED", f"calls of {self._waiting_bytes} bytes in all are waiting already")
         if replica_id in self.streams:
-            self.streams[replica_id].told = ""  # of an earlier call's wait
-        self._waiting.setdefault(replica_id, []).append(waiting)
+            self.streams[replica_id].wait_reason = ""  # of an earlier call's wait
         self._waiting_bytes += size
         try:
-            self.driver.feed(call)
-            return await waiting.wait(context)
+            return await self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
         finally:
             self._waiting_bytes -= size
-            calls = self._waiting.get(replica_id, [])
-            if waiting in calls:  # its caller went, or its deadline came
-                calls.remove(waiting)
-                if not calls:
-                    del self._waiting[replica_id]
-                    self.driver.feed(m.CallCancelled(replica_id))
 
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):
@@ -156,8 +139,8 @@ class LighthouseService:
         if quorum_id > max(MAX_KNOWN, self._newest_id):
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
 
-    async def _told(self, word_type: type[m.Event], data: bytes, context: Any) -> bytes:
-        event = codec.from_bytes(word_type, data)
+    async def _on_event(self, event_type: type[m.Event], data: bytes, context: Any) -> bytes:
+        event = codec.from_bytes(event_type, data)
         log.info("%s", event)
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
@@ -182,7 +165,7 @@ class LighthouseService:
             if hello.quorum_id > self._newest_id:
                 outbox.send(pharos_pb2.Down(send_quorum=True).SerializeToString())
             else:
-                self._opened(hello, None)
+                self._opened(hello)
             while (data := await outbox.read()) is not None:
                 self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
         finally:
@@ -192,8 +175,8 @@ class LighthouseService:
                 if not self.stops:
                     self.driver.feed(m.StreamClosed(replica_id))
 
-    def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None) -> None:
-        """The machine needs the members of a quorum only if it does not know it; else the id is enough."""
+    def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None = None) -> None:
+        """Feeds the event. `known`: where the machine does not know the hello's quorum; else the id is enough."""
         known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
         self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
 
@@ -204,16 +187,15 @@ class LighthouseService:
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(report)
-            if self.onlooker:
-                self._show(self.onlooker.reported, up.report)
-            if hello.replica_id in self._waiting:
+            self._show(lambda page: page.reported(up.report))
+            if hello.replica_id in self._pending:
                 peer = self.machine.roster.peers.get(hello.replica_id)
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
                 if self.keeper and peer and peer.call is None:
                     trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
                     why = f"a quorum is answered when the lighthouse's state file is written{trouble}"
-                if outbox.told != why:
-                    outbox.told = why
+                if outbox.wait_reason != why:
+                    outbox.wait_reason = why
                     outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_WORDS]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
@@ -223,8 +205,7 @@ class LighthouseService:
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "happened":
             happened = codec.check_happened(up.happened)
-            if self.onlooker:
-                self._show(self.onlooker.told, hello.replica_id, happened)
+            self._show(lambda page: page.told(hello.replica_id, happened))
         else:
             raise ValueError("after the hello come reports")
 
@@ -243,7 +224,7 @@ class LighthouseService:
     @property
     def waiting_ids(self) -> list[str]:
         """Groups whose call is not answered yet."""
-        return sorted(self._waiting)
+        return sorted(self._pending)
 
     @property
     def _newest_id(self) -> int:
@@ -259,10 +240,10 @@ class LighthouseService:
             self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
             self._roster = codec.StaticQuorum.of(effect.quorum, self._roster)
         for replica_id in effect.replica_ids:
-            calls = self._waiting.pop(replica_id, [])
-            for waiting in calls:
-                same = waiting.roster == self._roster.id
-                waiting.give(self._form("torchft" if waiting.roster is None else "short" if same else "full"))
+            calls = self._pending.pop(replica_id, [])
+            for pending in calls:
+                same = pending.roster == self._roster.id
+                pending.give(self._form("torchft" if pending.roster is None else "short" if same else "full"))
             if not calls and replica_id in self.streams:
                 self._send(replica_id, self._form("down"))
 
@@ -275,27 +256,27 @@ class LighthouseService:
                 told = codec.torchft_quorum(quorum, self.issued_at)
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=told)
             elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
-                reply = pharos_pb2.QuorumReply(same=same, **self._words)
+                reply = pharos_pb2.QuorumReply(same=same, **self._terms)
             else:
-                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._words)
+                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._terms)
                 reply = pharos_pb2.Down(answer=reply) if name == "down" else reply
             self._forms[name] = reply.SerializeToString()
         return self._forms[name]
 
     def _refuse(self, effect: m.Refuse) -> None:
         self.refused += 1
-        calls = self._waiting.pop(effect.replica_id, [])
-        for waiting in calls:
-            waiting.fail(refused(effect.code, effect.reason))
+        calls = self._pending.pop(effect.replica_id, [])
+        for pending in calls:
+            pending.fail(refused(effect.code, effect.reason))
         if not calls:
             reason = codec.words(effect.reason, codec.MAX_REASON)
             down = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
             self._send(effect.replica_id, pharos_pb2.Down(refused=down).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
-        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._words)
-        for waiting in [one for replica_id in effect.replica_ids for one in self._waiting.pop(replica_id, [])]:
-            waiting.give(reply.SerializeToString())
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._terms)
+        for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id, [])]:
+            pending.give(reply.SerializeToString())
 
     def _notify(self, effect: m.Notify) -> None:
         self.lost += isinstance(effect.notice, m.MemberLost)
@@ -309,7 +290,7 @@ class LighthouseService:
         """On change, not on tick: a reason that only counts up is said once."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
-                self.issued, self._said = self.issued + 1, out.reason
+                self.issued, self._logged_reason = self.issued + 1, out.reason
                 quorum = effect.quorum
                 if quorum.quorum_id != self._logged_id:
                     self._logged_id = quorum.quorum_id
@@ -324,24 +305,23 @@ class LighthouseService:
                     del self._refusals[next(iter(self._refusals))]
             elif isinstance(effect, m.Notify):
                 log.info("to %d groups: %s", len(effect.replica_ids), effect.notice)
-        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._said):
-            self._said = out.reason
+        if isinstance(event, m.Tick) and _NUMBER.sub("#", out.reason) != _NUMBER.sub("#", self._logged_reason):
+            self._logged_reason = out.reason
             log.info("%s", out.reason)
-        if self.onlooker and (out.effects or isinstance(event, m.Tick | m.Leave)):
-            self._show(self.onlooker.saw, event, out)
+        if out.effects or isinstance(event, m.Tick | m.Leave):
+            self._show(lambda page: page.saw(event, out))
         if self._seen:
             self._seen(now_s, event, out)
 
-    def _show(self, note: Callable[..., None], *what: Any) -> None:
-        """A fault of the page ends the page, and never the job."""
-        onlooker = self.onlooker
-        try:
-            note(*what)
-        except Exception:  # whatever it is: the next group's call must be answered
-            self.onlooker = None
-            log.exception("a fault in the page, which is switched off")
-            if onlooker:
-                onlooker.end()
+    def _show(self, tell: Callable[[Feed], None]) -> None:
+        """Tells the page, if there is one. A fault of the page ends the page, and never the job."""
+        if page := self.page:
+            try:
+                tell(page)
+            except Exception:  # whatever it is: the next group's call must be answered
+                self.page = None
+                log.exception("a fault in the page, which is switched off")
+                page.end()
 
 
 def _check(call: m.Call) -> None:

@@ -21,15 +21,16 @@ from ft.rpc.access import Access, Endpoint, try_to_listen
 MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group may have to report
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
+CALLS_PER_KEY = 64  # a caller has one, and a late copy or two
 MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
-FIRST_WORD_S = 10.0  # a connection must say something within, and a stream who it is
-LAST_WORDS_S = 2.0  # what a server that stops gives calls to end in
+HELLO_S = 10.0  # until the first byte of a connection and the hello of a stream
+STOP_S = 2.0  # that calls have to end in when the server stops
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
-Handler = Callable[[bytes, Any], Awaitable[bytes]]  # what it raises before there is something to await counts as well
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
 StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
@@ -78,7 +79,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         at: Sequence[Endpoint],
         *,
         room: int | None = None,
-        first_word_s: float = FIRST_WORD_S,
+        hello_s: float = HELLO_S,
     ) -> None:
         """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
         unary(...) or stream(...). room: for connections, by default as many as this process can hold. Raises ValueError."""
@@ -93,7 +94,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
-            ("grpc.server_handshake_timeout_ms", int(first_word_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(hello_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
             # for a host that vanished; beats show it long before where there is a stream
             ("grpc.keepalive_time_ms", 60_000),
@@ -157,7 +158,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         await self._server.start()
 
     async def stop(self) -> None:
-        stopped = asyncio.ensure_future(self._server.stop(LAST_WORDS_S))  # no new calls from here on
+        stopped = asyncio.ensure_future(self._server.stop(STOP_S))  # no new calls from here on
         await asyncio.sleep(0)
         self._stops = True
         for task in self._tasks:
@@ -192,9 +193,9 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect. roster: the quorum's that the caller holds; None: the caller is torchft's."""
+    """A call whose answer comes later, from an effect. roster: id of the roster that the caller has; None: a caller of torchft's."""
 
-    def __init__(self, roster: str | None = None) -> None:
+    def __init__(self, roster: str | None = "") -> None:
         self.roster = roster
         self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -206,9 +207,10 @@ class Pending:
         if not self._answer.done():
             self._answer.set_exception(refused)
 
-    async def wait(self, context: Any) -> bytes:
-        """The answer. Raises CallRefused, a little before the caller's deadline by words that torchft's clients look for."""
-        left_s = context.time_remaining()
+    async def wait(self, context: Any = None) -> bytes:
+        """The answer. context: of a call of torchft's, whose clients look for these words a little before their deadline. A call of ours
+        needs no timer: its caller cancels it."""
+        left_s = context and context.time_remaining()
         if left_s is None:
             return await self._answer
         expired = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
@@ -217,6 +219,32 @@ class Pending:
             return await self._answer
         finally:
             timer.cancel()
+
+
+class PendingCalls(dict[Any, list[Pending]]):
+    """The calls that wait for an answer, by key; an effect pops those that it answers. `cancelled` gets a key whose last caller is gone."""
+
+    def __init__(self, cancelled: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._cancelled = cancelled
+
+    async def wait(
+        self, key: Any, caller: str, pending: Pending, feed: Callable[[], None], context: Any = None
+    ) -> bytes:
+        """Calls `feed` and waits for the answer (context: Pending.wait). Raises CallRefused where CALLS_PER_KEY calls wait already."""
+        if len(self.get(key, ())) >= CALLS_PER_KEY:
+            raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_KEY} calls of {caller} are waiting already")
+        self.setdefault(key, []).append(pending)
+        try:
+            feed()
+            return await pending.wait(context)
+        finally:
+            calls = self.get(key, [])
+            if pending in calls:  # the caller has gone, or its deadline has passed
+                calls.remove(pending)
+                if not calls:
+                    del self[key]
+                    self._cancelled(key)
 
 
 class Outbox:
@@ -230,7 +258,7 @@ class Outbox:
         self._writer = asyncio.ensure_future(self._write())
         self.over = False
         self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
-        self.told = ""  # for its owner: why the reader waits, as it was told last
+        self.wait_reason = ""  # for its owner: the cause of the wait that the reader was sent last
         self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
@@ -246,9 +274,9 @@ class Outbox:
     async def read_hello(self) -> bytes:
         """The first message. Raises ValueError where it does not come soon, CallRefused."""
         try:
-            return await asyncio.wait_for(self.read(), FIRST_WORD_S) or b""
+            return await asyncio.wait_for(self.read(), HELLO_S) or b""
         except (TimeoutError, asyncio.TimeoutError):
-            raise ValueError(f"a stream must begin with a hello within {FIRST_WORD_S:g} s") from None
+            raise ValueError(f"a stream must begin with a hello within {HELLO_S:g} s") from None
 
     async def read(self) -> bytes | None:
         """The next message; None: the stream is over, from either side. Raises CallRefused for a reader that was too slow."""

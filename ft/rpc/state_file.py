@@ -1,17 +1,14 @@
 """The lighthouse's memory across restarts: one JSON file that is always whole.
 
-Quorum ids never repeat: a new id is on disk before its quorum is answered; a quorum that keeps its id (members that ask again at a later
-step) is written within a second, for all that is lost with it is how far the job has come, which members report anyway.
+Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second: all that
+is lost with it is how far the job has come, which its members report.
 
-A disk that is full, read-only or slow stops no job: the file stands for RESERVED ids more than it says. Up to there quorums are answered
-without it, and whoever starts from the file gives out none of them (`reserved`). What such a restart has not read are the newest members:
-they report their quorum, and until then the claims of those in the file hold. One that restarts while the disk still fails answers no new
-quorum until it can write.
+A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids beyond its own, which are answered without it, and a
+restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
 
-Another lighthouse may take the file over while this one is stopped, and nobody knows whether it will wake: no lock then, which the one that
-is stopped would hold. Who takes over puts its name into a file beside, then removes what others were about to put in place, then reads.
-Who writes prepares a file of its own name, looks whose the state is, then renames it. So either the other one has read what was written
-here, or nothing is written here any more, wherever this one was stopped.
+Another lighthouse may take the file over while this one is stopped (a lock would be the stopped one's): it puts its name into a file
+beside, removes the partial files of others, then reads. A writer prepares a file of its own name, checks the owner, then renames it. So
+either the other one has read what was written here, or nothing is written here any more, wherever this one was stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +33,7 @@ from ft.protocol.rules import MAX_STEP, validate_request
 
 FORMAT = "pharos lighthouse 1"
 RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
+PACE_S = 1.0  # until what may wait is written, between two tries, and until a disk is too slow where the file reserves the id
 PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # what a disk says that may work again
 log = logging.getLogger("pharos.lighthouse")
 
@@ -60,9 +58,8 @@ def read(path: Path) -> m.Saved | None:
 
 def _check(saved: m.Saved) -> None:
     """Raises TypeError and ValueError for a value of a wrong type or range: it would end the lighthouse later."""
-    for name, number in (("last_id", saved.last_id), ("settled", saved.settled)):
-        if type(number) is not int or not 0 <= number <= MAX_STEP:
-            raise ValueError(f"{name} = {number!r}")
+    if any(type(number) is not int or not 0 <= number <= MAX_STEP for number in (saved.last_id, saved.settled)):
+        raise ValueError(f"last_id {saved.last_id!r}, settled {saved.settled!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
         raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
     with suppress(ImportError):  # run_lighthouse.sh looks at the flags, and so here, before it installs protobuf
@@ -101,19 +98,6 @@ def try_to_write(path: Path) -> None:
     probe.unlink()
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds."""
-
-    lazy: float = 1.0  # until what may wait is written
-    retry: float = 1.0
-    patience: float = 1.0  # with a disk that is slow, where the file reserves the id
-    look: float = 5.0  # from one look at whose the file is to the next, where nothing is written
-
-
-PACE = Pace()
-
-
 class TakenOver(RuntimeError):
     """Another lighthouse goes on from the state file: this one must answer nobody any more."""
 
@@ -146,11 +130,11 @@ def write(path: Path, saved: m.Saved, owner: str = "") -> None:
         file.flush()
         os.fsync(file.fileno())
     try:
-        _look(path, owner)
+        check_owner(path, owner)
         partial.replace(path)
     except (TakenOver, FileNotFoundError):
         partial.unlink(missing_ok=True)
-        _look(path, owner)  # it was removed by whose the state is
+        check_owner(path, owner)  # it was removed by whose the state is
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -159,8 +143,8 @@ def write(path: Path, saved: m.Saved, owner: str = "") -> None:
         os.close(folder)
 
 
-def _look(path: Path, owner: str) -> None:
-    """Raises TakenOver."""
+def check_owner(path: Path, owner: str) -> None:
+    """Raises TakenOver where another lighthouse has taken the file over."""
     if owner_of(path) not in ("", owner):
         raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
 
@@ -174,8 +158,8 @@ def owner_of(path: Path) -> str:
 
 
 class StateFileWriter:
-    """Writes in a thread of its own, one after the other; the loop never waits for a disk. A disk that refuses is told and tried again each
-    second. When another one has taken over, what waits for the disk fails by TakenOver, and so does all that comes later."""
+    """Writes in a thread of its own; the loop never waits for a disk. A disk that refuses is logged and tried again each second. After a
+    takeover all that waits for the disk, and all that comes later, fails by TakenOver."""
 
     def __init__(
         self,
@@ -186,19 +170,19 @@ class StateFileWriter:
         trouble: str = "",
         write: Callable[[Path, m.Saved, str], None] = write,
         take_over: Callable[[Path], str] = take_over,
-        pace: Pace = PACE,
+        pace_s: float = PACE_S,
     ) -> None:
-        """`owner`: as take_over said. `saved`: what the file says. `trouble`: why the file could not be taken over at the start; that is
-        done with the first write, if it is still its owner's of now. Raises OSError."""
+        """`owner`: take_over's. `saved`: the file's. `trouble`: why the file could not be taken over at the start; the first write does it,
+        if the file still has its owner of now. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
-        self._write, self._take_over, self._pace = write, take_over, pace
+        self._write, self._take_over, self._pace_s = write, take_over, pace_s
         self._over: TakenOver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
         self._later: asyncio.Future[None] | None = None  # writes the newest
-        self._looking: Future[None] | None = None
-        self._looked_s = time.monotonic()
+        self._checking: Future[None] | None = None
+        self._checked_s = time.monotonic()
 
     @classmethod
     def begin(cls, path: Path, *, recover: bool, **options: Any) -> tuple[StateFileWriter, m.Saved | None]:
@@ -230,13 +214,13 @@ class StateFileWriter:
             return None
         return asyncio.ensure_future(self._until_written(saved))
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raises TakenOver within some seconds, for one that has nothing to write: else its groups would stay with it for ever."""
         if self._over:
             raise self._over
         now_s = time.monotonic()
-        if now_s - self._looked_s >= self._pace.look and (self._looking is None or self._looking.done()):
-            self._looked_s, self._looking = now_s, self._thread.submit(self._is_ours)
+        if now_s - self._checked_s >= 5 * self._pace_s and (self._checking is None or self._checking.done()):
+            self._checked_s, self._checking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
         if self._later and self._newest:
@@ -250,7 +234,7 @@ class StateFileWriter:
 
     async def _write_newest(self) -> None:
         while self._newest and self._written is not self._newest and not self._over:
-            await asyncio.sleep(self._pace.retry if self.trouble else self._pace.lazy)
+            await asyncio.sleep(self._pace_s)
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
         self._later = None
 
@@ -258,14 +242,14 @@ class StateFileWriter:
         loop = asyncio.get_running_loop()
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
-            there = self._written  # the file stands for what it reserves, too
-            covered = (
+            there = self._written
+            covered = (  # by the ids that the file reserves
                 there is not None
                 and (there.epoch, there.kind) == (saved.epoch, saved.kind)
                 and there.settled <= saved.settled
                 and saved.last_id <= there.last_id + RESERVED
             )
-            done, _ = await asyncio.wait([attempt], timeout=self._pace.patience if covered else None)
+            done, _ = await asyncio.wait([attempt], timeout=self._pace_s if covered else None)
             if done and attempt.result():
                 return
             if self._over:
@@ -273,7 +257,7 @@ class StateFileWriter:
             if covered:
                 self._write_later()
                 return
-            await asyncio.sleep(self._pace.retry)
+            await asyncio.sleep(self._pace_s)
 
     def _try(self, saved: m.Saved) -> bool:
         try:
@@ -286,7 +270,7 @@ class StateFileWriter:
             try:
                 self._write(self.path, saved, self._owner)
             except OSError:
-                _look(self.path, self._owner)  # another one may have room
+                check_owner(self.path, self._owner)  # another one may have room
                 raise
         except TakenOver as error:
             self._over = error
@@ -306,6 +290,6 @@ class StateFileWriter:
         try:
             with suppress(OSError):  # the next write tells it
                 if self._before is None:  # else it is not, yet
-                    _look(self.path, self._owner)
+                    check_owner(self.path, self._owner)
         except TakenOver as error:
             self._over = error

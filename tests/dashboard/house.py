@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ft.dashboard.server import serve_http
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_flags import LighthouseOptions
-from ft.rpc.lighthouse_http import serve_http
 from ft.rpc.lighthouse_main import serve, until_stopped
 from ft.rpc.lighthouse_service import LighthouseService
 
@@ -63,7 +63,7 @@ class House:
 
     @property
     def feed(self) -> Any:
-        return self.service.onlooker
+        return self.service.page
 
     def headers(self, **more: str) -> dict[str, str]:
         return {**({"Authorization": f"Bearer {self.token}"} if self.token else {}), **more}

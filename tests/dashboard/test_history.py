@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ft.dashboard import history as told
+from ft.dashboard.feed import MOST_BYTES, messages
 from ft.dashboard.history import History, clean, named
-from ft.dashboard.updates import MOST_BYTES, messages
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.rpc.generated import pharos_pb2

@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
 from ft.compat.manager import ReportingWork
-from ft.manager import Stopped
 from ft.process_groups.base import GroupWork
-from tests.ft.torchft_groups import LIMIT_S, Group
+from tests.ft.torchft_groups import Group
 
 A = 4.0  # the gradient
 
@@ -55,16 +53,6 @@ def test_gradients_add_up_in_no_sync(alone: Group):
     assert alone.model.a.grad.tolist() == [3 * A] * 3
     alone.optimizer.step()
     assert alone.manager.current_step() == 1 and alone.model.a.tolist() == [-3 * A] * 3
-
-
-def test_gradients_go_out_during_the_backward(alone: Group):
-    sent: list[bool] = []
-    alone.model.a.register_hook(lambda _: sent.append(alone.manager.core.gradients._in_last_pass))
-    with alone.ddp.no_sync():
-        alone.optimizer.zero_grad()
-        alone.backward()
-    alone.backward()
-    assert sent == [False, True] and not alone.manager.core.gradients._in_last_pass
 
 
 def test_a_second_backward_says_what_to_do(alone: Group):
@@ -122,33 +110,6 @@ def test_means_and_sums_before_and_after_the_backward(alone: Group):
     assert manager.current_step() == 1
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).get_future().wait()[0].item() == 1.0
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        manager.allreduce(count)
-    with pytest.raises(ValueError, match="must be AVG or SUM"):
-        manager.allreduce(before, reduce_op=dist.ReduceOp.MAX)
-
-
-@pytest.mark.parametrize("alone", [{"max_retries": 1}], indirect=True)
-def test_errors_of_a_group_that_is_alone_drop_its_steps_until_max_retries(
-    alone: Group, monkeypatch: pytest.MonkeyPatch
-):
-    """A sum after the step was dropped goes nowhere: the others may have gone on."""
-    manager = alone.manager
-    monkeypatch.setattr(manager, "_sum_late", fails)
-    for failures in (1, 0, 1):  # in a row
-        for _ in range(failures):
-            manager.start_quorum()
-            manager.report_error(RuntimeError("not a number"))
-            alone.backward()
-            assert manager.allreduce(late := torch.tensor([3.0])).wait() and late.item() == 3.0
-            assert not manager.should_commit()
-        step(alone)
-    assert manager.current_step() == 3
-    with pytest.raises(Stopped, match="max_failures allows 1"):
-        for _ in range(2):
-            manager.start_quorum()
-            manager.report_error(RuntimeError("not a number"))
-            manager.should_commit()
 
 
 def test_a_step_that_holds_and_was_not_taken_is_counted(alone: Group, caplog: pytest.LogCaptureFixture):
@@ -165,22 +126,6 @@ def test_the_state_of_a_checkpoint_is_json(alone: Group):
     assert (state["step"], state["batches_committed"]) == (1, 1) and json.loads(json.dumps(state)) == state
 
 
-def test_torchfts_checkpoints_are_taken(alone: Group):
-    alone.manager.load_state_dict({"step": 7, "batches_committed": 20})
-    assert (alone.manager.current_step(), alone.manager.batches_committed()) == (7, 20)
-    step(alone)
-    assert (alone.manager.current_step(), alone.manager.batches_committed()) == (8, 21)
-
-
-def test_state_has_names_that_are_used_once(alone: Group):
-    manager = alone.manager
-    manager.register_state_dict_fn("schedule", lambda state: None, dict)
-    with pytest.raises(ValueError, match="schedule is registered already"):
-        manager.register_state_dict_fn("schedule", lambda state: None, dict)
-    manager.set_state_dict_fns(lambda state: None, dict)  # takes the place of the constructor's
-    assert manager.core.state.snapshot().manifest.values.keys() == {"ft", "batches_committed", "default", "schedule"}
-
-
 def test_a_work_that_is_late_is_told():
     told: list[Exception] = []
     late = GroupWork("AllReduce", [torch.ones(1)])
@@ -189,20 +134,6 @@ def test_a_work_that_is_late_is_told():
     assert isinstance(told[0], TimeoutError)
     late.end(None)
     assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
-
-
-def test_a_future_that_never_fails(alone: Group):
-    wrap = alone.manager.wrap_future
-    good: Future[int] = Future()
-    wrapped = wrap(good, default=-1)
-    assert not wrapped.done()
-    good.set_result(5)
-    assert wrapped.wait() == 5 and alone.manager.errored() is None
-    bad: Future[int] = Future()
-    wrapped = wrap(bad, default=-1, timeout=timedelta(seconds=LIMIT_S))
-    bad.set_exception(RuntimeError("broken"))
-    assert wrapped.wait() == -1 and "broken" in str(alone.manager.errored())
-    assert wrap(Future(), default=-1, timeout=timedelta(seconds=0)).wait() == -1
 
 
 def test_what_changes_nothing_is_said_once(

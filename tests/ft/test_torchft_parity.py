@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from ft import Manager, Optimizer, ProcessGroupGloo
+from ft import Manager, ProcessGroupGloo
 from ft.seam import GroupEnded, Stopped
 from tests.ft.groups import Rank
 from tests.ft.groups import job as driver_job
@@ -52,16 +52,6 @@ def manager() -> Iterator[Manager]:
         yield made
 
 
-def test_a_step_from_quorum_to_commit(manager: Manager):
-    step, batches = manager.current_step(), manager.batches_committed()
-    manager.start_quorum()
-    tensor = torch.tensor([3.0])
-    assert manager.allreduce(tensor).wait() and tensor.item() == 3.0
-    assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (1, 0, True)
-    assert manager.should_commit()
-    assert (manager.current_step(), manager.batches_committed()) == (step + 1, batches + 1)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
 def test_what_is_averaged_and_what_is_summed(manager: Manager, dtype: torch.dtype):
     manager.start_quorum()
@@ -70,7 +60,7 @@ def test_what_is_averaged_and_what_is_summed(manager: Manager, dtype: torch.dtyp
     if dtype.is_floating_point:
         assert manager.allreduce(tensor).wait() and tensor.item() == 10
     else:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"torch\.int64"):
             manager.allreduce(tensor)
     for operation in ("MAX", "MIN", "PRODUCT"):
         with pytest.raises(ValueError, match="AVG or SUM"):
@@ -167,7 +157,7 @@ def test_too_many_failures_in_a_row_end_it():
         manager.start_quorum()
         assert manager.should_commit(), "one that holds: they are counted anew"
         assert fails(manager) and fails(manager)
-        with pytest.raises(Stopped, match="max_failures"):
+        with pytest.raises(Stopped, match="max_failures allows 2"):
             fails(manager)
 
 
@@ -229,6 +219,7 @@ def test_a_newcomer_gets_all_that_was_registered():
     got: list[dict[str, int]] = []
 
     def at(group: Group) -> None:
+        group.manager.set_state_dict_fns(group.model.load_state_dict, group.model.state_dict)  # it may be set again
         mine = {"turn": 7 if group.name == "a" else 0}
         group.manager.register_state_dict_fn("extra", got.append, lambda: mine)
         with pytest.raises(ValueError, match="extra"):
@@ -286,36 +277,3 @@ def test_a_group_of_two_ranks_comes_back():
         for rank in (*a, *again):
             assert rank.join().error is None
         assert len(again) == 2 and all(len(rank.together_commits) == 10 for rank in again)
-
-
-# ------------------------------------------------------------------------------------------------ the optimizer
-
-
-class Decides:
-    """The two calls that an optimizer makes."""
-
-    def __init__(self, *decisions: bool) -> None:
-        self.decisions, self.begun = list(decisions), 0
-
-    def start_quorum(self) -> None:
-        self.begun += 1
-
-    def should_commit(self) -> bool:
-        return self.decisions.pop(0)
-
-
-def test_the_optimizer_steps_only_if_the_step_holds():
-    model, decides = torch.nn.Linear(3, 4), Decides(True, False)
-    optimizer = Optimizer(decides, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
-    optimizer.add_param_group({"params": [], "lr": 1e-4})
-    optimizer.zero_grad()
-    assert decides.begun == 1
-    model(torch.rand(3)).sum().backward()
-    weights = [model.weight.detach().clone()]
-    for _ in range(2):
-        optimizer.step()
-        weights.append(model.weight.detach().clone())
-    assert not torch.equal(weights[0], weights[1]) and torch.equal(weights[1], weights[2])
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4] and len(optimizer.state) == 2
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.param_groups[1]["params"] == [] and not decides.decisions

@@ -85,6 +85,7 @@ class Shapes(nn.Module):
 def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor], Any]):
     manager = FakeManager()
     ddp = DistributedDataParallel(manager, Shapes(make))  # type: ignore[arg-type]
+    ddp.module.weight.register_hook(lambda _: manager.calls.append("gradient"))
     assert set(ddp.state_dict()) == {"module.weight"}  # as torch's has it
     for _ in range(2):
         returned = ddp(2.0)
@@ -94,7 +95,7 @@ def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor],
         ddp(2.0)
     with ddp.no_sync():
         next(tensors_in(ddp(2.0))).backward()
-    assert manager.calls == ["attach", *["begins", "ended"] * 2]
+    assert manager.calls == ["attach", *["begins", "gradient", "ended"] * 2, "gradient"]
 
 
 def test_a_module_without_parameters_is_refused():

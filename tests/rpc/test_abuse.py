@@ -24,11 +24,12 @@ import grpc
 import pytest
 
 from ft import LighthouseServer
+from ft.dashboard import server as page_server
 from ft.dashboard.history import History
 from ft.dashboard.view import View
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
-from ft.rpc import lighthouse_http, serving
+from ft.rpc import serving
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.lighthouse_service import LighthouseService
@@ -213,14 +214,14 @@ def test_thousands_of_idle_connections(running: Running):
     """They say nothing. The server answers the others, and its memory does not run away."""
     before_mb, idle = running.rss_mb, []
     try:
-        for door, count in ((running.page, lighthouse_http.MAX_CONNECTIONS * 3), (running.address, IDLE)):
+        for door, count in ((running.page, page_server.MAX_CONNECTIONS * 3), (running.address, IDLE)):
             idle += [socket.create_connection(_place(door)) for _ in range(count)]
             assert running.get(**GOOD)[0] == 200
             wire = Wire(running.address, TOKEN)
             assert wire.code(OURS, pharos_call(m.Call(m.Member("", world_size=0))))[0] == "INVALID_ARGUMENT"
             wire.close()
             if door == running.page:
-                assert running.descriptors < lighthouse_http.MAX_CONNECTIONS + 100, "the oldest go"
+                assert running.descriptors < page_server.MAX_CONNECTIONS + 100, "the oldest go"
         assert running.rss_mb < before_mb + 200
         print(f"{before_mb:.0f} -> {running.rss_mb:.0f} MB")
     finally:
@@ -253,7 +254,7 @@ def _first_bytes(connection: socket.socket) -> bytes:
 
 def test_a_connection_that_says_nothing_is_closed():
     async def story() -> None:
-        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], first_word_s=0.2)
+        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], hello_s=0.2)
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         await asyncio.wait_for(reader.read(), WAIT_S)  # its settings, then the end
@@ -397,7 +398,7 @@ def test_the_token_is_compared_whole_and_in_constant_time():
 
 
 def test_who_waits_when_it_stops_is_told():
-    """And nobody is lost by it: the ends of their streams are the server's doing."""
+    """And nobody is lost by it: the ends of their streams are the server's doing. Its port is free again."""
     events: list[m.Event] = []
     lighthouse = LighthouseServer(
         "127.0.0.1:0", 2, quorum_tick_ms=10, seen=lambda now_s, event, out: events.append(event)
@@ -407,6 +408,7 @@ def test_who_waits_when_it_stops_is_told():
     stream = Stream(wire, "b:1")
     stream.beat()
     lighthouse.shutdown()
+    LighthouseServer(lighthouse.address().removeprefix("http://"), 1).shutdown()
     with pytest.raises(grpc.RpcError) as caught:
         call.result(WAIT_S)
     assert (caught.value.code().name, caught.value.details()) == ("UNAVAILABLE", "this server stops")

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Process, Settings
 from tests.rpc.test_abuse import Running
+from tests.rpc.test_group_server import together
 from tests.rpc.wire import ROOT, WAIT_S
 
 TRAINER = f"""
@@ -30,20 +33,9 @@ rank.close()
 """
 
 
-def _quorum(*ranks: GroupClient, known: int, failed: bool) -> list[m.Part]:
-    parts: dict[int, m.Part] = {}
-
-    def ask(at: int) -> None:
-        part = ranks[at].quorum(m.RankCall(0, m.Member(""), known=known, failed=failed), WAIT_S * 2)
-        assert isinstance(part, m.Part)
-        parts[at] = part
-
-    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [parts[at] for at in range(len(ranks))]
+def _quorum(*ranks: GroupClient, known: int, failed: bool) -> list[Any]:
+    call = m.RankCall(0, m.Member(""), known=known, failed=failed)
+    return together(*(partial(rank.quorum, call, WAIT_S * 2) for rank in ranks))
 
 
 @pytest.mark.timeout(240)  # each side is a process of its own, which takes its time on a busy machine
@@ -107,7 +99,7 @@ def test_a_lighthouse_that_is_killed_and_comes_back_stops_nobody(tmp_path: Path)
         if round_ in (2, 4):
             one.process.send_signal(signal.SIGKILL if round_ == 2 else signal.SIGTERM)
             one.process.wait()
-            asked: list[list[m.Part]] = []
+            asked: list[list[Any]] = []
             waiting = threading.Thread(target=lambda: asked.append(_quorum(*ranks, known=known, failed=True)))  # noqa: B023
             waiting.start()
             one = Running(tmp_path, *flags, "--bind", f"127.0.0.1:{port}")

@@ -259,12 +259,11 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
 
     async def story() -> None:
         service = GroupService(GroupConfig("a:1", 2), "http://127.0.0.1:1", Access(), lambda why: None)
-        context = SimpleNamespace(time_remaining=lambda: None)
-        call = asyncio.ensure_future(service.ask((0, None), m.RankCall(0, m.Member("")), context))
+        call = asyncio.ensure_future(service.ask((0, None), m.RankCall(0, m.Member(""))))
         await asyncio.sleep(0)
         late = m.Vote(0, "commit", 9, 0, 0, "yes")
         with pytest.raises(CallRefused, match="a vote for quorum 9; this group is in 0"):
-            await service.ask((0, late.key), late, context)
+            await service.ask((0, late.key), late)
         for _ in range(3):  # whatever was woken runs
             await asyncio.sleep(0)
         assert not call.done() and service.machine.waiting == {0}

@@ -21,13 +21,6 @@ from tests.rpc.test_group_server import RANKS, Team, quorum, together
 from tests.rpc.wire import WAIT_S
 
 
-class Caller:
-    """What a handler sees of its caller: one that has time."""
-
-    def time_remaining(self) -> float:
-        return 60.0
-
-
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -37,7 +30,7 @@ def service(min_replicas: int) -> LighthouseService:
 
 
 async def ask(one: LighthouseService, calls: list[m.Call], roster: str = "") -> list[bytes]:
-    return await asyncio.gather(*(one.ask(call, roster, 9, Caller()) for call in calls))
+    return await asyncio.gather(*(one.ask(call, roster, 9) for call in calls))
 
 
 def members(count: int) -> list[m.Member]:
@@ -57,7 +50,7 @@ def test_torchfts_callers_get_one_answer_made_once():
         one = service(20)
         for step in range(3):
             calls = [m.Call(m.Member(f"g{i}", step=step), "torchft") for i in range(20)]
-            the_one(await asyncio.gather(*(one.ask(call, None, 9, Caller()) for call in calls)))
+            the_one(await asyncio.gather(*(one.ask(call, None, 9) for call in calls)))
 
     in_a_loop(test)
 
@@ -69,6 +62,8 @@ def test_our_callers_get_one_answer_made_once_long_and_short():
         quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(answer).quorum)
         again = [m.Call(member, known=quorum.quorum_id, number=1) for member in members(20)]
         short = the_one(await ask(one, again, codec.StaticQuorum.of(quorum).id))
+        reply = pharos_pb2.QuorumReply.FromString(short)
+        assert reply.WhichOneof("answer") == "same" and reply.times.takeover_s == 30.0
         assert len(short) < 150 < len(answer)
         lost = the_one(await ask(one, again[:5], codec.StaticQuorum.of(quorum).id))
         assert lost is short, "an answer that got lost is given again, not made again"
@@ -148,7 +143,7 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
             comes = m.Member(f"peer{change}:1")
             one.driver.feed(m.StreamOpened(comes.replica_id, None))
             calls = [m.Call(stays, known=known, failed=known > 0, number=change), m.Call(comes)]
-            asked = [asyncio.ensure_future(one.ask(call, "", 9, Caller())) for call in calls]
+            asked = [asyncio.ensure_future(one.ask(call, "", 9)) for call in calls]
             the_one(list(await asyncio.gather(*asked)))
             known = one.machine.quorum.quorum_id if one.machine.quorum else 0
             one.driver.feed(m.StreamClosed(comes.replica_id))

@@ -60,12 +60,6 @@ def test_the_usage_names_every_flag():
     assert set(re.findall(r"--[a-z_]+", lighthouse_flags.parser().format_help())) == flags
 
 
-def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]):
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        assert lighthouse_main.main([*N, "--bind", f"127.0.0.1:{other.getsockname()[1]}"]) == 2
-    assert "the port is in use" in capsys.readouterr().err
-
-
 def test_a_short_token_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "token").write_text("short\n")
     assert lighthouse_main.main([*N, "--token_file", str(tmp_path / "token")]) == 2

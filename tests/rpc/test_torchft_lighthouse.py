@@ -47,8 +47,6 @@ def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):
     ours = LighthouseServer("127.0.0.1:0", 1)
     assert not is_torchfts(ours.address(), Access())
     ours.shutdown()
-    with pytest.raises(ConnectionError, match="no lighthouse answers"):
-        is_torchfts(ours.address(), Access(), patience_s=0.0)
 
 
 def test_what_torchft_has_no_field_for_travels_as_data():

@@ -83,7 +83,7 @@ def test_the_page_about_torchft_has_the_names_of_ft():
 
 def test_the_metrics_to_watch_are_served():
     named = set(re.findall(r"`(pharos_\w+)`", (ROOT / "docs" / "operating.md").read_text()))
-    served = set(re.findall(r'"(pharos_\w+)"', (ROOT / "ft" / "rpc" / "lighthouse_http.py").read_text()))
+    served = set(re.findall(r'"(pharos_\w+)"', (ROOT / "ft" / "dashboard" / "server.py").read_text()))
     assert named and named <= served
 
 

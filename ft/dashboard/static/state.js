@@ -1,4 +1,4 @@
-// What this page knows: updates of ft/dashboard/updates.py applied in order. Nothing is drawn here.
+// What this page knows: updates of ft/dashboard/feed.py applied in order. Nothing is drawn here.
 
 // The places of a row, behind its key
 const ROW = ["step", "phase", "health", "quorum", "silent", "goodput", "flags", "note"];

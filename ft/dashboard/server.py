@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ft.dashboard.feed import Feed
-from ft.dashboard.pages import HEADERS, Orders, Pages
+from ft.dashboard.pages import FILES, HEADERS, Orders, get_file
 from ft.rpc.access import Access, Endpoint
 from ft.rpc.lighthouse_service import LighthouseService
 
@@ -95,9 +95,9 @@ class _Newest:
 def _app(service: LighthouseService, access: Access) -> web.Application:
     registry = CollectorRegistry()
     registry.register(_Collector(service))
-    pages, feed = Pages(), Feed(service, orders=bool(access.token))
+    feed = Feed(service, orders=bool(access.token))
     orders = Orders(service, feed, has_token=bool(access.token))
-    service.onlooker = feed
+    service.page = feed
 
     async def status_json(_: web.Request) -> web.Response:
         return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))
@@ -108,7 +108,7 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
     @web.middleware
     async def with_token(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        if request.path not in pages and not access.permits(request.headers.items()):
+        if request.path not in FILES and not access.permits(request.headers.items()):
             raise web.HTTPUnauthorized(text="this job has a token\n", headers={"WWW-Authenticate": "Bearer"})
         return await handler(request)
 
@@ -117,7 +117,8 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
 
     app = web.Application(middlewares=[with_token], client_max_size=1 << 16)
     app.add_routes([web.get("/status.json", status_json), web.get("/metrics", metrics)])
-    app.add_routes([*pages.routes(), web.get("/events", feed.stream), web.post("/orders", orders.give)])
+    app.add_routes([web.get("/events", feed.stream), web.post("/orders", orders.give)])
+    app.add_routes([web.get(path, get_file) for path in FILES])
     app.on_response_prepare.append(harden)
     app.on_shutdown.append(feed.close)
     return app
