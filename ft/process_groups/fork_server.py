@@ -14,7 +14,6 @@ multiprocessing's fork server is none for this: it has no spare child, its child
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import select
 import signal
@@ -27,13 +26,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ft.children import die_with, unsignalled
+from ft.children import unsignalled
 from ft.process_groups.errors import GroupError
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
 ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
 PREPARE_S = 300.0  # the longest that it may take to import torch
-REST_S = 1.0  # after a child was asked for, until the next spare is made: the step that waits for that child is over
 MOST_DESCRIPTORS = 8  # of one message
 _HEAD = struct.Struct("<I")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -204,7 +202,7 @@ class ForkServer:
             # unsignalled: it is killed with its generation, or when this process ends, and by nothing else
             with theirs, unsignalled():
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-m", "ft.process_groups.fork_server", str(descriptor), str(os.getpid())],
+                    [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],
                     pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
                     cwd=_ROOT,  # `-m` searches there first
@@ -230,69 +228,3 @@ class ForkServer:
 @functools.cache
 def fork_server_of_this_process() -> ForkServer:
     return ForkServer()
-
-
-# ------------------------------------------------------------------------------------------------ the fork server's process
-
-
-def main() -> None:
-    """`python -m ft.process_groups.fork_server DESCRIPTOR PARENT`. Hands out a child for each message, which brings the child's socket;
-    answers with its process number. Ends when the parent has hung up. Makes a spare when there is nothing to do."""
-    die_with(int(sys.argv[2]))
-    import ft.process_groups.baby  # noqa: F401  # with torch
-
-    gc.freeze()  # the pages stay shared: a collection in a child does not write on them
-    control = Channel(socket.socket(fileno=int(sys.argv[1])))
-    spare: tuple[int, Channel] | None = _fork(control)
-    control.send(READY)
-    while True:
-        if spare is None and not control.waits(REST_S):
-            spare = _fork(control)
-        if (message := control.receive()) is None:
-            return
-        with suppress(ChildProcessError):  # numbers of children that have ended are not given to others before
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        what, descriptors = message
-        if what != FORK:
-            continue
-        given = False
-        while not given:
-            number, channel = spare or _fork(control)
-            spare = None
-            with suppress(OSError):  # it was killed, as by a system that is out of memory
-                channel.send(FORK, descriptors)
-                given = True
-            channel.close()
-        os.close(descriptors[0])
-        control.send(str(number).encode())
-
-
-def _fork(control: Channel) -> tuple[int, Channel]:
-    """A child that waits for its socket, and the channel to it."""
-    ours, theirs = Channel.pair()
-    me = os.getpid()
-    number = os.fork()
-    if number == 0:
-        die_with(me)
-        ours.close()
-        control.close()
-        _become(Channel(theirs))
-    theirs.close()
-    return number, ours
-
-
-def _become(waiting: Channel) -> None:
-    """A child, for the process at the other end of the socket that comes."""
-    from ft.process_groups.baby import ChildGroup
-
-    try:
-        if (message := waiting.receive()) is not None:
-            waiting.close()
-            ChildGroup(Channel(socket.socket(fileno=message[1][0]))).serve()
-    finally:
-        os._exit(0)  # without a wait for torch's threads: they may never end
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
@@ -26,9 +26,6 @@ from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import Outbox, Pending, PendingCalls, refused, stream, unary
 
-if TYPE_CHECKING:
-    from ft.dashboard.feed import Feed
-
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
 MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
@@ -36,6 +33,15 @@ MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighth
 REFUSALS_KEPT = 4096
 log = logging.getLogger("pharos.lighthouse")
 _NUMBER = re.compile(r"[\d.]+")
+
+
+class DashboardListener(Protocol):
+    """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
+
+    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
+    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
+    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
+    def end(self) -> None: ...  # nothing more is told
 
 
 class LighthouseService:
@@ -61,7 +67,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # seconds since 1970
-        self.page: Feed | None = None  # called on the loop, for each of a thousand groups: it must only take notes
+        self.page: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._pending = PendingCalls(lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)))
         self._waiting_bytes = 0
@@ -313,7 +319,7 @@ class LighthouseService:
         if self._seen:
             self._seen(now_s, event, out)
 
-    def _show(self, tell: Callable[[Feed], None]) -> None:
+    def _show(self, tell: Callable[[DashboardListener], None]) -> None:
         """Tells the page, if there is one. A fault of the page ends the page, and never the job."""
         if page := self.page:
             try:

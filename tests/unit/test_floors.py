@@ -32,9 +32,9 @@ PACKAGES = (
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.protocol": (set(), set()),
     "tests.simulator": ({"ft.protocol"}, set()),
-    "ft.rpc": ({"ft"}, {"torch", "grpc", "google", "aiohttp", "prometheus_client"}),
+    "ft.rpc": ({"ft"}, {"torch", "grpc", "google"}),
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
-    "ft.dashboard": ({"ft"}, {"aiohttp"}),
+    "ft.dashboard": ({"ft"}, {"aiohttp", "prometheus_client"}),
     "ft.compat": ({"ft"}, {"torch", "grpc", "google"}),
     "ft.materialise": (set(), {"torch"}),  # training/ takes these four without the rest
     "ft.device": (set(), {"torch"}),
