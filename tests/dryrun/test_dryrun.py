@@ -26,7 +26,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 READS = {  # of the host, a step, by who asks: two alone, three with other groups
     "compute_step": "the loss sum, and the vote that rides with it: whether the step holds, and who wishes to stop or to save",
-    "take": "the norm of the gradients, which clips them, and may end the run",
+    "step": "the norm of the gradients, which clips them, and may end the run",
 }
 READS_OF_GROUPS = {"wait": "the tail that all groups have summed: valid tokens by slot, loss sum, who leaves"}
 READ_BESIDES = {"digest": "the weights of this rank, where groups compare them: every digest_interval steps, here once"}
