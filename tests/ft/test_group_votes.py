@@ -104,7 +104,7 @@ def test_ranks_that_vote_on_different_things_end():
 
         def all_say_yes(self, ballot: m.Ballot, *, yes: bool, change: bool) -> tuple[bool, bool]:
             at_rank = int(threading.current_thread() is ranks[1].thread)
-            quorum_id = 9 if ballot[1] == 2 and at_rank == 1 else ballot[0]
+            quorum_id = 9 if ballot[2] == 2 and at_rank == 1 else ballot[0]
             return super().all_say_yes((quorum_id, *ballot[1:]), yes=yes, change=change)
 
     ranks: list[Rank] = []
