@@ -87,10 +87,17 @@ class _Converter:
         ways = {name: _ways(name, hints[name]) for name in self.names}
         self.fillers = {name: fill for name, (fill, _) in ways.items() if fill}
         self.decoders = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
+        self.plain = tuple(x for x in self.names if x not in self.fillers and x not in self.optional and x != "reason")
+        self.others = tuple(x for x in self.names if x not in self.plain)
 
     def fill(self, message: Any, value: Any) -> Any:
         """Fills an empty message; a field that has its default needs nothing."""
-        for name, item in zip(self.names, self.read(value), strict=True):
+        values = vars(value)
+        for name in self.plain:
+            if item := values[name]:
+                setattr(message, name, item)
+        for name in self.others:
+            item = values[name]
             if item or (item is not None and name in self.optional):
                 if filler := self.fillers.get(name):
                     filler(getattr(message, name), item)

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
 from ft.rpc.driver import Driver, Seen, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from ft.rpc.serving import Outbox, Pending, PendingCalls, refused, stream, unary
+from ft.rpc.serving import SWEEP_S, Outbox, Pending, PendingCalls, refused, stream, unary
 
 MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
 MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
@@ -69,12 +69,14 @@ class LighthouseService:
         self.issued_at = 0.0  # seconds since 1970
         self.page: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
-        self._pending = PendingCalls(lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)))
-        self._waiting_bytes = 0
+        self._pending = PendingCalls(
+            lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)), swept=config.tick_s <= SWEEP_S
+        )
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
         self._roster = codec.StaticQuorum()
+        self._roster_of: m.Quorum | None = None
         self._seen, self._logged_reason, self._logged_id = seen, "", 0
         self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
         # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
@@ -86,9 +88,7 @@ class LighthouseService:
             m.MustRestore: self._must_restore,
             m.Notify: self._notify,
         }
-        self.driver = Driver(
-            self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=keeper.check if keeper else None
-        )
+        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._with_ticks)
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
@@ -101,11 +101,11 @@ class LighthouseService:
 
     # ---- calls
 
-    async def _torchft_quorum(self, data: bytes, context: Any) -> bytes:
+    def _torchft_quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
         if not request.HasField("requester"):
             raise ValueError("missing requester")
-        return await self.ask(codec.call_from_torchft(request.requester), None, len(data), context)
+        return self.ask(codec.call_from_torchft(request.requester), Pending(len(data), None), context)
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
@@ -115,25 +115,21 @@ class LighthouseService:
         self.driver.feed(m.Beat(replica_id, "torchft"))
         return b""
 
-    async def _quorum(self, data: bytes, context: Any) -> bytes:
+    def _quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(pharos_pb2.QuorumRequest, data)
-        return await self.ask(codec.from_message(m.Call, request.call), request.roster, len(data))
+        return self.ask(codec.from_message(m.Call, request.call), Pending(len(data), request.roster))
 
-    async def ask(self, call: m.Call, roster: str | None, size: int, context: Any = None) -> bytes:
-        """Waits for the machine's answer, as long as the caller does. size: of the call, in bytes. context: of a call of torchft's."""
+    def ask(self, call: m.Call, pending: Pending, context: Any = None) -> Awaitable[bytes]:
+        """The machine's answer, waited for as long as the caller does. context: of a call of torchft's. Raises ValueError, CallRefused."""
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        replica_id, pending = call.member.replica_id, Pending(roster)
-        if self._waiting_bytes + size > self._max_waiting:
-            raise refused("RESOURCE_EXHAUSTED", f"calls of {self._waiting_bytes} bytes in all are waiting already")
+        if self._pending.size + pending.size > self._max_waiting:
+            raise refused("RESOURCE_EXHAUSTED", f"calls of {self._pending.size} bytes in all are waiting already")
+        replica_id = call.member.replica_id
         if replica_id in self.streams:
             self.streams[replica_id].wait_reason = ""  # of an earlier call's wait
-        self._waiting_bytes += size
-        try:
-            return await self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
-        finally:
-            self._waiting_bytes -= size
+        return self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
 
     def _check_kind(self, kind: m.Kind) -> None:
         if problem := self.machine.refuses(kind):
@@ -142,7 +138,7 @@ class LighthouseService:
 
     def _check_id(self, quorum_id: int) -> None:
         """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
-        if quorum_id > max(MAX_KNOWN, self._newest_id):
+        if MAX_KNOWN < quorum_id > self._newest_id:
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
 
     async def _on_event(self, event_type: type[m.Event], data: bytes, context: Any) -> bytes:
@@ -236,6 +232,11 @@ class LighthouseService:
     def _newest_id(self) -> int:
         return self.machine.quorum.quorum_id if self.machine.quorum else 0
 
+    def _with_ticks(self) -> None:
+        self._pending.expire()
+        if self.keeper:
+            self.keeper.check()
+
     # ---- effects
 
     def _persist(self, effect: m.Persist) -> asyncio.Future[None] | None:
@@ -244,14 +245,18 @@ class LighthouseService:
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
             self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
-            self._roster = codec.StaticQuorum.of(effect.quorum, self._roster)
         for replica_id in effect.replica_ids:
             calls = self._pending.pop(replica_id, [])
             for pending in calls:
-                same = pending.roster == self._roster.id
-                pending.give(self._form("torchft" if pending.roster is None else "short" if same else "full"))
+                pending.give(self._form("torchft" if pending.roster is None else self._short_or_full(pending.roster)))
             if not calls and replica_id in self.streams:
                 self._send(replica_id, self._form("down"))
+
+    def _short_or_full(self, roster: str) -> str:
+        if self._roster_of is not self._answered:  # not at each quorum: the fields of all groups are compared
+            assert self._answered is not None
+            self._roster_of, self._roster = self._answered, codec.StaticQuorum.of(self._answered, self._roster)
+        return "short" if roster == self._roster.id else "full"
 
     def _form(self, name: str) -> bytes:
         """The newest quorum as one kind of caller wants it: made at most once, however many wait for it or ask for it again."""

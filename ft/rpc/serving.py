@@ -26,6 +26,7 @@ MAX_REASON = 1000  # characters
 OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
 HELLO_S = 10.0  # until the first byte of a connection and the hello of a stream
 STOP_S = 2.0  # that calls have to end in when the server stops
+SWEEP_S = 0.1  # at most, between two searches for calls that are due
 OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
@@ -193,52 +194,64 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect. roster: id of the roster that the caller has; None: a caller of torchft's."""
+    """A call whose answer comes later, from an effect. size: of the call, in bytes. roster: id of the roster that the caller has; None: a
+    caller of torchft's."""
 
-    def __init__(self, roster: str | None = "") -> None:
-        self.roster = roster
-        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    def __init__(self, size: int = 0, roster: str | None = "") -> None:
+        self.size, self.roster = size, roster
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.due_s = math.inf  # on the loop's clock
 
     def give(self, answer: bytes) -> None:
-        if not self._answer.done():
-            self._answer.set_result(answer)
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
     def fail(self, refused: CallRefused) -> None:
-        if not self._answer.done():
-            self._answer.set_exception(refused)
+        if not self.answer.done():
+            self.answer.set_exception(refused)
 
-    async def wait(self, context: Any = None) -> bytes:
-        """The answer. context: of a call of torchft's, whose clients look for these words a little before their deadline. A call of ours
-        needs no timer: its caller cancels it."""
-        left_s = context and context.time_remaining()
-        if left_s is None:
-            return await self._answer
-        expired = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        timer = asyncio.get_running_loop().call_later(left_s - min(0.2, left_s / 10), self.fail, expired)
-        try:
-            return await self._answer
-        finally:
-            timer.cancel()
+    def expire(self) -> None:
+        self.fail(CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired"))  # torchft's clients look for these words
 
 
 class PendingCalls(dict[Any, list[Pending]]):
-    """The calls that wait for an answer, by key; an effect pops those that it answers. `cancelled` gets a key whose last caller is gone."""
+    """The calls that wait for an answer, by key; an effect pops those that it answers. `cancelled` gets a key whose last caller is gone.
+    swept: `expire` is called every SWEEP_S or oftener, which costs less than a timer for each call."""
 
-    def __init__(self, cancelled: Callable[[Any], None]) -> None:
+    def __init__(self, cancelled: Callable[[Any], None], *, swept: bool = False) -> None:
         super().__init__()
-        self._cancelled = cancelled
+        self._cancelled, self._swept = cancelled, swept
+        self.size = 0  # of all, in bytes
+
+    def expire(self) -> None:
+        """Ends the waits that are due."""
+        now_s = asyncio.get_running_loop().time()
+        for pending in (pending for calls in self.values() for pending in calls):
+            if pending.due_s <= now_s:
+                pending.expire()
 
     async def wait(
         self, key: Any, caller: str, pending: Pending, feed: Callable[[], None], context: Any = None
     ) -> bytes:
-        """Calls `feed` and waits for the answer (context: Pending.wait). Raises CallRefused where CALLS_PER_KEY calls wait already."""
+        """Calls `feed` and waits for the answer. context: of a call of torchft's, which ends a little before its deadline; a call of ours
+        needs no such end: its caller cancels it. Raises CallRefused, also where CALLS_PER_KEY calls wait already."""
         if len(self.get(key, ())) >= CALLS_PER_KEY:
             raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_KEY} calls of {caller} are waiting already")
         self.setdefault(key, []).append(pending)
+        self.size += pending.size
+        timer, left_s = None, context and context.time_remaining()
+        if left_s is not None:
+            loop = asyncio.get_running_loop()
+            pending.due_s = loop.time() + left_s - min(0.2, left_s / 10)
+            if not self._swept or left_s < 20 * SWEEP_S:
+                timer = loop.call_at(pending.due_s, pending.expire)
         try:
             feed()
-            return await pending.wait(context)
+            return await pending.answer
         finally:
+            self.size -= pending.size
+            if timer:
+                timer.cancel()
             calls = self.get(key, [])
             if pending in calls:  # the caller has gone, or its deadline has passed
                 calls.remove(pending)

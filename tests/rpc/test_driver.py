@@ -24,7 +24,7 @@ from ft.rpc.access import Access, Endpoint
 from ft.rpc.driver import Driver
 from ft.rpc.lighthouse_flags import LighthouseOptions, read_options
 from ft.rpc.lighthouse_main import serve
-from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Outbox, Pending, Server
+from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Outbox, Pending, PendingCalls, Server
 from tests.rpc.wire import before_each
 
 
@@ -513,16 +513,24 @@ class Ahead(asyncio.SelectorEventLoop):
         return super().time() + self.by_s
 
 
-def test_a_deadline_is_told_a_little_before_it_comes_and_not_earlier():
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_deadline_is_told_a_little_before_it_comes_and_not_earlier(swept: bool):
     async def story(loop: Ahead) -> None:
-        waiting = asyncio.ensure_future(Pending().wait(Caller(60.0)))
+        cancelled = list[str]()
+        calls = PendingCalls(cancelled.append, swept=swept)
+        waiting = asyncio.ensure_future(calls.wait("a", "a", Pending(), lambda: None, Caller(60.0)))
         for by_s, done in ((0.0, False), (59.0, False), (59.9, True)):
             loop.by_s = by_s
             await asyncio.sleep(0.001)
+            if swept:
+                assert not waiting.done(), "no timer of its own"
+                calls.expire()
+                await asyncio.sleep(0.001)
             assert waiting.done() is done
         with pytest.raises(CallRefused, match="Timeout expired") as caught:
             await waiting
         assert caught.value.code is grpc.StatusCode.CANCELLED
+        assert cancelled == ["a"] and not calls
 
     loop = Ahead()
     loop.run_until_complete(story(loop))
