@@ -2,7 +2,7 @@
 
     python bench/bits.py                   without the options and with them; groups of one process and of two (FSDP); up to four kills
     python bench/bits.py --quick           two groups, one kill: for every change
-    python bench/bits.py --write FILE      keeps the table, with its date
+    python bench/bits.py --write FILE      renews the table of that page
     python bench/bits.py ... -- --model.dim 512       further words are settings of the runs
 
 With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order,
@@ -23,7 +23,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -31,10 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 import torch
 
 from bench.drill_job import DrillJob
+from bench.pairs import markdown, renew
 from bench.resume import LOGGED, TINY, apart, asked, checkpoint, checkpoint_values, logged
 from bench.resume import compare as compare_runs
 
 INTERVAL = 20  # steps between checkpoints: one follows the last kill
+WRONG = "WRONG"  # a result
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
 
 
@@ -73,16 +74,11 @@ def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
     return f"{victim} in step {lost_in}"
 
 
-def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str, bool]:
-    """(what happened, what was compared, what came of it, whether it is what must come of it)"""
+def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequence[str]) -> tuple[str, str, str]:
+    """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
     dice, name = random.Random(seed), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
-    argv = [
-        config,
-        f"--job.dump_folder={folder}",
-        "--training.mixed_precision_param=float32",
-        "--training.steps=100000",
-    ]
+    argv = [config, f"--job.dump_folder={folder}", "--training.mixed_precision_param=float32", "--training.steps=100000"]
     argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options, *settings]
 
     def until_saved(job: DrillJob, step: int) -> Path:
@@ -103,7 +99,9 @@ def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequen
     if differing:
         far = apart(*(checkpoint_values(checkpoint(run, last)) for run in (killed, calm)))
         result = f"weights differ by up to {far:.0e}, {len(differing)} differences in all"
-    return f"killed: {', '.join(kills)}; {last} steps", compared, result, case.equal is not bool(differing)
+    if case.equal is bool(differing):
+        result = f"{WRONG}: {result}"
+    return f"killed: {', '.join(kills)}; {last} steps", compared, result
 
 
 def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
@@ -115,53 +113,19 @@ def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    rows, right = [("options", "groups x ranks", "history", "compared", "result")], True
-    flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "a file for the table")}
+    rows = []
+    flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "the page of the table")}
     with asked(__doc__ or "", argv, **flags) as (options, folder):
         for case in QUICK if options.quick else CASES:
-            history, compared, result, as_it_must = prove(case, folder, options.config, options.seed, options.settings)
-            verdict = result if as_it_must else f"WRONG: {result}"
-            rows.append((case.what, f"{case.groups} x {case.ranks}", history, compared, verdict))
+            told = prove(case, folder, options.config, options.seed, options.settings)
+            rows.append((case.what, f"{case.groups} x {case.ranks}", *told))
             print(" | ".join(rows[-1]), flush=True)
-            right = right and as_it_must
+    right = not any(row[-1].startswith(WRONG) for row in rows)
     if options.write and right:
-        options.write.write_text(page(rows), encoding="utf-8")
+        what = f"`make bits`, torch {torch.__version__}, float32 on the CPU, gloo, real processes, real SIGKILLs"
+        header = ("options", "groups x ranks", "history", "compared", "result")
+        renew(options.write, "Killed groups beside calm ones", what, markdown(header, rows))
     return 0 if right else 1
-
-
-def page(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    head, *lines = ["| " + " | ".join(row) + " |" for row in rows]
-    table = "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
-    return PAGE.format(date=date.today().isoformat(), torch=torch.__version__, table=table)
-
-
-PAGE = """# The same bits for any membership
-
-`make bits` (python bench/bits.py --write docs/bits.md), {date}, torch {torch}, float32 on the CPU, gloo, real processes, real SIGKILLs.
-
-{table}
-
-*killed*: the group and the step; it returned and healed before the next kill. *equal*: every bit. Without the options the bits must
-differ, which shows that the comparison is sensitive.
-
-## The options
-
-`fault_tolerance.keep_global_batch`: each step trains on `slots_per_step` = S slots (a slot is one group's batch), assigned to the groups
-in turns. If a group dies in a step, the others keep their results and compute its slots in the same step. Groups beyond S are spares; a
-joining group is assigned slots from the step after it has healed. So a step's data does not depend on the membership, but its time does:
-with g groups it takes as long as ceil(S / g) slots. Set S for a job that is to grow, since NUM_REPLICA_GROUPS may differ between groups
-that start at different times, and groups with another S are refused.
-
-`fault_tolerance.deterministic_reduce`: each slot's gradients are reduced separately and added in the order of the slots, in the
-gradients' own precision. Let G be the bytes of a rank's gradients. Groups then exchange S G instead of G. Beside the gradients of
-autograd, 2 S G are allocated for sums (2 G without the option), S G more while an abandoned process group has not ended and for each step
-that is held for a healing group, and G for each slot of the group until the step is committed.
-
-Not covered: an unusable slot (a loss of NaN or Inf) removes the other slots of its group from the step, too, since without
-deterministic_reduce they are one sum; they are assigned again first, and the job stops at the third time. The logged loss may differ in
-its last bits. Machines or numbers of threads that compute other bits for the same slot give other bits.
-"""
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -177,3 +180,20 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         )
         for line in lines
     )
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
+def renew(page: Path, heading: str, what: str, text: str) -> None:
+    """Puts the text, with the date, in the place of the section with this heading, or at the end of the page."""
+    new = f"## {heading}\n\n{datetime.now(timezone.utc).date()}, {what}:\n\n{text}\n"
+    parts = re.split(r"(?m)^(?=## )", page.read_text(encoding="utf-8") if page.exists() else "")
+    there = next((index for index, part in enumerate(parts) if part.startswith(f"## {heading}\n")), len(parts))
+    parts[there : there + 1] = [new]
+    page.write_text("\n".join(part.strip("\n") + "\n" for part in parts if part), encoding="utf-8")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
