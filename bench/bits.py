@@ -78,7 +78,12 @@ def prove(case: BitsCase, folder: Path, config: str, seed: int, settings: Sequen
     """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
     dice, name = random.Random(seed), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
-    argv = [config, f"--job.dump_folder={folder}", "--training.mixed_precision_param=float32", "--training.steps=100000"]
+    argv = [
+        config,
+        f"--job.dump_folder={folder}",
+        "--training.mixed_precision_param=float32",
+        "--training.steps=100000",
+    ]
     argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options, *settings]
 
     def until_saved(job: DrillJob, step: int) -> Path:

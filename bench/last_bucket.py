@@ -118,7 +118,7 @@ def prove(kills: int) -> int:
         read()
     steps = max(diary.step for diary in diaries.values())
     print(f"{kills} kills at the last bucket: {steps} steps in {time.monotonic() - began_s:.0f} s")
-    trained = dict.fromkeys(range(steps + 1), set(both))
+    trained = {step: set(both) for step in range(steps + 1)}
     verdicts = [rules.survivors_went_on(diaries, incidents, trained), rules.bitwise_equal(diaries, incidents)]
     print(*verdicts, sep="\n")
     return 0 if all(verdict.holds for verdict in verdicts) else 1

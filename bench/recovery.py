@@ -3,7 +3,7 @@
     make recovery PEER=PYTHON                   all of it, two hours; or one by one, with other figures:
     python bench/recovery.py kill          three groups, one is killed and started again: --mb 4,100,400 --kinds gloo,baby --faults 5
     python bench/recovery.py stop          one is stopped and goes on later, with all that it has started and the trainer alone
-    python bench/recovery.py storm         steps in two minutes of kills, beside two minutes without: --every 20 --minutes 2
+    python bench/recovery.py storm         steps in two minutes with a kill every 20 seconds, beside two minutes without
     python bench/recovery.py lighthouse    the lighthouse is killed and started again two seconds later
     python bench/recovery.py staggered     20 starts of three to five groups, in any order and at any time
     python bench/recovery.py killstorm     four groups, a random one killed every six seconds for three minutes
@@ -18,7 +18,6 @@ same of as many steps before the fault: what the machine does by itself. Everyth
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import signal
 import statistics
@@ -33,11 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
+from bench.goodput import SEED, STEADY, Storm, Victims
 from bench.job import Diary, DiaryLine, JobSide, RecoveryJob, ReplicaGroup, gaps, longest_gap
-from bench.pairs import Failed, in_turns, parser, table
+from bench.pairs import Failed, in_turns, machine, parser, table
 
-STEADY = 20  # steps before a fault, and after it has healed
 HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
+STARTS = 20  # of `staggered`
 
 
 @dataclass
@@ -128,7 +128,7 @@ def faults(
 ) -> list[list[str]]:  # fmt: skip
     """Jobs of three groups and some faults in each, the worst of all told. `gap_bound`: from seconds of a steady step; `back`: whether a
     restart is bounded, too. Bounds are for ours."""
-    draws = {side.name: random.Random(options.seed) for side in sides}  # the same victims on each side
+    draws = {side.name: random.Random(SEED) for side in sides}  # the same victims on each side
 
     def job_of(side: JobSide) -> tuple[list[RecoveryFault], str]:
         seen = list[RecoveryFault]()
@@ -202,7 +202,7 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
     def row(side: JobSide) -> list[str]:
-        calm, steps = stormy(side, options, 3, lambda groups: []), stormy(side, options, 3, list)
+        calm, steps = (stormy(side, options, 3, 120, 20, victims) for victims in (lambda groups: [], list))
         good = steps.steps / calm.steps
         bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), **same(steps.weights)}
         figures = [str(calm.steps), str(steps.steps), str(steps.kills), f"{good:.2f}", str(steps.lost), steps.weights]
@@ -238,35 +238,30 @@ class StormCase:
     longest_s: float  # in which nobody committed
 
 
-Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
-
-
-def stormy(side: JobSide, options: argparse.Namespace, groups: int, victims: Victims) -> StormCase:
-    draw, kills = random.Random(options.seed), 0
+def stormy(
+    side: JobSide, options: argparse.Namespace, groups: int, seconds: float, every_s: float, victims: Victims
+) -> StormCase:
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
-        job.start()
+        made = Storm(job)
+        made.start()
         job.steps(STEADY, groups)
         began_s, first = time.monotonic(), max(group.step for group in job.groups)
-        while (left_s := began_s + 60 * options.minutes - time.monotonic()) > 0:
-            job.wait(min(options.every, left_s))
-            if left_s > 1.5 * options.every and (may := victims(job.groups)):
-                victim = draw.choice(may)
-                victim.kill()
-                victim.start()
-                kills += 1
+        made.rage(seconds, every_s, every_s, victims)
+        if made.own:
+            raise job.failure("a group ended by itself")
         steps, lost = max(group.step for group in job.groups) - first, refused(job.groups, began_s)
         job.steps(STEADY, groups)
-        ends, seconds = job.finish(), time.monotonic() - began_s
+        ends, took_s = job.finish(), time.monotonic() - began_s
     commits = sorted(line.at_s for group in job.groups for line in group.since(began_s, "commit"))
     longest_s = max(b - a for a, b in pairwise(commits))
-    return StormCase(steps, kills, lost, seconds, ends, weights(ends), job.groups, longest_s)
+    return StormCase(steps, made.kills, lost, took_s, ends, weights(ends), job.groups, longest_s)
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Four groups and no rest; then every step must be somebody's, once, and all weights equal and what they must be."""
 
     def row(side: JobSide) -> list[str]:
-        seen = stormy(side, options, 4, expendable)
+        seen = stormy(side, options, 4, 180, 6, expendable)
         wrong, last = unaccounted(seen.groups, seen.ends), seen.ends[0].step
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
@@ -343,9 +338,9 @@ def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 def staggered(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Groups that start at random times within four seconds, in random order; each start is made by all sides."""
-    draw, formed = random.Random(options.seed), {side.name: list[float]() for side in sides}
+    draw, formed = random.Random(SEED), {side.name: list[float]() for side in sides}
     kinds = options.kinds.split(",")
-    for index in range(options.starts):
+    for index in range(STARTS):
         kind, delays = kinds[index % len(kinds)], [draw.uniform(0, 4) for _ in range(draw.randint(3, 5))]
         for side in sides:
             formed[side.name].append(staggered_start(side, options, kind, delays))
@@ -353,9 +348,9 @@ def staggered(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     rows = []
     for side in sides:
         came = [seconds for seconds in formed[side.name] if seconds < inf]
-        worst_s, median_s, never = max(came, default=nan), statistics.median(came or [nan]), options.starts - len(came)
+        worst_s, median_s, never = max(came, default=nan), statistics.median(came or [nan]), STARTS - len(came)
         bounds = verdict(side, {"worst": (worst_s, 2.0), "never": (never, 0)})
-        rows.append([side.name, str(options.starts), str(never), f"{median_s:.2f}", f"{worst_s:.2f}", bounds])
+        rows.append([side.name, str(STARTS), str(never), f"{median_s:.2f}", f"{worst_s:.2f}", bounds])
     print(table(["", "starts", "not in 60 s", "median s", "worst s", "bounds"], rows))
 
 
@@ -396,20 +391,14 @@ def main() -> None:
         peer=(str, "a Python that has torchft"),
         rounds=(2, "turns of each side"),
         faults=(5, "in each turn"),
-        seed=(1, "of victims and delays"),
         step_ms=50.0,
         mb=("4,100,400", "kill: sizes of the model"),
         kinds=("gloo,baby", "process groups, of kill, stop and staggered"),
-        every=(float, "seconds between kills; storm: 20, killstorm: 6"),
-        minutes=(float, "storm: 2, killstorm: 3"),
-        starts=(20, "staggered: how many"),
     )
     flags.add_argument("what", choices=WHAT)
     options = flags.parse_args()
-    options.every = options.every or (20 if options.what == "storm" else 6)
-    options.minutes = options.minutes or (2 if options.what == "storm" else 3)
     sides = [JobSide("ours"), *([JobSide("torchft", options.peer)] if options.peer else [])]
-    print(f"{options.what}: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+    print(f"{options.what}: {machine()}", file=sys.stderr)
     WHAT[options.what](sides, options)
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from bench.goodput import TOKENS, GoodputRun, Storm, figures, reached, verdicts, write
+from bench.goodput import TOKENS, GoodputRun, Storm, figures, reached, verdicts
 from bench.job import RecoveryJob, ReplicaGroup
 from tests.unit.test_recovery import line
 
@@ -110,14 +110,3 @@ def test_goals_are_told_of_the_best_restart():
 )
 def test_a_bound_within_the_range_is_not_shown(worst: float, median: float, said: str):
     assert reached(worst, median).startswith(said)
-
-
-def test_figures_stand_under_their_heading_once(tmp_path: Path):
-    page = tmp_path / "page.md"
-    page.write_text("# Goodput\n\nwords\n")
-    write(page, "With kills", "two cores", "1.3x")
-    write(page, "Without kills", "two cores", "1.01x")
-    write(page, "With kills", "one core", "1.4x")
-    text = page.read_text()
-    assert text.startswith("# Goodput\n\nwords\n\n## With kills\n\n20") and "1.3x" not in text
-    assert text.index("1.4x") < text.index("## Without kills") < text.index("1.01x")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, spread, table
+from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, renew, spread, table
 
 ECHO = """
 import json, os, sys, time
@@ -71,3 +71,14 @@ def test_a_side_that_takes_too_long_is_killed_and_says_so() -> None:
     with pytest.raises(Failed, match=r"killed after 0 s"):
         worker.answer()
     worker.close()
+
+
+def test_figures_stand_under_their_heading_once(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Goodput\n\nwords\n")
+    renew(page, "With kills", "two cores", "1.3x")
+    renew(page, "Without kills", "two cores", "1.01x")
+    renew(page, "With kills", "one core", "1.4x")
+    text = page.read_text()
+    assert text.startswith("# Goodput\n\nwords\n\n## With kills\n\n20") and "1.3x" not in text
+    assert text.index("1.4x") < text.index("## Without kills") < text.index("1.01x")
