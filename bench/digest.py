@@ -1,6 +1,6 @@
 """The cost of comparing weights between groups, a training step: the digest beside a step of the same model, in turns.
 
-    python bench/digest.py [--rounds 7] [--dims 192,512] [--threads 1] [--device cpu|cuda]
+    python bench/digest.py
 
 A round is some steps (forward, backward, clipping, AdamW; one process, no other groups) and as many digests as fit in a tenth of that time.
 The share is that of a step at fault_tolerance.digest_interval = 100: what is promised is at most one percent.
@@ -20,38 +20,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.pairs import parser, ratio, table
+from bench.pairs import ratio, table
 from bench.step_worker import pharos
 from ft.digest import digest
 
-INTERVAL, STEPS = 100, 3
+INTERVAL, STEPS, ROUNDS = 100, 3, 7
+DIMS = (192, 512)  # widths of the model; 192: that of configs/llama.toml
 
 
 def main() -> None:
-    options = parser(
-        __doc__,
-        rounds=7,
-        dims=("192,512", "widths of the model; 192: that of configs/llama.toml"),
-        threads=1,
-        device=("cpu", "or cuda"),
-    ).parse_args()
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    torch.set_num_threads(1)
     rows = []
-    for dim in map(int, options.dims.split(",")):
+    for dim in DIMS:
         heads = {"heads": dim // 32, "kv_heads": dim // 64, "hidden": dim * 8 // 3 // 64 * 64}
         sizes = {"dim": dim, "layers": 4, **heads, "vocab": 257, "batch": 8, "seq": 256}
         with ExitStack() as cleanup:
             parameters: list[torch.nn.Parameter] = []
-            step = pharos(sizes, "bf16", device, cleanup, parameters.extend)
-            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1), device=device)
+            step = pharos(sizes, "bf16", torch.device("cpu"), cleanup, parameters.extend)
+            tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1))
             train, look = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
-            _seconds(train, 2, device), _seconds(look, 2, device)
+            _seconds(train, 2), _seconds(look, 2)
             steps_s, digests_s = [], []
-            for _ in range(options.rounds):
-                steps_s.append(_seconds(train, STEPS, device))
-                looks = max(1, int(0.1 * STEPS * steps_s[-1] / _seconds(look, 1, device)))
-                digests_s.append(_seconds(look, looks, device))
+            for _ in range(ROUNDS):
+                steps_s.append(_seconds(train, STEPS))
+                looks = max(1, int(0.1 * STEPS * steps_s[-1] / _seconds(look, 1)))
+                digests_s.append(_seconds(look, looks))
         share = ratio(digests_s, [INTERVAL * seconds for seconds in steps_s])
         megabytes = sum(parameter.nbytes for parameter in parameters) / 1e6
         figures = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (steps_s, digests_s)]
@@ -61,13 +54,11 @@ def main() -> None:
     print(table(["weights", "ms a step", "ms a digest", f"% of a step, every {INTERVAL}", "at most 1 %"], rows))
 
 
-def _seconds(what: Callable[[], object], times: int, device: torch.device) -> float:
+def _seconds(what: Callable[[], object], times: int) -> float:
     """Seconds of one call."""
     began = time.perf_counter()
     for _ in range(times):
         what()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
     return (time.perf_counter() - began) / times
 
 

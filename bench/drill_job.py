@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.drill_machines import HUB, HUB_ADDRESS, Disk, Network
-from bench.job import Diary, DiaryLine, descendants, signal_all, until
+from bench.job import Diary, DiaryLine, descendants, failure, signal_all, until
 from bench.pairs import Failed
 from scripts.launch import Plan, ranks_here, threads_per_rank
 from scripts.replicas import (
@@ -239,26 +239,19 @@ class DrillJob:
     def ended(self) -> None:
         """Waits until all groups have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
-        before = list[int]()
 
         def over() -> bool:
             return all(group.code == 0 for group in self.groups.values())
 
-        def news() -> bool:
-            nonlocal before
-            steps = [diary.step for diary in self.diaries.values()]
-            before, same = steps, steps == before
-            return over() or not same
-
         while not over():
-            self.until("another step, or the end of all groups", news)
+            before = [diary.step for diary in self.diaries.values()]
+            news = "another step, or the end of all groups"
+            self.until(news, lambda: over() or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
 
     def failure(self, what: str) -> Failed:
-        words = []
-        for name, group in self.groups.items():
-            said = group.log.read_text(errors="replace").splitlines() if group.log.exists() else []
-            words.append(f"group {name} at step {self.diaries[name].step}: {' | '.join(said[-4:])}")
-        return Failed("\n  ".join([what, *words]))
+        return failure(
+            what, {f"{name} at step {self.diaries[name].step}": one.log for name, one in self.groups.items()}
+        )
 
     def __enter__(self) -> DrillJob:
         return self

@@ -1,6 +1,6 @@
 """Measures a change of writer at a million rows: in the trainer's thread, and in the scribe's.
 
-    python bench/figures.py [--rows 1000000]
+    python bench/figures.py
 
 Writes metrics.jsonl, samples.jsonl and TensorBoard's files of so many steps into a temporary folder; then another group takes the role
 over, with rows that the one before did not come to write.
@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.pairs import parser
 from training.metrics_writer import LeaderMetricsWriter
 from training.scribe import Scribe
 from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks
@@ -26,7 +25,7 @@ FIGURES = {
     "step_s": 0.51, "data_s": 0.01, "checkpoint_s": 0.0, "quorum_size": 2, "contributors": 2, "heals": 0, "time": 1795300000.1,
 }  # fmt: skip
 CHART = {"loss_metrics/global_avg_loss": 2.1, "grad_norm": 1.3, "lr": 3e-4, "throughput(tps)": 1000.0}
-CHART_EVERY = 10
+ROWS, CHART_EVERY = 1_000_000, 10
 
 
 def sample(step: int) -> dict[str, object]:
@@ -35,15 +34,14 @@ def sample(step: int) -> dict[str, object]:
 
 
 def main() -> None:
-    rows = parser(__doc__, rows=1_000_000).parse_args().rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / METRICS).open("w") as metrics, (folder / SAMPLES).open("w") as samples:
-            for step in range(1, rows + 1):
+            for step in range(1, ROWS + 1):
                 metrics.write(json.dumps({"step": step, **FIGURES}) + "\n")
                 samples.write(json.dumps({"step": step, **sample(step)}) + "\n")
         charts = TensorBoardSink(folder / "tb")
-        for step in range(CHART_EVERY, rows + 1, CHART_EVERY):
+        for step in range(CHART_EVERY, ROWS + 1, CHART_EVERY):
             charts.write(step, CHART)
         charts.close()
         size_mb = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
@@ -55,9 +53,8 @@ def main() -> None:
             lambda resumed: open_sinks(folder, tensorboard_folder="tb", resumed_step=resumed),
             scribe,
         )
-        writes, new, slowest_s = False, rows + 50, 0.0
-        began_s = 0.0
-        for step in range(rows - 49, new + 1):  # the last 50 the one before has written, these it has not
+        writes, new, slowest_s, began_s = False, ROWS + 50, 0.0, 0.0
+        for step in range(ROWS - 49, new + 1):  # the last 50 the one before has written, these it has not
             if step == new:
                 writes, began_s = True, time.perf_counter()
             for kind, row in (("journals", FIGURES), ("charts", CHART), ("records", sample(step))):
@@ -69,10 +66,10 @@ def main() -> None:
         relay.close()
         scribe.close()
         with (folder / METRICS).open("rb") as file:
-            there = sum(1 for _ in file)
-        assert there == new, there
-        taken_ms = f"a change of writer takes {1e3 * taken_over_s:.1f} ms in the scribe's thread"
-        print(f"{rows:,} rows, {size_mb:.0f} MB: {taken_ms};")
+            assert sum(1 for _ in file) == new
+        print(
+            f"{ROWS:,} rows, {size_mb:.0f} MB: a change of writer takes {1e3 * taken_over_s:.1f} ms in the scribe's thread;"
+        )
         print(f"the slowest of the trainer's writes {1e3 * slowest_s:.2f} ms")
 
 

@@ -255,6 +255,15 @@ def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf)
     return max(found, default=math.nan)
 
 
+def failure(what: str, groups: Mapping[str, Path]) -> Failed:
+    """An error with the last output of each group, from the file that it prints to."""
+    words = [what]
+    for name, out in groups.items():
+        said = out.read_text(errors="replace").strip().splitlines() if out.exists() else []
+        words.append(f"group {name}: {' | '.join(said[-4:])}")
+    return Failed("\n  ".join(words))
+
+
 # ------------------------------------------------------------------------------------------------ a job of tiny groups
 
 
@@ -387,14 +396,12 @@ class RecoveryJob:
         self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 
     def failure(self, what: str) -> Failed:
-        """An error with the last output of each group."""
-        words = [what]
+        outs = {}
         for group in self.groups:
-            code, out = group.process.poll() if group.process else None, group.out
+            code = group.process.poll() if group.process else None
             state = "runs" if code is None else f"ended with code {code}"
-            said = out.read_text(errors="replace").strip().splitlines() if out.exists() else []
-            words.append(f"group {group.name} {state} at step {group.step}: {' | '.join(said[-4:])}")
-        return Failed("\n  ".join(words))
+            outs[f"{group.name} {state} at step {group.step}"] = group.out
+        return failure(what, outs)
 
     def steps(self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
         """Waits until each of `groups` (all) has committed so many more steps, of so many groups each."""

@@ -1,7 +1,7 @@
 """The cost of the fp32 upcast of the logits outside of the loss (as models used to do it) and inside, eager and compiled; and what it
 costs to have logits at all.
 
-    python bench/loss.py [--rows 4096] [--vocab 32000] [--width 128] [--chunk 512] [--rounds 7] [--device cpu|cuda]
+    python bench/loss.py [--device cpu|cuda]
 
 Bytes are the most that forward and backward of the loss hold beside its bf16 inputs, their gradients included; time is that of
 both. Inputs are the logits, or, of the variants "with the head", hidden state and weight. Each variant is one process that lives
@@ -38,42 +38,38 @@ VARIANTS = (
     "with the head, whole",
     "with the head, in chunks",
 )
+ROWS, VOCAB, WIDTH, CHUNK, ROUNDS = (
+    4096,
+    32_000,
+    128,
+    512,
+    7,
+)  # tokens; logits and hidden state of one; tokens of a chunk; turns
 # Large tensors come from the kernel and go back to it at once, so the resident size is what is held
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
 
 def main() -> None:
-    flags = parser(
-        __doc__,
-        rows=(4096, "tokens of a batch"),
-        vocab=32_000,
-        width=(128, "of the hidden state"),
-        chunk=(512, "tokens of a chunk"),
-        rounds=7,
-        threads=len(os.sched_getaffinity(0)),
-        device="cpu",
-    )
+    flags = parser(__doc__, device="cpu")
     flags.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # set in the processes of the variants
     options = flags.parse_args()
     if options.variant:
         return serve(LossSide(options))
-    exact, reused = (_measure(options, *how) for how in ((EXACT_MEMORY, 1), (REUSED_MEMORY, options.rounds)))
+    exact, reused = _measure(EXACT_MEMORY, 1), _measure(REUSED_MEMORY, ROUNDS)
     seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
     rows = []
     for name, spent in seconds.items():
         ms, beside = f"{1e3 * statistics.median(spent):.1f}", str(ratio(spent, seconds[VARIANTS[0]]))
         rows.append((name, ms, beside, f"{exact[name][-1]['mib']:,.0f}"))
-    sizes = (
-        f"{options.rows} tokens, vocabulary of {options.vocab}, width {options.width}, chunks of {options.chunk} tokens"
-    )
-    print(f"{sizes}: the logits are {options.rows * options.vocab / 2**19:,.0f} MiB")
+    sizes = f"{ROWS} tokens, vocabulary of {VOCAB}, width {WIDTH}, chunks of {CHUNK} tokens"
+    print(f"{sizes}: the logits are {ROWS * VOCAB / 2**19:,.0f} MiB")
     print(table(("loss", "ms", "time to the first", "MiB held at most"), rows))
 
 
-def _measure(options: argparse.Namespace, env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:
+def _measure(env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:
     commands = {name: [sys.executable, *sys.argv, "--variant", name] for name in VARIANTS}
-    with workers(commands, OMP_NUM_THREADS=str(options.threads), **env) as sides:
+    with workers(commands, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))), **env) as sides:
         return in_turns(asking(sides, do="turn"), rounds, warm=2)  # compiles, and touches the memory
 
 
@@ -81,12 +77,12 @@ class LossSide:
     """A variant. Its peak is this process', by the kernel's own counter, or the device's."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.loss = _loss(options.variant, chunk_tokens=options.chunk)
-        shapes = [(options.rows, options.vocab)]
+        self.loss = _loss(options.variant)
+        shapes = [(ROWS, VOCAB)]
         if "head" in options.variant:
-            shapes = [(1, options.rows, options.width), (options.vocab, options.width)]
+            shapes = [(1, ROWS, WIDTH), (VOCAB, WIDTH)]
         self.inputs = [torch.randn(shape).to(options.device, torch.bfloat16).requires_grad_() for shape in shapes]
-        self.labels = torch.randint(0, options.vocab, self.inputs[0].shape[:-1], device=options.device)
+        self.labels = torch.randint(0, VOCAB, self.inputs[0].shape[:-1], device=options.device)
 
     def turn(self) -> dict[str, float]:
         """Seconds and memory of one forward and backward."""
@@ -103,11 +99,11 @@ class LossSide:
         return {"seconds": time.perf_counter() - began, "mib": (peak - held) / 2**20}
 
 
-def _loss(variant: str, *, chunk_tokens: int) -> Callable[..., Tensor]:
+def _loss(variant: str) -> Callable[..., Tensor]:
     """A function of bf16 logits, or hidden state and weight, and labels. Outside: the model's output is cast, and the loss (compiled
     or not) is given fp32."""
     if "head" in variant:
-        tokens = chunk_tokens if "chunks" in variant else 0
+        tokens = CHUNK if "chunks" in variant else 0
         return head_loss(cross_entropy_sum, chunk_tokens=tokens, loss_parallel=False, compile=CompileConfig())
     if variant.startswith("torch"):
         return lambda logits, labels: torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import statistics
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import LighthouseProcess, our_lighthouse
-from bench.pairs import parser
+from bench.pairs import machine, parser, spread
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Settings
@@ -32,9 +31,8 @@ WAIT_S = 60.0
 def main() -> None:
     kills = parser(__doc__, kills=20).parse_args().kills
     with closing(LighthouseProcess(our_lighthouse(1, quorum_tick_ms=20))) as lighthouse:
-        taken_ms = sorted(1e3 * seconds for seconds in measure(f"http://{lighthouse.address}", kills))
-    middle, load = statistics.median(taken_ms), f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    print(f"{kills} kills: {middle:.1f} ms (median), {taken_ms[0]:.1f}-{taken_ms[-1]:.1f}; {load}")
+        seconds = measure(f"http://{lighthouse.address}", kills)
+    print(f"{kills} kills: {spread(seconds, '.1f', 1e3)} ms; {machine()}")
 
 
 def measure(lighthouse: str, kills: int) -> list[float]:
