@@ -38,13 +38,8 @@ VARIANTS = (
     "with the head, whole",
     "with the head, in chunks",
 )
-ROWS, VOCAB, WIDTH, CHUNK, ROUNDS = (
-    4096,
-    32_000,
-    128,
-    512,
-    7,
-)  # tokens; logits and hidden state of one; tokens of a chunk; turns
+ROWS, CHUNK = 4096, 512  # tokens of a batch, and of a chunk
+VOCAB, WIDTH, ROUNDS = 32_000, 128, 7
 # Large tensors come from the kernel and go back to it at once, so the resident size is what is held
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run

@@ -4,13 +4,12 @@
     python bench/resume.py --quick         n = 6, bfloat16, one instant, one kill: half a minute, for every change
     python bench/resume.py ... -- --model.dim 512       further words are settings of the runs
 
-The run goes on to 2n steps, once undisturbed. Then the same run again under another name: as soon as its checkpoint of step n
-is there, and a seeded random time later, its process gets SIGKILL; the same command starts it again; with a second kill the
-start that was resumed is itself killed. In the end the SHA-256 of every tensor, every entry of the optimizer and of the
-ledger in the checkpoint of step 2n must be equal, and so must the logged loss, gradient norm, rate and token count of all
+The run goes on to 2n steps, once undisturbed. Then the same run again under another name: a random time after its checkpoint of step n its
+process gets SIGKILL; the same command starts it again; with a second kill the start that was resumed is itself killed. In the end the
+SHA-256 of every entry in the checkpoint of step 2n must be equal, and so must the logged loss, gradient norm, rate and token count of all
 2n steps. Last, what one layout saved at step n another carries on: one process and two; two that share the batch, then two that
 share each matrix, or the layers. The cursor must be equal, and weights and losses within float32 rounding of those of one process all
-the way. Prints a table; exit code 0 if all of it holds, 1 if not.
+the way. Exit code 0 if all of it holds, 1 if not.
 """
 
 from __future__ import annotations
@@ -117,9 +116,8 @@ class Runs:
             def saved() -> bool:
                 if process.poll() is not None:
                     raise RuntimeError(f"{name}: no checkpoint; its last output:\n{self.output(name)}")
-                return (
-                    self.last_step(name) not in (before, None) and checkpoint(self.folder / name, self.steps).exists()
-                )
+                new = self.last_step(name) not in (before, None)
+                return new and checkpoint(self.folder / name, self.steps).exists()
 
             until(f"{name}: a checkpoint", saved, START_TIMEOUT_S, poll_s=0.002)
             time.sleep(delay_s)
@@ -221,13 +219,8 @@ def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
 @contextmanager
 def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argparse.Namespace, Path]]:
     """The command line of a proof about runs, and the folder that they lie in."""
-    made = parser(
-        doc.splitlines()[0],
-        config=str(ROOT / "configs" / "llama.toml"),
-        seed=(0, "of the kills"),
-        keep=(Path, "a folder to leave the runs in"),
-        **flags,
-    )
+    llama = str(ROOT / "configs" / "llama.toml")
+    made = parser(doc.splitlines()[0], config=llama, keep=(Path, "a folder to leave the runs in"), **flags)
     made.add_argument("settings", nargs="*", help="settings of the runs, after --")
     options = made.parse_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
@@ -238,23 +231,20 @@ def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argpars
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = {"steps": (int, "n; the runs have 2n"), "quick": (False, "n = 6, bfloat16 alone, one instant, one kill")}
-    with asked(__doc__ or "", argv, **flags) as (options, folder):
-        steps = options.steps or (6 if options.quick else 40)
+    with asked(__doc__ or "", argv, quick=(False, "n = 6, bfloat16 alone, one instant, one kill")) as (options, folder):
         config = str(shutil.copy(options.config, folder))  # an edit meanwhile must not make it another run
-        runs = Runs(folder, config, steps, options.settings)
-        cases = prove(runs, random.Random(options.seed), quick=options.quick)
+        cases = prove(Runs(folder, config, 6 if options.quick else 40, options.settings), quick=options.quick)
     lines = [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
     print(table(("what", "history", "compared", "result"), lines))
     return 1 if any(case.problem for case in cases) else 0
 
 
-def prove(runs: Runs, dice: random.Random, *, quick: bool) -> list[ResumeCase]:
-    cases = []
+def prove(runs: Runs, *, quick: bool) -> list[ResumeCase]:
+    cases, dice, kills = list[ResumeCase](), random.Random(0), 1 if quick else 2
     for precision in ("bfloat16",) if quick else ("bfloat16", "float32"):
         seconds = runs.finish(precision, precision)
         for instant in range(1 if quick else 3):
-            name, kills = f"{precision}-{instant + 1}", 1 if quick else 2
+            name = f"{precision}-{instant + 1}"
             cases.append(kill_and_go_on(runs, precision, name, kills=kills, seconds=seconds, dice=dice))
     return cases if quick else [*cases, *(carry_on(runs, before, after) for before, after in CARRY_ON)]
 

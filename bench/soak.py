@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import FORKED_S, Forked, memory_bytes, obey, until
-from bench.pairs import parser
+from bench.pairs import markdown, parser, renew
 
 KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
 PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
@@ -88,14 +87,11 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     torch.set_num_threads(1)
     model = nn.Linear(16, 16)
 
-    def sinks(first: int | None) -> Any:
-        return open_sinks(folder, resumed_step=first)
-
     class Group:
         """One group over all its memberships, trained by a thread."""
 
         def __init__(self) -> None:
-            self.lives, self.problem = 0, ""
+            self.problem = ""
             self.commits: dict[int, str] = {}  # of the last steps
             self.manager: Manager
             self.there = threading.Event()
@@ -103,17 +99,14 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             self.there.wait(FORKED_S)
 
         def where(self) -> dict[str, Any]:
-            manager = self.manager
-            part = manager.part
+            part = self.manager.part
+            told = {"quorum": part.quorum_id if part else 0, "writes": self.manager.writes is not None}
             return {
-                "step": manager.step,
-                "quorum": part.quorum_id if part else 0,
+                **told,
+                "step": self.manager.step,
                 "size": self.size,
-                "writes": manager.writes is not None,
-                "lives": self.lives,
-                "problem": self.problem,
                 "commits": dict(self.commits),
-                "phase": manager.status().phase.value,
+                "problem": self.problem,
             }
 
         def held(self) -> dict[str, int]:
@@ -140,7 +133,9 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             """A life, until it leaves or is evicted."""
             with ExitStack() as cleanup:
                 scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
-                relay = LeaderMetricsWriter(folder, lambda: manager.writes, sinks, scribe)
+                relay = LeaderMetricsWriter(
+                    folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
+                )
                 cleanup.enter_context(closing(relay))
                 config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
                 options = ManagerOptions(init_sync=False, dies_with_group=False)
@@ -158,7 +153,6 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 self.manager, self.size = manager, 0
                 self.there.set()
                 self._train(manager, relay, checkpointer)
-                self.lives += 1
 
         def _train(self, manager: Manager, relay: LeaderMetricsWriter, checkpointer: Checkpointer) -> None:
             while not manager.left:
@@ -245,12 +239,10 @@ class Done:
 
 class SoakJob:
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.problems = folder, list[str]()
         self.house = Forked(PRELOAD, house, folder)
         self.lighthouse = self.house.hear()
         self.homes = {name: self.start(name) for name in "abc"}
-        self.writer = ""
-        self.problems: list[str] = []
 
     def start(self, name: str) -> Forked:
         return Forked(PRELOAD, home, name, self.lighthouse, self.folder)
@@ -259,9 +251,10 @@ class SoakJob:
         for one in self.homes.values():
             one.tell("where")
         found = {name: one.hear() for name, one in self.homes.items()}
-        for name, group in found.items():
-            if group["problem"]:
-                raise RuntimeError(f"group {name} has ended: {group['problem']}")
+        if ended := [
+            f"group {name} has ended: {group['problem']}" for name, group in found.items() if group["problem"]
+        ]:
+            raise RuntimeError("; ".join(ended))
         return found
 
     def together(self, past: int) -> dict[str, dict[str, Any]]:
@@ -326,9 +319,8 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
     job = SoakJob(folder)
     try:
         groups = job.together(0)
-        quorum = first = next(iter(groups.values()))["quorum"]
-        looked = done.changes
-        looks = 0
+        quorum = first = groups["a"]["quorum"]
+        looked, looks, before = done.changes, 0, ""
         while looked < changes:
             due = done.orders.get("kill", 0) < kills * (done.changes + 1) / changes
             looks_now = done.changes >= min(looked + SAMPLE, changes)
@@ -339,9 +331,8 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
             except RuntimeError as error:
                 return [*job.problems, f"after {done.changes} changes, the last of them {kind}: {error}"]
             job.compare(groups)
-            now = next(iter(groups.values()))["quorum"]
-            writer = "".join(name for name, group in groups.items() if group["writes"])
-            done.writers, job.writer = done.writers + (writer != job.writer), writer
+            now, writer = groups["a"]["quorum"], "".join(name for name, group in groups.items() if group["writes"])
+            done.writers, before = done.writers + (writer != before), writer
             done.changes, quorum = done.changes + now - quorum, now
             done.orders[kind] = done.orders.get(kind, 0) + 1
             done.steps = max(group["step"] for group in groups.values())
@@ -425,22 +416,13 @@ def verdict(folder: Path) -> list[GrowthLine]:
 
 def report(done: Done, lines: Sequence[GrowthLine], problems: Sequence[str], target: int) -> str:
     orders = ", ".join(f"{count} {kind}" for kind, count in sorted(done.orders.items()))
-    rows = "\n".join(f"| {it.what} | {it.found} | {it.bound} | {'yes' if it.holds else 'NO'} |" for it in lines)
-    return f"""# A soak: what thousands of membership changes leave behind
-
-Written by `make soak` on {date.today()}. [bench/soak.py](../bench/soak.py) says what is done; every quorum that is formed anew
-is a change. Compared are the last third of the looks and the first, after the first tenth, in the longest life of the processes. For all of
-them {" and ".join(f"`{name}={value}`" for name, value in SETTINGS.items())}.
-
-{done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} lives of the processes; {done.steps} steps; the writer changed
-{done.writers} times; orders: {orders}.
+    rows = [(it.what, it.found, it.bound, "yes" if it.holds else "NO") for it in lines]
+    return f"""{done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} lives of the processes; {done.steps} steps;
+the writer changed {done.writers} times; orders: {orders}.
 
 What went wrong: {"; ".join(problems) if problems else "nothing"}.
 
-| what | found | bound | holds |
-|---|---|---|---|
-{rows}
-"""
+{markdown(("what", "found", "bound", "holds"), rows)}"""
 
 
 def main() -> int:
@@ -448,17 +430,17 @@ def main() -> int:
         (__doc__ or "").partition("\n")[0],
         changes=10000,
         kills=(250, "of c, spread over all changes; each makes two or more"),
-        seed=1,
         folder=Path("outputs/soak"),
-        write=(Path, "the page for the documentation"),
+        write=(Path, "the page of the figures"),
     ).parse_args()
     os.environ.update(SETTINGS)
-    problems = soak(given.folder, given.changes, given.kills, given.seed, partial(print, flush=True))
+    problems = soak(given.folder, given.changes, given.kills, 1, partial(print, flush=True))
     lines = verdict(given.folder)
-    page = report(Done.read(given.folder / "soak.json"), lines, problems, given.changes)
-    print(page)
+    text = report(Done.read(given.folder / "soak.json"), lines, problems, given.changes)
+    print(text)
     if given.write:
-        given.write.write_text(page, encoding="utf-8")
+        settings = " and ".join(f"`{name}={value}`" for name, value in SETTINGS.items())
+        renew(given.write, "The last soak", f"`make soak`, all processes with {settings}", text)
     return 0 if not problems and all(line.holds for line in lines) else 1
 
 
