@@ -23,7 +23,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -38,18 +38,6 @@ from bench.pairs import Failed, in_turns, machine, parser, table
 
 HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
 STARTS = 20  # of `staggered`
-
-
-@dataclass
-class RecoveryFault:
-    """One fault and what followed. Seconds, or median steps before it."""
-
-    steady_s: float  # median step before it
-    noise: float  # longest step before it, of as many as are looked at afterwards, in median steps
-    gap_s: float  # the survivors' longest, between two commits
-    refused: int  # their attempts that came to nothing
-    back_s: float  # from the restarted group's `start` line, or from SIGCONT, to the first commit with all
-    longest: float  # the others' longest step in that time and after it, in median steps
 
 
 # ------------------------------------------------------------------------------------------------ figures from logs
@@ -67,56 +55,44 @@ def weights(ends: Sequence[DiaryLine]) -> str:
 
 # ------------------------------------------------------------------------------------------------ faults
 
-Fault = Callable[[RecoveryJob, ReplicaGroup], RecoveryFault]
+Fault = Callable[[RecoveryJob, ReplicaGroup], dict[str, float]]
 
 
-def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, again: Callable[[], float]) -> RecoveryFault:
-    """Follows a fault: the others go on; `again` mends it, and returns since when; all are together."""
+def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, mend: Callable[[], float | None]) -> dict[str, float]:
+    """Figures of a fault: the others go on, `mend` takes it back, all are together. Seconds: "steady", the median step before; "gap", the
+    survivors' longest from then on; "back", from the restarted group's `start` line, or from when `mend` says, to its first commit with
+    all. In median steps: "longest", the others' longest from then on; "noise", that of as many steps before the fault. "lost": the others'
+    attempts that came to nothing."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     commits = [line for line in others[0].since(0.0, "commit") if line.at_s < at_s][-STEADY:]
     steps_s = gaps([line for line in commits if line.contributors == count])
     job.steps(STEADY, count - 1, others)
     gap_s, lost, steady_s = longest_gap(others, at_s), refused(others, at_s), statistics.median(steps_s)
-    again_s = again()
-    back_s = next(line.at_s for line in victim.since(again_s, "commit") if line.contributors == count) - again_s
-    longest = longest_gap(others, again_s) / steady_s
-    return RecoveryFault(steady_s, max(steps_s) / steady_s, gap_s, lost, back_s, longest)
+    again_s, since_s = mend(), time.monotonic()
 
-
-def kill(job: RecoveryJob, victim: ReplicaGroup) -> RecoveryFault:
-    """SIGKILL; the others go on; it starts again and they are all together."""
-
-    def again() -> float:
-        victim.start()
-        job.steps(STEADY, len(job.groups))
-        return victim.since(victim.started_s, "start")[0].at_s
-
-    return followed(job, victim, victim.kill(), again)
-
-
-def stop(job: RecoveryJob, victim: ReplicaGroup, whole: bool) -> RecoveryFault:
-    """SIGSTOP of the trainer, or of all that it has started, too; the others go on; SIGCONT and all together."""
-
-    def again() -> float:
-        again_s = victim.signal(signal.SIGCONT, whole)
-        rejoin(job, victim)
-        return again_s
-
-    return followed(job, victim, victim.signal(signal.SIGSTOP, whole), again)
-
-
-def rejoin(job: RecoveryJob, victim: ReplicaGroup) -> None:
-    """Waits until the last steps are of all groups; starts again what a launcher would."""
-    since_s, count = time.monotonic(), len(job.groups)
-
-    def done() -> bool:
+    def together() -> bool:
         if victim.ended:
-            victim.start()
+            victim.start()  # as a launcher would
         commits = [[line.contributors for line in group.since(since_s, "commit")] for group in job.groups]
         return all(seen[-STEADY:] == [count] * STEADY for seen in commits)
 
-    others = [group for group in job.groups if group is not victim]
-    job.until("the return of the group that was stopped", done, lives=others)
+    job.until("the return of the group that was harmed", together, lives=others)
+    if again_s is None:
+        again_s = victim.since(victim.started_s, "start")[0].at_s
+    back_s = next(line.at_s for line in victim.since(again_s, "commit") if line.contributors == count) - again_s
+    told = {"steady": steady_s, "gap": gap_s, "back": back_s, "lost": lost}
+    return {**told, "longest": longest_gap(others, again_s) / steady_s, "noise": max(steps_s) / steady_s}
+
+
+def kill(job: RecoveryJob, victim: ReplicaGroup) -> dict[str, float]:
+    """SIGKILL, and another start."""
+    return followed(job, victim, victim.kill(), victim.start)
+
+
+def stop(job: RecoveryJob, victim: ReplicaGroup, whole: bool) -> dict[str, float]:
+    """SIGSTOP and SIGCONT of the trainer, or of all that it has started, too."""
+    again = partial(victim.signal, signal.SIGCONT, whole)
+    return followed(job, victim, victim.signal(signal.SIGSTOP, whole), again)
 
 
 HEADER = ["", "faults", "step ms", "gap s", "median", "lost", "back s", "longest", "before", "weights", "bounds"]
@@ -130,8 +106,8 @@ def faults(
     restart is bounded, too. Bounds are for ours."""
     draws = {side.name: random.Random(SEED) for side in sides}  # the same victims on each side
 
-    def job_of(side: JobSide) -> tuple[list[RecoveryFault], str]:
-        seen = list[RecoveryFault]()
+    def job_of(side: JobSide) -> tuple[list[dict[str, float]], str]:
+        seen = list[dict[str, float]]()
         try:
             with RecoveryJob(side, 3, megabytes=megabytes, step_ms=options.step_ms, kind=kind) as job:
                 job.start()
@@ -146,13 +122,10 @@ def faults(
     rows, turns = [], in_turns({side.name: partial(job_of, side) for side in sides}, options.rounds)
     for side in sides:
         seen, ends = [one for faults, _ in turns[side.name] for one in faults], [end for _, end in turns[side.name]]
-        failed, lost = ends.count("failed"), sum(one.refused for one in seen)
-        steady_s, median_s = (
-            statistics.median([getattr(x, of) for x in seen] or [nan]) for of in ("steady_s", "gap_s")
-        )
-        gap_s, back_s, longest, noise = (
-            max([getattr(x, of) for x in seen], default=nan) for of in ("gap_s", "back_s", "longest", "noise")
-        )
+        failed, lost = ends.count("failed"), round(sum(one["lost"] for one in seen))
+        steady_s, median_s = (statistics.median([one[of] for one in seen] or [nan]) for of in ("steady", "gap"))
+        worst = (max([one[of] for one in seen], default=nan) for of in ("gap", "back", "longest", "noise"))
+        gap_s, back_s, longest, noise = worst
         end = "differ" if "differ" in ends else "equal"
         bounds = {"gap": (gap_s, gap_bound(steady_s)), "lost": (lost, 0), "failed": (failed, 0), **same(end)}
         if back:
@@ -289,27 +262,16 @@ def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]
     seen: dict[int, set[int]] = {}
     wrong = []
     for group in groups:
-        for life in lives(group):
-            wrong += [f"group {group.name}: {a.step}, then {b.step}" for a, b in pairwise(life) if b.step <= a.step]
-            for line in life[:-1]:
-                seen.setdefault(line.step, set()).add(line.contributors)
+        lines = group.since(0.0, "start", "commit")
+        for a, b in pairwise(lines):
+            if a.event == b.event == "commit":  # of one life
+                wrong += [f"group {group.name}: {a.step}, then {b.step}"] if b.step <= a.step else []
+                seen.setdefault(a.step, set()).add(a.contributors)
     last = ends[0].step
     wrong += [f"step {step}: nobody's" for step in range(1, last) if step not in seen]
     wrong += [f"step {step}: of {sorted(counts)} groups" for step, counts in seen.items() if len(counts) > 1]
     legal = {int(group.name) - last / 1024 for group in groups}
     return wrong + [f"weight {end.weight} after {last} steps" for end in ends if end.weight not in legal]
-
-
-def lives(group: Diary) -> Iterator[list[DiaryLine]]:
-    """The commits of each life."""
-    life: list[DiaryLine] = []
-    for line in group.ranks[0]:
-        if line.event == "start":
-            yield life
-            life = []
-        elif line.event == "commit":
-            life.append(line)
-    yield life
 
 
 # ------------------------------------------------------------------------------------------------ lighthouse, starts

@@ -49,6 +49,7 @@ class Replica:
         for parameter in self.parameters:
             parameter.data.fill_(float(group))
         self.optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
+        self.states: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.orders: dict[str, Any] = {}
         self._file = (Path(folder) / "diary.0.jsonl").open("a", buffering=1, encoding="utf-8")
         threading.Thread(target=self._hear, daemon=True).start()
@@ -95,10 +96,10 @@ def ours(replica: Replica) -> None:
     config = ReplicaGroupConfig(str(replica.group), 0, 1, lighthouse, "127.0.0.1", Access(), Times())
     settings = FaultTolerance(enable=True, process_group=kind, collective_s=60.0)  # type: ignore[arg-type]
     group: Any = process_group(settings, replica.device)
-    manager, model, sum_s, contributors = Manager(group, config, ManagerOptions()), replica.model, 0.0, 0
-    manager.register("model", model.state_dict, model.load_state_dict)
-    manager.register("optimizer", replica.optimizer.state_dict, replica.optimizer.load_state_dict)
-    manager.attach([model])
+    manager, sum_s, contributors = Manager(group, config, ManagerOptions()), 0.0, 0
+    for name, state in replica.states.items():
+        manager.register(name, state.state_dict, state.load_state_dict)
+    manager.attach([replica.model])
     replica.say("start")
 
     def kill(target: int, after_s: float) -> None:
@@ -138,23 +139,20 @@ def torchft(replica: Replica) -> None:
     from torchft.process_group import ProcessGroupBabyGloo  # type: ignore[import-not-found]
 
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    model, inner = replica.model, replica.optimizer
+    states = replica.states
     manager = Manager(
         pg=(ProcessGroupBabyGloo if replica.kind == "baby" else ProcessGroupGloo)(timeout=TIMEOUT),
         min_replica_size=1,
         timeout=TIMEOUT,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        load_state_dict=lambda state: (
-            model.load_state_dict(state["model"]),
-            inner.load_state_dict(state["optimizer"]),
-        ),
+        state_dict=lambda: {name: of.state_dict() for name, of in states.items()},
+        load_state_dict=lambda state: [of.load_state_dict(state[name]) for name, of in states.items()],
         replica_id=f"group{replica.group}_",
         rank=0,
         world_size=1,
         store_addr="localhost",
         store_port=store.port,
     )
-    optimizer = Optimizer(manager, inner)
+    optimizer = Optimizer(manager, replica.optimizer)
     replica.say("start")
     while replica.goes_on:
         optimizer.zero_grad()  # asks for a quorum
@@ -170,15 +168,11 @@ def torchft(replica: Replica) -> None:
     manager.shutdown(wait=False)
 
 
-class _Ones(torch.nn.Module):
+class _Ones(torch.nn.Sequential):
     """A model whose every weight has the gradient 1."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([parameter.sum() for parameter in self.model.parameters()]).sum()
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
 
 
 def restart(replica: Replica) -> None:
@@ -188,11 +182,10 @@ def restart(replica: Replica) -> None:
     world, saved = int(os.environ["NUM_REPLICA_GROUPS"]), Path(os.environ["CHECKPOINT"])
     meet = f"file://{os.environ['RENDEZVOUS']}"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=replica.group, world_size=world)
-    states: dict[str, Any] = {"model": replica.model, "optimizer": replica.optimizer}
     if saved.exists():
         found = torch.load(saved)
         replica.step = found["step"]
-        for name, state in states.items():
+        for name, state in replica.states.items():
             state.load_state_dict(found[name])
     net, saved_s = torch.nn.parallel.DistributedDataParallel(_Ones(replica.model)), time.monotonic()
     replica.say("start")
@@ -203,10 +196,8 @@ def restart(replica: Replica) -> None:
         replica.optimizer.zero_grad()
         replica.committed(replica.step + 1, world)
         if replica.group == 0 and time.monotonic() - saved_s >= float(os.environ["CHECKPOINT_S"]):
-            torch.save(
-                {name: s.state_dict() for name, s in states.items()} | {"step": replica.step},
-                saved.with_suffix(".part"),
-            )
+            found = {name: state.state_dict() for name, state in replica.states.items()} | {"step": replica.step}
+            torch.save(found, saved.with_suffix(".part"))
             saved.with_suffix(".part").replace(saved)
             saved_s = time.monotonic()
 
