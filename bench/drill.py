@@ -5,23 +5,16 @@
 
 Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py) in an order and on
 targets that the seed alone decides; the next one comes when all groups are together again. Rounds follow each other until the time is
-over. Then:
+over. Then the job is judged (drill_rules.py), and its loss compared with that of a twin that nothing happened to.
 
-- survivors went on: no group that a fault did not hit died, threw a step away or passed over one;
-- replicas are bitwise equal: the weights of every rank after every step that two groups have in common;
-- the ledger is exact: every sample is in exactly one step (scripts/samples.py);
-- faults that have a bound kept it (drill_rules.py): how long nobody made a step, how soon all were together again;
-- the loss on held-out text is within 0.02 nats of that of a twin that nothing happened to, after as many tokens.
-
-Exit code: 0 all of that holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds
-that need a network of their own are left out, and named, where there is no root.
+Exit code: 0 all holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds that
+need a network of their own are left out, and named, where there is no root.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
@@ -39,7 +32,7 @@ from bench.drill_job import AWAY_S, FULL_S, PAIR_S, DrillJob
 from bench.drill_machines import Disk, Network, no_disk
 from bench.drill_rules import Verdict
 from bench.job import rows
-from bench.pairs import Failed, parser, table
+from bench.pairs import Failed, machine, parser, table
 from scripts.plan import say
 from scripts.plot_loss import draw, read
 
@@ -125,20 +118,19 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
 
 def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, bool, dict[str, str]]:
     """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
-    known = [kind for kind in asked.kinds if kind != FINISH]
-    out = {kind: f"needs {KINDS[kind].least} groups" for kind in known if asked.groups < KINDS[kind].least}
-    kinds = {kind: KINDS[kind] for kind in known if kind not in out}
-    network, disk = None, any(kind.disk for kind in kinds.values())
-    if wanting := [name for name, kind in kinds.items() if kind.network]:
-        try:
-            network = Network()
-            cleanup.callback(network.close)
-        except RuntimeError as why:
-            out |= dict.fromkeys(wanting, str(why))
-    if disk and (why := no_disk()):
-        disk = False
-        out |= {name: why for name, kind in kinds.items() if kind.disk}
-    return network, disk, out
+    kinds = {kind: KINDS[kind] for kind in asked.kinds if kind != FINISH}
+    out = {name: f"needs {kind.least} groups" for name, kind in kinds.items() if asked.groups < kind.least}
+    wanting = [name for name, kind in kinds.items() if kind.network and name not in out]
+    disk, network = [name for name, kind in kinds.items() if kind.disk and name not in out], None
+    try:
+        network = Network() if wanting else None
+    except RuntimeError as why:
+        out |= dict.fromkeys(wanting, str(why))
+    if network:
+        cleanup.callback(network.close)
+    if disk and (why_not := no_disk()):
+        out |= dict.fromkeys(disk, why_not)
+    return network, any(name not in out for name in disk), out
 
 
 def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
@@ -158,10 +150,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             failed = str(why)
     verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
-        verdicts.append(rules.survivors_went_on(job.diaries, incidents, rules.trained_by(job.run)))
-        verdicts.append(rules.bitwise_equal(job.diaries, incidents))
-        verdicts.append(rules.ledger_exact(job.run))
-        verdicts.append(rules.in_time(job.diaries, incidents, job.config.fault_tolerance))
+        verdicts += rules.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
     if disk:
         verdicts.append(rules.figures_complete(job.run))
     if not asked.no_twin and not failed:
@@ -222,7 +211,7 @@ def open_job(
 
 def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
-    early = list[str]()  # groups that said so too early
+    early, problem = list[str](), ""  # groups that said so too early
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
@@ -230,13 +219,12 @@ def finish(asked: DrillRequest) -> Verdict:
         job.gone |= set(job.groups)  # they may end
 
         def over() -> bool:
-            whole = job.has(step)
-            for name, group in job.groups.items():
-                said = "finished" in group.log.read_text(errors="replace") or group.code == 0
-                early.extend([name] if said and not whole else [])
-            return all(group.code == 0 for group in job.groups.values())
+            said = [
+                n for n, one in job.groups.items() if one.code == 0 or "finished" in one.log.read_text(errors="replace")
+            ]
+            early.extend([] if job.has(step) else said)
+            return job.over
 
-        problem = ""
         try:
             job.until("the end of all groups", over)
         except Failed as why:
@@ -265,8 +253,7 @@ def report(
     print(table(header, lines))
     for kind, why in left_out.items():
         print(f"left out: {kind}, {why}")
-    cores, load = os.cpu_count(), os.getloadavg()[0]
-    seen = f"{len(incidents)} faults in {job.step} steps; {cores} cores, load {load:.1f}"
+    seen = f"{len(incidents)} faults in {job.step} steps; {machine()}"
     print(f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {seen}")
     for verdict in verdicts:
         print(verdict)

@@ -20,14 +20,7 @@ from bench.drill_machines import HUB, HUB_ADDRESS, Disk, Network
 from bench.job import Diary, DiaryLine, descendants, failure, signal_all, until
 from bench.pairs import Failed
 from scripts.launch import Plan, ranks_here, threads_per_rank
-from scripts.replicas import (
-    ENABLED,
-    ReplicaSupervisor,
-    devices_of_groups,
-    environment,
-    prepare,
-    start_lighthouse,
-)
+from scripts.replicas import ENABLED, ReplicaSupervisor, devices_of_groups, environment, prepare, start_lighthouse
 
 T = TypeVar("T")
 STEADY = 5  # steps of all together, after which the next fault may come
@@ -68,15 +61,9 @@ class DrillJob:
     command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        groups: int,
-        *,
-        network: Network | None = None,
-        disk: Disk | None = None,
-        under: Sequence[str] = (),
-        drilled: bool = True,
-    ) -> None:
+        self, argv: Sequence[str], groups: int, *, network: Network | None = None, disk: Disk | None = None,
+        under: Sequence[str] = (), drilled: bool = True,
+    ) -> None:  # fmt: skip
         self._argv = [*argv, ENABLED]
         self._devices = DevicePool(devices_of_groups(groups))
         ranks = len(self._devices.of("0"))
@@ -179,6 +166,11 @@ class DrillJob:
         """The newest that any group has committed."""
         return max(diary.step for diary in self.diaries.values())
 
+    @property
+    def over(self) -> bool:
+        """True when all groups have ended as they should."""
+        return all(group.code == 0 for group in self.groups.values())
+
     def has(self, step: int) -> bool:
         """True when that checkpoint is whole."""
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
@@ -207,13 +199,9 @@ class DrillJob:
         since_s = since_s or time.monotonic()
 
         def holds() -> bool:
-            count = len(self.live)
-            last = (
-                self.diaries[name].since(since_s, "commit", "start", rank=rank)[-STEADY:]
-                for name in self.live
-                for rank in range(self.ranks)
-            )
-            return all([line.contributors for line in lines] == [count] * STEADY for lines in last)
+            every = [(self.diaries[name], rank) for name in self.live for rank in range(self.ranks)]
+            last = (diary.since(since_s, "commit", "start", rank=rank)[-STEADY:] for diary, rank in every)
+            return all([line.contributors for line in lines] == [len(self.live)] * STEADY for lines in last)
 
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
@@ -239,14 +227,10 @@ class DrillJob:
     def ended(self) -> None:
         """Waits until all groups have finished by themselves, however many steps that takes: each has its time."""
         self.gone |= set(self.groups)
-
-        def over() -> bool:
-            return all(group.code == 0 for group in self.groups.values())
-
-        while not over():
+        while not self.over:
             before = [diary.step for diary in self.diaries.values()]
             news = "another step, or the end of all groups"
-            self.until(news, lambda: over() or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
+            self.until(news, lambda: self.over or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
 
     def failure(self, what: str) -> Failed:
         return failure(

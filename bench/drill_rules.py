@@ -37,6 +37,20 @@ Diaries = Mapping[str, Diary]
 Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
 
 
+def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
+    """What must hold of any job that was harmed."""
+    trained = {
+        row.step: {owner.partition(":")[0] for owner in row.slots.values()}
+        for row in samples.read(run / samples.FILE_NAME)
+    }
+    return [
+        survivors_went_on(diaries, incidents, trained),
+        bitwise_equal(diaries, incidents),
+        ledger_exact(run),
+        in_time(diaries, incidents, settings),
+    ]
+
+
 def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: Trained) -> Verdict:
     """No survivor of a fault died, threw a step away, passed over one, or came to a halt. A collective may end in one survivor and break in
     another: this one then has the step from that one, with its own gradients in it, and nothing is lost."""
@@ -67,11 +81,6 @@ def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
         step = line.step
     if not any(line.event == "commit" for line in lines):
         yield "has committed nothing since"
-
-
-def trained_by(run: Path) -> Trained:
-    found = samples.read(run / samples.FILE_NAME)
-    return {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in found}
 
 
 def next_commit_s(diaries: Diaries, incident: Incident) -> float:
