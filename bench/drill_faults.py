@@ -61,14 +61,18 @@ class Kind:
     once: bool = False
 
 
+def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *, lost: bool = True) -> Harm:
+    """Does this to one group. `words` for the target; `lost`: it may lose its place by it."""
+
+    def on_one(job: DrillJob, dice: random.Random) -> Hurt:
+        name = job.pick(dice)
+        harm(job, name)
+        return Hurt(words.format(name), {name} if lost else ())
+
+    return on_one
+
+
 # ------------------------------------------------------------------------------------------------ deaths
-
-
-def kill(job: DrillJob, dice: random.Random) -> Hurt:
-    """A machine is lost: launcher, ranks and server at once."""
-    name = job.pick(dice)
-    job.kill(name)
-    return Hurt(f"group {name}", {name})
 
 
 def kill_rank(job: DrillJob, dice: random.Random) -> Hurt:
@@ -89,13 +93,6 @@ def half(job: DrillJob, dice: random.Random) -> Hurt:
     names = sorted(dice.sample(sorted(job.live, key=int), len(job.live) // 2), key=int)
     job.kill(*names)
     return Hurt(f"groups {', '.join(names)}", set(names))
-
-
-def kill_server(job: DrillJob, dice: random.Random) -> Hurt:
-    """The ranks end with their server, and come back."""
-    name = job.pick(dice)
-    signal_all(job.server(name), signal.SIGKILL)
-    return Hurt(f"the server of group {name}", {name})
 
 
 def hang(job: DrillJob, dice: random.Random) -> Hurt:
@@ -120,14 +117,12 @@ def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
     job.until(f"a {what}", lambda: not order.exists())
 
 
-def joiner(job: DrillJob, dice: random.Random) -> Hurt:
-    """A group dies, and again each time that its state begins to arrive."""
-    name = job.pick(dice)
+def joiner(job: DrillJob, name: str) -> None:
+    """It dies, and again each time that its state begins to arrive."""
     since_s = job.kill(name)
     for _ in range(JOINERS):
         job.until(f"a heal of group {name}", lambda: any(x.heals for x in job.diaries[name].since(since_s, "quorum")))  # noqa: B023
         since_s = job.kill(name)
-    return Hurt(f"group {name}, {JOINERS} times", {name})
 
 
 def writer(job: DrillJob, dice: random.Random) -> Hurt:
@@ -159,29 +154,19 @@ def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
 # ------------------------------------------------------------------------------------------------ pauses
 
 
-def _stopped(job: DrillJob, pids: Collection[int], seconds: float) -> None:
+def _stopped(job: DrillJob, pids: Collection[int], seconds: float = STOP_S) -> None:
+    """SIGSTOP; by default for longer than the heartbeat timeout."""
     signal_all(pids, signal.SIGSTOP)
     job.hold(seconds)
     signal_all(pids, signal.SIGCONT)
 
 
-def stop(
-    job: DrillJob, dice: random.Random, *, of: str = "group", pids: Callable[[DrillJob, str], Sequence[int]]
-) -> Hurt:
-    """SIGSTOP for longer than the heartbeat timeout. Where only ranks are stopped, the group's server still sends heartbeats."""
-    name = job.pick(dice)
-    _stopped(job, pids(job, name), STOP_S)
-    return Hurt(f"{of} {name}", {name})
-
-
-def slow(job: DrillJob, dice: random.Random) -> Hurt:
+def slow(job: DrillJob, name: str) -> None:
     """A machine with a quarter of its speed: nobody is lost."""
-    name = job.pick(dice)
     pids, end_s = job.processes(name), time.monotonic() + SLOW_S
     while time.monotonic() < end_s:
         _stopped(job, pids, 0.75 * BEAT_S)
         job.hold(0.25 * BEAT_S)
-    return Hurt(f"group {name}")
 
 
 def lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
@@ -226,24 +211,20 @@ def full(job: DrillJob, dice: random.Random, *, state: bool) -> Hurt:
 # ------------------------------------------------------------------------------------------------ the network
 
 
-def parted(job: DrillJob, dice: random.Random, *, part: Callable[[Network, str, bool], None]) -> Hurt:
+def parted(job: DrillJob, name: str, *, part: Callable[[Network, str, bool], None]) -> None:
     """Nothing gets through, either way (Network.cut), or from the group (Network.blind), and nobody is told."""
     assert job.network
-    name = job.pick(dice)
     part(job.network, name, True)
     job.hold(PARTITION_S)
     part(job.network, name, False)
-    return Hurt(f"group {name}", {name})
 
 
-def link(job: DrillJob, dice: random.Random) -> Hurt:
+def link(job: DrillJob, name: str) -> None:
     """A bad cable: slower for all, and nobody is lost."""
     assert job.network
-    name = job.pick(dice)
     job.network.narrow(name, LINK_MEGABITS)
     job.hold(LINK_S)
     job.network.narrow(name, None)
-    return Hurt(f"group {name}, {LINK_MEGABITS:g} Mbit/s")
 
 
 def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Hurt:
@@ -282,12 +263,10 @@ def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
     return Hurt(f"a bit of rank {rank} of group {name}", {name})
 
 
-def drain(job: DrillJob, dice: random.Random) -> Hurt:
+def drain(job: DrillJob, name: str) -> None:
     """A group leaves on purpose, for good."""
-    name = job.pick(dice)
     job.drain(name)
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
-    return Hurt(f"group {name}", {name})
 
 
 def add(job: DrillJob, dice: random.Random) -> Hurt:
@@ -311,57 +290,48 @@ def wrong(job: DrillJob, dice: random.Random) -> Hurt:
     return Hurt(f"hidden_dim {other}", at_s=at_s)
 
 
-PAIRS = {
-    "pair, in a sum": (False, False),
-    "pair, store at an end": (False, True),
-    "pair, while forming": (True, False),
-    "pair, forming, store at an end": (True, True),
+SERVER = "the server of group {}"
+STOPS = {  # in one case the group's server still sends heartbeats
+    "stop": on_group(lambda job, name: _stopped(job, job.processes(name))),
+    "stop trainer": on_group(lambda job, name: _stopped(job, job.ranks_of(name)), "the ranks of group {}"),
+}
+SERVERS = {
+    "server killed": on_group(lambda job, name: signal_all(job.server(name), signal.SIGKILL), SERVER),
+    "server stopped": on_group(lambda job, name: _stopped(job, job.server(name)), SERVER),
+}
+PARTITIONS = {
+    "partition": on_group(partial(parted, part=Network.cut)),
+    "partition, one way": on_group(partial(parted, part=Network.blind)),
+}
+FULL = {"full disk": partial(full, state=False), "full state": partial(full, state=True)}
+PAIRS: dict[str, Harm] = {
+    "pair, in a sum": partial(pair, forming=False, at_store=False),
+    "pair, store at an end": partial(pair, forming=False, at_store=True),
+    "pair, while forming": partial(pair, forming=True, at_store=False),
+    "pair, forming, store at an end": partial(pair, forming=True, at_store=True),
 }
 KINDS = {
-    "kill": Kind({"kill": kill}),
+    "kill": Kind({"kill": on_group(DrillJob.kill)}),  # a machine is lost: launcher, ranks and server at once
     "kill_rank": Kind({"kill_rank": kill_rank}),
     "all": Kind({"all": kill_all}, least=1),
-    "stop": Kind(
-        {
-            "stop": partial(stop, pids=DrillJob.processes),
-            "stop trainer": partial(stop, of="the ranks of group", pids=DrillJob.ranks_of),
-        }
-    ),
-    "slow": Kind({"slow": slow}),
+    "stop": Kind(STOPS),
+    "slow": Kind({"slow": on_group(slow, lost=False)}),
     "lighthouse": Kind({"lighthouse killed": lighthouse, "lighthouse stopped": stop_lighthouse}, least=1),
-    "partition": Kind(
-        {"partition": partial(parted, part=Network.cut), "partition, one way": partial(parted, part=Network.blind)},
-        network=True,
-    ),
-    "link": Kind({"link": link}, network=True),
+    "partition": Kind(PARTITIONS, network=True),
+    "link": Kind({"link": on_group(link, f"group {{}}, {LINK_MEGABITS:g} Mbit/s", lost=False)}, network=True),
     "corrupt": Kind({"corrupt": corrupt}, least=3),
-    "drain": Kind({"drain": drain}),
+    "drain": Kind({"drain": on_group(drain)}),
     "add": Kind({"add": add}, least=1),
     "hang": Kind({"hang": hang}),
     "half": Kind({"half": half}, least=3),
-    "server": Kind(
-        {
-            "server killed": kill_server,
-            "server stopped": partial(stop, of="the server of group", pids=DrillJob.server),
-        }
-    ),
-    "joiner": Kind({"joiner": joiner}),
+    "server": Kind(SERVERS),
+    "joiner": Kind({"joiner": on_group(joiner, f"group {{}}, {JOINERS} times")}),
     "writer": Kind({"writer": writer}),
     "wrong": Kind({"wrong": wrong}, least=1),
-    "pair": Kind(
-        {name: partial(pair, forming=forming, at_store=at_store) for name, (forming, at_store) in PAIRS.items()},
-        least=3,
-        network=True,
-        once=True,
-    ),
+    "pair": Kind(PAIRS, least=3, network=True, once=True),
     "away": Kind({"lighthouse away": lighthouse_away}, least=1, once=True),
     "capacity": Kind({"capacity": capacity}, once=True),
-    "full": Kind(
-        {"full disk": partial(full, state=False), "full state": partial(full, state=True)},
-        least=1,
-        disk=True,
-        once=True,
-    ),
+    "full": Kind(FULL, least=1, disk=True, once=True),
 }
 HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.items()}
 

@@ -39,16 +39,10 @@ Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
 
 def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
     """What must hold of any job that was harmed."""
-    trained = {
-        row.step: {owner.partition(":")[0] for owner in row.slots.values()}
-        for row in samples.read(run / samples.FILE_NAME)
-    }
-    return [
-        survivors_went_on(diaries, incidents, trained),
-        bitwise_equal(diaries, incidents),
-        ledger_exact(run),
-        in_time(diaries, incidents, settings),
-    ]
+    rows = samples.read(run / samples.FILE_NAME)
+    trained = {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in rows}
+    history = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
+    return [*history, ledger_exact(run), in_time(diaries, incidents, settings)]
 
 
 def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: Trained) -> Verdict:

@@ -1,6 +1,6 @@
 """Fifty starts of a program with a Manager and forked loader workers: no worker dies, whichever of the two is made first.
 
-    python bench/starts.py [--starts 50] [--steps 20]
+    python bench/starts.py
 
 A live gRPC channel and worker processes made by fork can kill each other: the child holds gRPC's locks, but not the threads that would
 release them. ft sets GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported, so that gRPC leaves forks alone. Each start is two groups at once,
@@ -15,31 +15,27 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import LOOPBACK
-from bench.pairs import parser
 
+STARTS, STEPS = 50, 20
 LIMIT_S = 180.0  # for a start on a busy machine
 FIRST, KINDS = ("manager", "loader"), ("ProcessGroupGloo", "ProcessGroupBabyGloo")
 
 
-def main(argv: Sequence[str]) -> int:
-    options = parser(__doc__, starts=(50, "of processes, two at a time"), steps=20).parse_args(argv)
-
+def main() -> int:
     from ft import LighthouseServer
 
-    ended: Counter[str] = Counter()
-    began_s = time.monotonic()
-    for number in range((options.starts + 1) // 2):
+    ended, began_s = Counter[str](), time.monotonic()
+    for number in range(STARTS // 2):
         first, kind = FIRST[number % 2], KINDS[number // 2 % 2]
         lighthouse = LighthouseServer("127.0.0.1:0", 2)
         try:
-            for text in start_two(first, kind, options.steps, lighthouse.address()):
+            for text in start_two(first, kind, lighthouse.address()):
                 ended[f"{first} first, {kind}: {'FAILED' if text else 'ended'}"] += 1
                 print(text, end="", file=sys.stderr)
         finally:
@@ -52,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str]:
+def start_two(first: str, kind: str, lighthouse: str) -> list[str]:
     """Two groups, until they end. What the one that failed said; nothing for one that ended well."""
-    command = [sys.executable, __file__, "--worker", first, kind, str(steps)]
+    command = [sys.executable, __file__, "--worker", first, kind]
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(command, env={**env, "REPLICA_GROUP_ID": str(n)}, **pipes) for n in range(2)]
@@ -69,7 +65,7 @@ def start_two(first: str, kind: str, steps: int, lighthouse: str) -> list[str]:
     return found
 
 
-def train(first: str, kind: str, steps: str) -> None:
+def train(first: str, kind: str) -> None:
     """One group: the example's model and images, a new epoch, so new workers, every few steps."""
     import torch
     from torch.utils.data import DataLoader
@@ -96,14 +92,14 @@ def train(first: str, kind: str, steps: str) -> None:
     batches = iter(loader)  # the workers are there
     manager = manager or make_manager()
     ddp, optimizer = ft.DistributedDataParallel(manager, model), ft.Optimizer(manager, adam)
-    for step in range(int(steps)):
+    for step in range(STEPS):
         if step % 3 == 2:
             batches = iter(loader)
         inputs, labels = next(batches)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(ddp(inputs), labels).backward()
         optimizer.step()
-    assert manager.current_step() == int(steps), f"{manager.current_step()} of {steps} steps were committed"
+    assert manager.current_step() == STEPS, f"{manager.current_step()} of {STEPS} steps were committed"
     manager.shutdown()
 
 
@@ -111,4 +107,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         train(*sys.argv[2:])
     else:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main())
