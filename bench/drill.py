@@ -33,6 +33,7 @@ from bench.drill_machines import Disk, Network, no_disk
 from bench.drill_rules import Verdict
 from bench.job import rows
 from bench.pairs import Failed, machine, parser, table
+from configs.load import load
 from scripts.plan import say
 from scripts.plot_loss import draw, read
 
@@ -196,8 +197,6 @@ def open_job(
     asked: DrillRequest, name: str, network: Network | None = None, disk: ExitStack | None = None, **last: int
 ) -> DrillJob:
     """A job in a new, empty run folder. `disk`: closes the job's own disks. Raises ValueError."""
-    from configs.load import load
-
     argv = asked.argv(name, **last)
     run = load(argv).run_folder
     shutil.rmtree(run, ignore_errors=True)

@@ -36,11 +36,11 @@ class Network:
     """Raises RuntimeError where this machine makes no namespaces, or cannot narrow a link. To be closed when no process of it lives."""
 
     def __init__(self) -> None:
+        if not _root():
+            raise RuntimeError(NO_ROOT)
         self._prefix = f"pharos-{os.getpid()}-"
         self.addresses: dict[str, str] = {}  # of those that have a cable
         self._spaces: list[str] = []
-        if not _root():
-            raise RuntimeError(NO_ROOT)
         try:
             self._make(HUB)
             self._at(

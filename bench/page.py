@@ -8,13 +8,13 @@ chromium, headless. What the page costs the lighthouse: bench/quorum.py --watche
 
 from __future__ import annotations
 
-import http.client
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,8 @@ class PageJob(Herd):
         self.server = load.ours(count, http="127.0.0.1:0", token_file=folder / "token")
         self.page = self.server.line()
         super().__init__(f"http://{self.server.address}", self.token)
-        unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
-        few = count < 100
-        self.ids = [f"{i}:{x}" if few else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
+        names = (f"{i}" if count < 100 else f"rack{i // 25:02}-{i % 25:02}" for i in range(count))
+        self.ids = [f"{name}:{secrets.token_hex(4)}" for name in names]
         self.open(self.ids)
         self.form()
 
@@ -128,29 +127,22 @@ def _seen(page: Any) -> float:
 
 def _bytes(job: PageJob) -> tuple[int, int, int]:
     """Sizes of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
-    host, _, port = job.page.removeprefix("http://").rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
-    answer = connection.getresponse()
-    sizes: list[int] = []
+    request = urllib.request.Request(f"{job.page}/events", headers={"Authorization": f"Bearer {job.token}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
 
-    def until_id() -> int:
-        """Bytes up to the end of an update."""
-        total, size, ends = 0, 0, False
-        while True:
-            line = answer.readline()
-            size, ends = size + len(line), ends or line.startswith(b"id: ")
-            if line == b"\n":
-                sizes.append(size)
-                total, size = total + size, 0
-                if ends:
-                    return total
+        def update() -> list[int]:
+            """Sizes of the events up to the one with an id, which ends an update."""
+            sizes, ends = list[int](), False
+            while not ends:
+                event = [*iter(answer.readline, b"\n"), b"\n"]
+                ends = any(line.startswith(b"id: ") for line in event)
+                sizes.append(sum(map(len, event)))
+            return sizes
 
-    begin = until_id()
-    job.beat(1000)
-    step = max(until_id() for _ in range(3))
-    connection.close()
-    return begin, max(sizes), step
+        begin = update()
+        job.beat(1000)
+        steps = [update() for _ in range(3)]
+    return sum(begin), max(map(max, [begin, *steps])), max(map(sum, steps))
 
 
 if __name__ == "__main__":

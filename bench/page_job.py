@@ -91,7 +91,6 @@ class Herd:
     def close(self) -> None:
         self.do(self._close())
         if self._thread:
-            self.do(self._calm())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
@@ -123,21 +122,17 @@ class Herd:
         await self._channels[0].unary_unary("/pharos.Lighthouse/Leave")(leave, metadata=self._metadata)
 
     async def _form(self, failed: bool) -> int:
-        ids = list(self.streams)
-        calls = (self._ask(place, replica_id, failed) for place, replica_id in enumerate(ids))
-        answers = await asyncio.gather(*calls)
-        self._members = set(ids)
+        answers = await asyncio.gather(*(self._ask(place, name, failed) for place, name in enumerate(self.streams)))
+        self._members = set(self.streams)
         return max(answers)
 
     async def _ask(self, place: int, replica_id: str, failed: bool) -> int:
         inside = replica_id in self._members
         at = f"10.{place >> 16}.{place >> 8 & 255}.{place & 255}"
-        state = (self.step, self.quorum_id, f"c{self.step}") if inside else (0, 0, "")
+        step, quorum, commit = (self.step, self.quorum_id, f"c{self.step}") if inside else (0, 0, "")
         if not inside and self._members:
             self._heals[replica_id] = 0
-        member = m.Member(
-            replica_id, f"http://{at}:1", f"{at}:2", state[0], 8, commit_quorum_id=state[1], commit_id=state[2]
-        )
+        member = m.Member(replica_id, f"http://{at}:1", f"{at}:2", step, 8, commit_quorum_id=quorum, commit_id=commit)
         number = self._numbers[replica_id] = self._numbers.get(replica_id, 0) + 1
         known = self.quorum_id if inside else 0
         call = m.Call(member, known=known, failed=failed and inside, number=number)
@@ -176,12 +171,8 @@ class Herd:
                 stream.cancel()
                 self._readers.pop(replica_id).cancel()
 
-    async def _calm(self) -> None:
-        """Waits until the cancelled tasks have ended."""
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        if rest:
-            await asyncio.wait(rest, timeout=2)
-
     async def _close(self) -> None:
         await self._lose(list(self.streams))
         await asyncio.gather(*(one.close() for one in self._channels))
+        if self._thread and (rest := asyncio.all_tasks() - {asyncio.current_task()}):
+            await asyncio.wait(rest, timeout=2)  # until the cancelled tasks have ended
