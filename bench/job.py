@@ -365,11 +365,9 @@ class RecoveryJob:
             self._lighthouse = LighthouseProcess(command)
             self._bind = self._lighthouse.address
 
-    def kill_lighthouse(self) -> float:
-        at_s = time.monotonic()
+    def kill_lighthouse(self) -> None:
         if self._lighthouse:
             self._lighthouse.close()
-        return at_s
 
     def start(self) -> None:
         for group in self.groups:
@@ -382,10 +380,9 @@ class RecoveryJob:
         watched = list(self.groups if lives is None else lives)
 
         def look() -> None:
-            ends = [group for group in watched if group.ended]
             for group in self.groups:
                 group.read()
-            if ends and not holds():
+            if any(group.ended for group in watched) and not holds():
                 raise self.failure(f"a group ended before {what}")
 
         return until(what, holds, limit_s, look=look, failure=self.failure)

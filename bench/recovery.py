@@ -284,7 +284,8 @@ def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
         with RecoveryJob(side, 3, step_ms=options.step_ms) as job:
             job.start()
             job.steps(STEADY, 3)
-            at_s = job.kill_lighthouse()
+            at_s = time.monotonic()
+            job.kill_lighthouse()
             time.sleep(2)
             job.start_lighthouse()
             job.wait(20)

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,13 @@ TINY = """
 --validation.enable false --sample.tokens 0 --metrics.enable_tensorboard false --checkpoint.keep_latest_k 0
 """
 
-# Two ranks each but for the first; a checkpoint of the left one is carried on by the right one.
+# Two ranks each but for the first; a checkpoint of each is carried on by the next one.
 LAYOUTS = {
     "1 rank": (),
     "fsdp 2": (),
     "tp 2": ("--parallelism.tensor_parallel_degree=2",),
     "pp 2": ("--parallelism.pipeline_parallel_degree=2",),
 }
-CARRY_ON = (("1 rank", "fsdp 2"), ("fsdp 2", "tp 2"), ("tp 2", "pp 2"))
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def prove(runs: Runs, *, quick: bool) -> list[ResumeCase]:
         for instant in range(1 if quick else 3):
             name = f"{precision}-{instant + 1}"
             cases.append(kill_and_go_on(runs, precision, name, kills=kills, seconds=seconds, dice=dice))
-    return cases if quick else [*cases, *(carry_on(runs, before, after) for before, after in CARRY_ON)]
+    return cases if quick else [*cases, *(carry_on(runs, before, after) for before, after in pairwise(LAYOUTS))]
 
 
 def _digest(value: Any) -> str:

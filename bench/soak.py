@@ -99,15 +99,9 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             self.there.wait(FORKED_S)
 
         def where(self) -> dict[str, Any]:
-            part = self.manager.part
-            told = {"quorum": part.quorum_id if part else 0, "writes": self.manager.writes is not None}
-            return {
-                **told,
-                "step": self.manager.step,
-                "size": self.size,
-                "commits": dict(self.commits),
-                "problem": self.problem,
-            }
+            part, writes = self.manager.part, self.manager.writes is not None
+            told = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
+            return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 
         def held(self) -> dict[str, int]:
             """Counts resources of its server, and keys of its store."""
@@ -251,10 +245,9 @@ class SoakJob:
         for one in self.homes.values():
             one.tell("where")
         found = {name: one.hear() for name, one in self.homes.items()}
-        if ended := [
-            f"group {name} has ended: {group['problem']}" for name, group in found.items() if group["problem"]
-        ]:
-            raise RuntimeError("; ".join(ended))
+        for name, group in found.items():
+            if group["problem"]:
+                raise RuntimeError(f"group {name} has ended: {group['problem']}")
         return found
 
     def together(self, past: int) -> dict[str, dict[str, Any]]:
