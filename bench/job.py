@@ -275,6 +275,7 @@ class JobSide:
     name: str
     python: str = sys.executable
     checkpoint_s: float = 0.0
+    program: Path = REPLICA
 
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
         """Default times, one group is enough: a killed one must not hold the others. Empty: this side has none."""
@@ -353,7 +354,7 @@ class RecoveryJob:
         self._bind = "127.0.0.1:0"
         self.start_lighthouse()
         env["TORCHFT_LIGHTHOUSE"] = f"http://{self._bind}"
-        command = [side.python, str(REPLICA), side.name, str(megabytes), str(step_ms), kind, device]
+        command = [side.python, str(side.program), side.name, str(megabytes), str(step_ms), kind, device]
         self.groups = [
             ReplicaGroup(str(number), self.folder, [*command, str(number), str(self.folder / str(number))], env)
             for number in range(groups)

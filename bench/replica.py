@@ -48,7 +48,7 @@ class Replica:
         self.parameters = list(self.model.parameters())
         for parameter in self.parameters:
             parameter.data.fill_(float(group))
-        self.optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
         self.states: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.orders: dict[str, Any] = {}
         self._file = (Path(folder) / "diary.0.jsonl").open("a", buffering=1, encoding="utf-8")

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import re
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from bench.job import JobSide, RecoveryJob, our_lighthouse
 from tests.rpc.peer import ROOT
-
-WAIT_S = 150.0  # for what must come; torch takes seconds to load, and on a busy machine a minute
-Step = dict[str, Any]
 
 
 def environment(torchft: Path) -> dict[str, str]:
@@ -38,121 +28,40 @@ def environment(torchft: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------ a job
 
 
-class Trainer:
-    """One group: a process, and the steps that it has committed."""
-
-    def __init__(self, group: int, seed: int, environ: dict[str, str], log: Path) -> None:
-        self.steps: list[Step] = []
-        self._log = log
-        self._new: queue.Queue[Step | None] = queue.Queue()
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("torchft_trainer.py"), str(group), str(seed)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environ,
-            )
-        self._reader = threading.Thread(target=self._read, name=f"group-{group}")
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith("{"):  # the rest is torchft's log
-                self._new.put(json.loads(line))
-        self._new.put(None)
-
-    def until(self, done: Callable[[Step], bool]) -> Step:
-        """Its next step of which that is true. Fails when it does not come in time, or the process ends."""
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            step = self._new.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert step is not None, f"it ended with code {self.process.wait()}: {self._log.read_text()[-2000:]}"
-            self.steps.append(step)
-            if done(step):
-                return step
-
-    def train_to(self, last_step: int) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(f"{last_step}\n")
-        self.process.stdin.flush()
-
-    def finish(self) -> int:
-        """Its exit code, once it has got there."""
-        code = self.process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
-        self.steps += [step for step in iter(self._new.get, None) if step]
-        return code
-
-    def digests(self) -> dict[int, str]:
-        return {step["step"]: step["digest"] for step in self.steps}
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(WAIT_S)
-        assert self.process.stdin and self.process.stdout
-        self.process.stdout.close()
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-
-@pytest.fixture
-def lighthouse(tmp_path: Path) -> Iterator[str]:
-    """Ours, as a process of its own: its address."""
-    flags = ["--min_replicas", "1", "--join_timeout_ms", "60000", "--heartbeat_timeout_ms", "2000", "--http", "none"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ft.rpc.lighthouse_main", "--bind", "127.0.0.1:0", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert process.stdout
-    yield process.stdout.readline().strip()
-    process.kill()
-    process.communicate()
+class OnOurLighthouse(JobSide):
+    def lighthouse(self, folder: Path, bind: str) -> list[str]:
+        return our_lighthouse(1, bind=bind, join_timeout_ms=60000, heartbeat_timeout_ms=2000)
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_group_heals_from_the_other(torchft: Path, lighthouse: str, tmp_path: Path):
+def test_a_killed_group_heals_from_the_other(torchft: Path, monkeypatch: pytest.MonkeyPatch):
     """Different weights at the start, different data: equal states are the peer's healing and reduction, in quorums of ours."""
-    environ = {**environment(torchft), "TORCHFT_LIGHTHOUSE": lighthouse}
-    with ExitStack() as stack:
-
-        def start(group: int, seed: int) -> Trainer:
-            trainer = Trainer(group, seed, environ, tmp_path / f"{group}.{seed}.log")
-            stack.callback(trainer.close)
-            return trainer
-
-        a, b = start(0, 1), start(1, 2)
-        a.until(both), b.until(both)
-        b.process.send_signal(signal.SIGKILL)
-        assert b.process.wait(WAIT_S) == -signal.SIGKILL
-        at = a.until(lambda step: step["groups"] == 1)
-        c = start(1, 3)
-        first = c.until(both)
-        assert first["step"] > at["step"], "it goes on where the other is, not at its own step 0"
-        last = a.until(lambda step: step["step"] >= first["step"])["step"] + 30
-        for trainer in (a, c):
-            trainer.train_to(last)
-        assert [trainer.finish() for trainer in (a, c)] == [0, 0], "nobody errs"
-        for trainer in (a, c):
-            steps = [step["step"] for step in trainer.steps]
-            assert steps == list(range(steps[0], steps[-1] + 1)) and last in steps, "each step once"
-        survivor, healed = a.digests(), c.digests()
-        assert len(set(survivor.values())) == len(survivor), "they train"
-        together = range(
-            first["step"], last
-        )  # whoever is through with the last one goes, and may leave the other alone in it
-        assert [survivor[step] for step in together] == [healed[step] for step in together], "bit for bit"
-
-
-def both(step: Step) -> bool:
-    return bool(step["groups"] == 2)
+    for name, value in environment(torchft).items():
+        monkeypatch.setenv(name, value)
+    side = OnOurLighthouse("torchft", program=Path(__file__).with_name("torchft_trainer.py"))
+    with RecoveryJob(side, 2, step_ms=20) as job:
+        a, b = job.groups
+        job.start()
+        job.steps(1, 2)
+        killed_s = b.kill()
+        job.steps(1, 1, [a])
+        at = next(line for line in a.since(killed_s, "commit") if line.contributors == 1)
+        b.start(SEED="3")
+        job.steps(1, 2)
+        first = next(line for line in b.since(b.started_s, "commit") if line.contributors == 2)
+        assert first.step > at.step, "it goes on where the other is, not at its own step 0"
+        last = job.finish()[0].step
+        assert [group.process and group.process.returncode for group in job.groups] == [0, 0], "nobody errs"
+        survivor, healed = a.since(0.0, "commit"), b.since(b.started_s, "commit")
+    for lines in (survivor, healed):
+        steps = [line.step for line in lines]
+        assert steps == list(range(steps[0], last + 1)), "each step once"
+    assert len({line.digest for line in survivor}) == len(survivor), "they train"
+    # whoever is through with the last one goes, and may leave the other alone in it
+    both = [
+        {line.step: line.digest for line in lines if first.step <= line.step < last} for lines in (survivor, healed)
+    ]
+    assert len(both[0]) >= 20 and both[0] == both[1], "bit for bit"
 
 
 # ------------------------------------------------------------------------------------------------ its own tests
