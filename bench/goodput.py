@@ -75,13 +75,13 @@ class Storm:
     job: RecoveryJob
     startup_s: float = 0.0
     checkpoint_s: float = 0.0
-    due: list[tuple[float, ReplicaGroup]] = field(default_factory=list)
+    due: dict[ReplicaGroup, float] = field(default_factory=dict)
     starts: int = 0
     kills: int = 0
     own: int = 0  # processes that ended by themselves
 
     def start(self) -> None:
-        self.due = [(time.monotonic(), group) for group in self.job.groups]
+        self.due = dict.fromkeys(self.job.groups, 0.0)
         self.restart()
 
     def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> None:
@@ -103,24 +103,22 @@ class Storm:
         killed = self.job.groups if self.checkpoint_s else [victim]
         for group in killed:
             group.kill()
-        due_s = time.monotonic() + self.startup_s
-        self.due += [(due_s, group) for group in killed]
+        self.due |= dict.fromkeys(killed, time.monotonic() + self.startup_s)
 
     def ended(self) -> list[ReplicaGroup]:
         """Processes that nobody killed, and that do not run."""
-        waiting = [group for _, group in self.due]
-        return [group for group in self.job.groups if group not in waiting and group.ended]
+        return [group for group in self.job.groups if group not in self.due and group.ended]
 
     def restart(self) -> None:
         """Starts again the groups whose time has come."""
-        now_s, env, folder = time.monotonic(), dict[str, str](), self.job.folder
-        ready = [group for due_s, group in self.due if due_s <= now_s]
-        self.due = [waits for waits in self.due if waits[0] > now_s]
+        env, folder = dict[str, str](), self.job.folder
+        ready = [group for group, due_s in self.due.items() if due_s <= time.monotonic()]
         if ready and self.checkpoint_s:
             self.starts += 1
             env = {"RENDEZVOUS": str(folder / f"start-{self.starts}"), "CHECKPOINT": str(folder / "checkpoint.pt")}
             env["CHECKPOINT_S"] = str(self.checkpoint_s)
         for group in ready:
+            del self.due[group]
             group.start(**env)
 
     def tokens(self, step: int) -> float:
