@@ -3,7 +3,6 @@
     python bench/bits.py                   without the options and with them; groups of one process and of two (FSDP); up to four kills
     python bench/bits.py --quick           two groups, one kill: for every change
     python bench/bits.py --write FILE      renews the table of that page
-    python bench/bits.py ... -- --model.dim 512       further words are settings of the runs
 
 With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order,
 whichever group computed them. In a job of real processes, once all groups take part, a random group gets SIGKILL, comes back and heals; so
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 import torch
 
 from bench.drill_job import DrillJob
+from bench.job import ROOT
 from bench.pairs import markdown, renew
 from bench.resume import LOGGED, TINY, apart, asked, checkpoint, checkpoint_values, logged
 from bench.resume import compare as compare_runs
@@ -74,17 +74,18 @@ def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
     return f"{victim} in step {lost_in}"
 
 
-def prove(case: BitsCase, folder: Path, config: str, settings: Sequence[str]) -> tuple[str, str, str]:
+def prove(case: BitsCase, folder: Path) -> tuple[str, str, str]:
     """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
     dice, name = random.Random(0), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
+    config = str(ROOT / "configs" / "llama.toml")
     argv = [
         config,
         f"--job.dump_folder={folder}",
         "--training.mixed_precision_param=float32",
         "--training.steps=100000",
     ]
-    argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options, *settings]
+    argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options]
 
     def until_saved(job: DrillJob, step: int) -> Path:
         job.until(f"checkpoint {step}", lambda: job.has(step) and step in logged(job.run))
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "the page of the table")}
     with asked(__doc__ or "", argv, **flags) as (options, folder):
         for case in QUICK if options.quick else CASES:
-            told = prove(case, folder, options.config, options.settings)
+            told = prove(case, folder)
             rows.append((case.what, f"{case.groups} x {case.ranks}", *told))
             print(" | ".join(rows[-1]), flush=True)
     right = not any(row[-1].startswith(WRONG) for row in rows)

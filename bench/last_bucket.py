@@ -1,6 +1,6 @@
 """A death while the last sums are on their way may leave some survivors with all of them and others without. They end with one history.
 
-    python bench/last_bucket.py [--kills 200]
+    python bench/last_bucket.py
 
 Three groups train over gloo, each in a process of its own; a group that has just launched its last bucket gets SIGKILL a random moment
 later, and another takes its place, again and again. Each records its steps (ft/recording.py); they are judged as the drill judges them
@@ -22,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import Diary, Forked, until
-from bench.pairs import parser
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
 MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket
@@ -125,4 +124,4 @@ def prove(kills: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(prove(parser((__doc__ or "").partition("\n")[0], kills=200).parse_args().kills))
+    sys.exit(prove(200))

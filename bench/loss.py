@@ -1,7 +1,7 @@
 """The cost of the fp32 upcast of the logits outside of the loss (as models used to do it) and inside, eager and compiled; and what it
 costs to have logits at all.
 
-    python bench/loss.py [--device cpu|cuda]
+    python bench/loss.py
 
 Bytes are the most that forward and backward of the loss hold beside its bf16 inputs, their gradients included; time is that of
 both. Inputs are the logits, or, of the variants "with the head", hidden state and weight. Each variant is one process that lives
@@ -10,7 +10,6 @@ through all rounds; they take turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.job import memory_bytes, reset_peak
-from bench.pairs import asking, in_turns, parser, ratio, serve, table, workers
+from bench.pairs import asking, in_turns, ratio, serve, table, workers
 from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import cross_entropy_sum
@@ -46,11 +45,8 @@ REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/dev
 
 
 def main() -> None:
-    flags = parser(__doc__, device="cpu")
-    flags.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # set in the processes of the variants
-    options = flags.parse_args()
-    if options.variant:
-        return serve(LossSide(options))
+    if sys.argv[1:2] == ["--variant"]:
+        return serve(LossSide(sys.argv[2]))
     exact, reused = _measure(EXACT_MEMORY, 1), _measure(REUSED_MEMORY, ROUNDS)
     seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
     rows = []
@@ -63,35 +59,25 @@ def main() -> None:
 
 
 def _measure(env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:
-    commands = {name: [sys.executable, *sys.argv, "--variant", name] for name in VARIANTS}
+    commands = {name: [sys.executable, __file__, "--variant", name] for name in VARIANTS}
     with workers(commands, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))), **env) as sides:
         return in_turns(asking(sides, do="turn"), rounds, warm=2)  # compiles, and touches the memory
 
 
 class LossSide:
-    """A variant. Its peak is this process', by the kernel's own counter, or the device's."""
+    """A variant. Its peak is this process', by the kernel's own counter."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.loss = _loss(options.variant)
-        shapes = [(ROWS, VOCAB)]
-        if "head" in options.variant:
-            shapes = [(1, ROWS, WIDTH), (VOCAB, WIDTH)]
-        self.inputs = [torch.randn(shape).to(options.device, torch.bfloat16).requires_grad_() for shape in shapes]
-        self.labels = torch.randint(0, VOCAB, self.inputs[0].shape[:-1], device=options.device)
+    def __init__(self, variant: str) -> None:
+        self.loss = _loss(variant)
+        shapes = [(1, ROWS, WIDTH), (VOCAB, WIDTH)] if "head" in variant else [(ROWS, VOCAB)]
+        self.inputs = [torch.randn(shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
+        self.labels = torch.randint(0, VOCAB, self.inputs[0].shape[:-1])
 
     def turn(self) -> dict[str, float]:
         """Seconds and memory of one forward and backward."""
-        cuda = self.labels.is_cuda
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated() if cuda else reset_peak()
-        began = time.perf_counter()
+        held, began = reset_peak(), time.perf_counter()
         torch.autograd.grad(self.loss(*self.inputs, self.labels), self.inputs)
-        if cuda:
-            torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() if cuda else memory_bytes("VmHWM")
-        return {"seconds": time.perf_counter() - began, "mib": (peak - held) / 2**20}
+        return {"seconds": time.perf_counter() - began, "mib": (memory_bytes("VmHWM") - held) / 2**20}
 
 
 def _loss(variant: str) -> Callable[..., Tensor]:

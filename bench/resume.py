@@ -2,7 +2,6 @@
 
     python bench/resume.py                 n = 40 steps, float32 and bfloat16, three instants, two kills in a row at each
     python bench/resume.py --quick         n = 6, bfloat16, one instant, one kill: half a minute, for every change
-    python bench/resume.py ... -- --model.dim 512       further words are settings of the runs
 
 The run goes on to 2n steps, once undisturbed. Then the same run again under another name: a random time after its checkpoint of step n its
 process gets SIGKILL; the same command starts it again; with a second kill the start that was resumed is itself killed. In the end the
@@ -79,11 +78,14 @@ class ResumeCase:
 class Runs:
     """Starts of runs in one folder, all by the same command but for the name."""
 
-    def __init__(self, folder: Path, config: str, steps: int, settings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
+        config = str(
+            shutil.copy(ROOT / "configs" / "llama.toml", folder)
+        )  # an edit meanwhile must not make it another run
         self.steps = steps  # n: the runs have 2n
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
-        self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split(), *settings]
+        self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split()]
 
     @contextmanager
     def started(self, name: str, precision: str, layout: str = "1 rank") -> Iterator[subprocess.Popen[bytes]]:
@@ -219,10 +221,7 @@ def carry_on(runs: Runs, before: str, after: str) -> ResumeCase:
 @contextmanager
 def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argparse.Namespace, Path]]:
     """The command line of a proof about runs, and the folder that they lie in."""
-    llama = str(ROOT / "configs" / "llama.toml")
-    made = parser(doc.splitlines()[0], config=llama, keep=(Path, "a folder to leave the runs in"), **flags)
-    made.add_argument("settings", nargs="*", help="settings of the runs, after --")
-    options = made.parse_args(argv)
+    options = parser(doc.splitlines()[0], keep=(Path, "a folder to leave the runs in"), **flags).parse_args(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
     with tempfile.TemporaryDirectory(prefix="pharos-runs-") as temporary:
         folder = options.keep or Path(temporary)
@@ -232,8 +231,7 @@ def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argpars
 
 def main(argv: Sequence[str]) -> int:
     with asked(__doc__ or "", argv, quick=(False, "n = 6, bfloat16 alone, one instant, one kill")) as (options, folder):
-        config = str(shutil.copy(options.config, folder))  # an edit meanwhile must not make it another run
-        cases = prove(Runs(folder, config, 6 if options.quick else 40, options.settings), quick=options.quick)
+        cases = prove(Runs(folder, 6 if options.quick else 40), quick=options.quick)
     lines = [(case.what, case.history, case.compared, case.problem or case.verdict) for case in cases]
     print(table(("what", "history", "compared", "result"), lines))
     return 1 if any(case.problem for case in cases) else 0

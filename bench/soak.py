@@ -1,6 +1,6 @@
 """Thousands of membership changes of one job, and what has grown behind them: nothing but the logs that are named here.
 
-    python bench/soak.py [--changes 10000] [--kills 250] [--folder outputs/soak] [--write docs/soak.md]
+    python bench/soak.py [--write docs/soak.md]      in outputs/soak, where it goes on
 
 Three replica groups train a tiny model over gloo, each in a process of its own, those of a and b for ever. Whatever makes a new quorum is
 done to them in turns: an operator evicts a or b, which come back; b leaves and joins; connections of a, b or c are cut; c is killed with
@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import FORKED_S, Forked, memory_bytes, obey, until
 from bench.pairs import markdown, parser, renew
 
+CHANGES, KILLS = 10_000, 250  # of c, spread over all changes; each makes two or more
 KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
 PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
 SAMPLE = 100  # changes from one look to the next
@@ -419,21 +420,16 @@ What went wrong: {"; ".join(problems) if problems else "nothing"}.
 
 
 def main() -> int:
-    given = parser(
-        (__doc__ or "").partition("\n")[0],
-        changes=10000,
-        kills=(250, "of c, spread over all changes; each makes two or more"),
-        folder=Path("outputs/soak"),
-        write=(Path, "the page of the figures"),
-    ).parse_args()
+    write = parser((__doc__ or "").partition("\n")[0], write=(Path, "the page of the figures")).parse_args().write
     os.environ.update(SETTINGS)
-    problems = soak(given.folder, given.changes, given.kills, 1, partial(print, flush=True))
-    lines = verdict(given.folder)
-    text = report(Done.read(given.folder / "soak.json"), lines, problems, given.changes)
+    folder = Path("outputs/soak")
+    problems = soak(folder, CHANGES, KILLS, 1, partial(print, flush=True))
+    lines = verdict(folder)
+    text = report(Done.read(folder / "soak.json"), lines, problems, CHANGES)
     print(text)
-    if given.write:
+    if write:
         settings = " and ".join(f"`{name}={value}`" for name, value in SETTINGS.items())
-        renew(given.write, "The last soak", f"`make soak`, all processes with {settings}", text)
+        renew(write, "The last soak", f"`make soak`, all processes with {settings}", text)
     return 0 if not problems and all(line.holds for line in lines) else 1
 
 
