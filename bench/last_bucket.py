@@ -91,8 +91,8 @@ def prove(kills: int) -> int:
         def together(since_s: float) -> bool:
             return [line.contributors for line in diaries["c"].since(since_s, "commit")].count(3) >= 2
 
-        def go_on(step: int) -> bool:
-            return all(diaries[name].step > step + 1 for name in both)
+        def go_on(since_s: float) -> bool:
+            return all(len(diaries[name].since(since_s, "commit")) > 2 for name in both)
 
         survivors = [start(name) for name in "ab"]
         for kill in range(kills):
@@ -106,7 +106,7 @@ def prove(kills: int) -> int:
             victim.kill()
             if incidents:
                 incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
-            wait("the survivors go on", partial(go_on, step))
+            wait("the survivors go on", partial(go_on, at_s))
             incidents.append(Incident("kill", "group c", frozenset("c"), both, at_s, step, time.monotonic(), both))
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{kill + 1} of {kills} kills ")
