@@ -64,7 +64,7 @@ QUICK = (BitsCase("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
 
 
 def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
-    """All processes of a group, a few steps from now, or from the first checkpoint; returns when the others have gone on."""
+    """Kills all processes of a group, a few steps from now or from the first checkpoint; returns when the others have gone on."""
     job.together()
     at_step = max(job.step, INTERVAL) + dice.randrange(8)
     job.until(f"step {at_step}", lambda: job.step >= at_step)

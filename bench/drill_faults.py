@@ -62,7 +62,7 @@ class Kind:
 
 
 def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *, lost: bool = True) -> Harm:
-    """Does this to one group. `words` for the target; `lost`: it may lose its place by it."""
+    """Makes a fault of what is done to one group. `words`: the target; `lost`: the group may lose its place in the quorum."""
 
     def on_one(job: DrillJob, dice: random.Random) -> Hurt:
         name = job.pick(dice)
@@ -76,7 +76,7 @@ def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *
 
 
 def kill_rank(job: DrillJob, dice: random.Random) -> Hurt:
-    """The others of its group have to notice."""
+    """SIGKILL of one rank: the others of its group have to notice."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     signal_all([job.ranks_of(name)[rank]], signal.SIGKILL)
     return Hurt(f"rank {rank} of group {name}", {name})
@@ -118,7 +118,7 @@ def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
 
 
 def joiner(job: DrillJob, name: str) -> None:
-    """It dies, and again each time that its state begins to arrive."""
+    """The group dies, and again each time that its state begins to arrive."""
     since_s = job.kill(name)
     for _ in range(JOINERS):
         job.until(f"a heal of group {name}", lambda: any(x.heals for x in job.diaries[name].since(since_s, "quorum")))  # noqa: B023
@@ -255,7 +255,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
 
 
 def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
-    """Nothing but a comparison with the others tells it. The group must heal, or end and come back."""
+    """A bit of a weight flips, which only a comparison with the others shows. The group must heal, or end and come back."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, ORDER, rank)
     flipped_s = time.monotonic()
@@ -275,7 +275,7 @@ def add(job: DrillJob, dice: random.Random) -> Hurt:
 
 
 def wrong(job: DrillJob, dice: random.Random) -> Hurt:
-    """The lighthouse starts again, and then a group comes whose model has other layers. It is to be refused, and nobody else to notice."""
+    """The lighthouse starts again, and then a group comes whose model has other layers. It must be refused, without an effect on others."""
     job.kill_lighthouse()
     other = job.config.model.hidden_dim * 2 or 96
     stray = job.group("wrong", f"--model.hidden_dim={other}", f"--job.dump_folder={Path(job.folder, 'wrong')}")

@@ -93,17 +93,17 @@ class DrillJob:
         return [name for name in self.groups if name not in self.gone]
 
     def pick(self, dice: random.Random, names: Collection[str] | None = None) -> str:
-        """One of the live, or of these, by the seed alone, in the order of their names."""
+        """Draws one of the live groups, or of `names`, by the seed alone."""
         return dice.choice(sorted(self.live if names is None else names, key=int))
 
     def start_lighthouse(self) -> None:
-        """Starts it, the next time at the same address with the state that the last one left."""
+        """Starts the lighthouse; the next time at the same address, with the state that the last one left."""
         through = [*(self.network.through(HUB) if self.network else []), *self._under]
         self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
         self._bind = self.address.partition("//")[2]
 
     def kill_lighthouse(self, away_s: float = 0.0) -> None:
-        """Starts it again after that time."""
+        """Kills the lighthouse, and starts it again after that time."""
         self.lighthouse.kill()
         self.lighthouse.communicate()
         self.hold(away_s)
@@ -120,7 +120,7 @@ class DrillJob:
         return name
 
     def group(self, name: str, *overrides: str) -> ReplicaSupervisor:
-        """A group that is yet to be started, and is none of the job's."""
+        """Makes a group without starting it; it is not one of the job's yet."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
         env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
@@ -150,20 +150,20 @@ class DrillJob:
         return [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
 
     def kill(self, *names: str) -> float:
-        """SIGKILL of all processes of these groups. Returns when."""
+        """Kills all processes of these groups with SIGKILL. Returns the time."""
         at_s = time.monotonic()
         signal_all([pid for name in names for pid in self.processes(name)], signal.SIGKILL)
         return at_s
 
     @property
     def quorum(self) -> DiaryLine:
-        """The newest that anybody took part in."""
+        """The newest quorum that any group took part in."""
         lines = (next(x for x in reversed(self.diaries[name].ranks[0]) if x.event == "quorum") for name in self.live)
         return max(lines, key=lambda line: line.quorum_id)
 
     @property
     def step(self) -> int:
-        """The newest that any group has committed."""
+        """The newest step that any group has committed."""
         return max(diary.step for diary in self.diaries.values())
 
     @property
@@ -190,7 +190,7 @@ class DrillJob:
         return until(what, holds, limit_s, look=self.look, failure=self.failure, poll_s=0.02)
 
     def hold(self, seconds: float) -> None:
-        """Lets a fault last so long."""
+        """Waits so long, for a fault that lasts."""
         end_s = time.monotonic() + seconds
         self.until("the end of a fault", lambda: time.monotonic() >= end_s, seconds + LIMIT_S)
 

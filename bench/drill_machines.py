@@ -80,7 +80,7 @@ class Network:
             self._at(here, f"ip neigh {how}")
 
     def narrow(self, name: str, megabits: float | None) -> None:
-        """Per second, each way; None: as wide as before."""
+        """Limits a cable, in megabits per second each way; None: no limit."""
         for space, device in ((HUB, _cable(name)), (name, "eth0")):
             what = f"del dev {device} root" if megabits is None else f"add dev {device} root {_shape(megabits)}"
             self._at(space, f"tc qdisc {what}")
@@ -112,7 +112,7 @@ class Network:
 
 
 def _cable(name: str) -> str:
-    """Its end in the hub; an interface's name has at most 15 characters."""
+    """Name of a cable's end in the hub; an interface's name has at most 15 characters."""
     return f"to-{name}"
 
 
@@ -121,7 +121,7 @@ def _shape(megabits: float) -> str:
 
 
 def no_disk() -> str:
-    """Why this machine mounts nothing; "": it does."""
+    """The reason why this machine mounts nothing; "": it does."""
     if not _root():
         return NO_ROOT
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ class Disk:
 
     @staticmethod
     def fill(place: Path) -> None:
-        """To the last byte; again and again, for what is removed there makes room."""
+        """Fills a disk to the last byte. To be repeated, since files that are removed there make room."""
         with (place / "filler").open("ab", buffering=0) as file:
             for piece in (1 << 20, 1 << 12, 1):
                 with suppress(OSError):

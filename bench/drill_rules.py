@@ -38,7 +38,7 @@ Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
 
 
 def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
-    """What must hold of any job that was harmed."""
+    """Verdicts that must hold for any job that was harmed."""
     rows = samples.read(run / samples.FILE_NAME)
     trained = {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in rows}
     history = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
@@ -87,7 +87,7 @@ def next_commit_s(diaries: Diaries, incident: Incident) -> float:
 
 
 def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
-    """Between two commits of a survivor that follow each other, from the fault until all were back."""
+    """Seconds of the longest gap between two commits of a survivor, from the fault until all were back."""
     return longest_gap([diaries[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
 
 
@@ -116,14 +116,14 @@ def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
 
 
 def _eras(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[float]:
-    """When each new history began for it: with its first life after all had been killed. Until it dies it goes on in the old one, however
+    """Times at which new histories began for this group: with its first life after all had been killed. Until it dies it goes on in the old one, however
     long that takes on a busy machine."""
     starts = (diary.since(incident.at_s, "start", rank=rank) for incident in incidents if incident.kind == "all")
     return [lives[0].at_s for lives in starts if lives]
 
 
 def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[DiaryLine]:
-    """Its commits, but for those between a bit that was flipped on purpose and the heal or new life that mends it."""
+    """Commits of this group, but for those between a bit that was flipped on purpose and the heal or new life that mends it."""
     commits = diary.since(0.0, "commit", rank=rank)
     for incident in incidents:
         if incident.kind == "corrupt" and diary.name in incident.hit:
@@ -134,7 +134,7 @@ def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[Dia
 
 
 def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
-    """How many steps all groups that were to be there have in common, with equal weights on the rank that has fewest, until `back_s`."""
+    """Number of steps that all live groups have in common until `back_s`, with equal weights, on the rank that has fewest."""
     seen: dict[tuple[int, int, str, str], set[str]] = defaultdict(set)
     ranks = range(len(next(iter(diaries.values())).ranks))
     for name in incident.live:
@@ -162,7 +162,7 @@ def figures_complete(run: Path) -> Verdict:
 
 
 def looks(run: Path) -> list[tuple[float, float]]:
-    """(tokens trained on, loss on held-out text), nats per token."""
+    """Validations of a run: (tokens trained on, loss on held-out text in nats per token)."""
     tokens, found = 0.0, []
     for row in rows(run):
         tokens = row.get("tokens", tokens)
@@ -215,7 +215,7 @@ def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTole
 
 
 def steady_s(diaries: Diaries, incident: Incident) -> float:
-    """A step of the survivors before the fault, seconds."""
+    """Seconds of a step of the survivors before the fault."""
     before = ([x for x in diaries[n].since(0.0, "commit") if x.at_s < incident.at_s] for n in incident.survivors)
     found = [gap for commits in before for gap in gaps(commits[-STEADY_STEPS:])]
     return median(found) if found else math.nan

@@ -60,7 +60,7 @@ class GoodputRun:
     tokens: float
     kills: int
     ended: int = 0  # processes that ended by themselves
-    redone: int = 0  # steps that were taken back, or whose gradients were thrown away
+    redone: int = 0  # steps that were taken back, or whose gradients were dropped
 
     @property
     def rate(self) -> float:
@@ -106,7 +106,7 @@ class Storm:
         self.due |= dict.fromkeys(killed, time.monotonic() + self.startup_s)
 
     def ended(self) -> list[ReplicaGroup]:
-        """Processes that nobody killed, and that do not run."""
+        """Processes that were not killed, and that do not run."""
         return [group for group in self.job.groups if group not in self.due and group.ended]
 
     def restart(self) -> None:
@@ -127,20 +127,20 @@ class Storm:
         return TOKENS * sum(groups for number, groups in steps.items() if number > step)
 
     def redone(self, from_s: float) -> int:
-        """Steps whose gradients were thrown away, or that the rank that saves has committed more than once."""
+        """Steps whose gradients were dropped, or that the rank that saves has committed more than once."""
         steps = [line.step for line in self.job.groups[0].since(from_s, "commit")]
         aborts = (len(group.since(from_s, "abort")) for group in self.job.groups)
         return len(steps) - len(set(steps)) if self.checkpoint_s else max(aborts)
 
 
 def running(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Those that run, unless only one does."""
+    """Returns the groups that run; none where only one does."""
     runs = [group for group in groups if group.runs]
     return runs if len(runs) > 1 else []
 
 
 def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> GoodputRun:
-    """Raises Failed."""
+    """One turn of a way. Raises Failed."""
     with RecoveryJob(side, PROCESSES, megabytes=megabytes) as job:
         made = Storm(job, options.startup_s, side.checkpoint_s)
         made.start()

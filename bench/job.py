@@ -74,12 +74,12 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all its threads since its start. The clock of another process (Linux: clock_getcpuclockid)."""
+    """CPU seconds of all threads of a process since its start. The clock of another process (Linux: clock_getcpuclockid)."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
-    """VmRSS: what it holds now; VmHWM: its peak (Linux)."""
+    """Memory of a process (Linux). `field`: VmRSS, the memory that it has now, or VmHWM, its peak."""
     return 1024 * int(re.findall(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))[0])
 
 
@@ -106,7 +106,7 @@ def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
 
 
 def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") -> list[str]:
-    """torchft's, with the defaults of its command line."""
+    """The command of torchft's lighthouse, with the defaults of its command line."""
     return [python, "-c", TORCHFT, bind, str(min_replicas)]
 
 
@@ -122,7 +122,7 @@ class LighthouseProcess:
                 raise Failed(f"the lighthouse did not start: {said.read()[-500:]}")
 
     def line(self) -> str:
-        """The next one that it says: its address, and then its page's where it has one."""
+        """Returns the next line of its output: its address, then that of its page, where it has one."""
         assert self._process.stdout
         return self._process.stdout.readline().strip()
 
@@ -240,17 +240,17 @@ class Diary:
 
     @property
     def step(self) -> int:
-        """The last that it has committed, or began its present life with."""
+        """The step that it has committed last, or that it began its present life with."""
         return next((line.step for line in reversed(self.ranks[0]) if line.event in ("commit", "start")), 0)
 
 
 def gaps(commits: Sequence[DiaryLine], from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
-    """Seconds between two that follow each other, of those that end in between."""
+    """Seconds between two commits that follow each other; only gaps that end between `from_s` and `to_s`."""
     return [b.at_s - a.at_s for a, b in pairwise(commits) if from_s <= b.at_s <= to_s]
 
 
 def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf) -> float:
-    """Not a number where nobody commits any more."""
+    """Seconds of the longest gap of any group; nan where no group commits any more."""
     found = [gap for diary in diaries for gap in gaps(diary.since(0.0, "commit"), from_s, to_s)]
     return max(found, default=math.nan)
 
@@ -278,7 +278,7 @@ class JobSide:
     program: Path = REPLICA
 
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
-        """Default times, one group is enough: a killed one must not hold the others. Empty: this side has none."""
+        """Returns its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
         if self.name == "torchft":
             return their_lighthouse(1, self.python, bind)
         state = folder / "lighthouse.json"
@@ -361,7 +361,7 @@ class RecoveryJob:
         ]
 
     def start_lighthouse(self) -> None:
-        """Starts it, the next time at the same address and with the state file that it left, if it leaves one."""
+        """Starts the lighthouse; the next time at the same address and with the state file that it left, if it leaves one."""
         if command := self._side.lighthouse(self.folder, self._bind):
             self._lighthouse = LighthouseProcess(command)
             self._bind = self._lighthouse.address
@@ -389,7 +389,7 @@ class RecoveryJob:
         return until(what, holds, limit_s, look=look, failure=self.failure)
 
     def wait(self, seconds: float) -> None:
-        """Reads the logs meanwhile."""
+        """Waits, reading the logs."""
         end_s = time.monotonic() + seconds
         self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 

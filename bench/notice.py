@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measure(lighthouse: str, kills: int) -> list[float]:
-    """Seconds, of each kill."""
+    """Seconds from each kill until the notice."""
     stays = NoticeGroup("stays:1", lighthouse)
     heard: queue.Queue[tuple[float, m.Notice]] = queue.Queue()
     stays.rank.watch(lambda notice: heard.put((time.monotonic(), notice)), print, pid=0)

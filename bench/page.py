@@ -119,7 +119,7 @@ def _open(browser: Any, job: PageJob) -> tuple[Any, float]:
 
 
 def _seen(page: Any) -> float:
-    """When what is watched for was there, milliseconds since 1970 on this machine's clock."""
+    """Waits for the element that is watched for. Returns when it was there, in milliseconds since 1970."""
     while not (seen_ms := page.evaluate("window.seen")):
         page.wait_for_timeout(5)
     return float(seen_ms)

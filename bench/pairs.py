@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
-    """A command's. Of each flag the default, or the type where there is none, alone or with a help text; False: a switch."""
+    """Parser of a command. Each flag has its default, or the type where there is none, alone or with a help text; False: a switch."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, what in flags.items():
         default, text = what if isinstance(what, tuple) else (what, None)
@@ -159,7 +159,7 @@ def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 0
 
 
 def asking(sides: Iterable[Worker], **request: Any) -> dict[str, Callable[[], Any]]:
-    """For `in_turns`."""
+    """Sides for `in_turns`, which send this request."""
     return {worker.name: partial(worker.ask, request) for worker in sides}
 
 

@@ -44,12 +44,12 @@ STARTS = 20  # of `staggered`
 
 
 def refused(groups: Sequence[Diary], from_s: float) -> int:
-    """Steps that came to nothing, for whom it was most."""
+    """Returns the number of failed steps of the group that has most of them."""
     return max(len(group.since(from_s, "abort")) for group in groups)
 
 
 def weights(ends: Sequence[DiaryLine]) -> str:
-    """Compares those of all groups, bit for bit, after the same step."""
+    """Compares the weights of all groups, bit for bit, after the same step."""
     return "equal" if len({line.state for line in ends}) == 1 else "differ"
 
 
@@ -102,8 +102,8 @@ def faults(
     sides: Sequence[JobSide], options: argparse.Namespace, what: str, kind: str, megabytes: float, fault: Fault,
     gap_bound: Callable[[float], float], *, back: bool,
 ) -> list[list[str]]:  # fmt: skip
-    """Jobs of three groups and some faults in each, the worst of all told. `gap_bound`: from seconds of a steady step; `back`: whether a
-    restart is bounded, too. Bounds are for ours."""
+    """Jobs of three groups and some faults in each, with a row of the worst figures for each side. `gap_bound`: of seconds of a steady step;
+    `back`: whether a restart has a bound, too. Bounds are for ours."""
     draws = {side.name: random.Random(SEED) for side in sides}  # the same victims on each side
 
     def job_of(side: JobSide) -> tuple[list[dict[str, float]], str]:
@@ -138,7 +138,7 @@ def faults(
 
 
 def verdict(side: JobSide, bounds: dict[str, tuple[float, float]]) -> str:
-    """The verdict on figures and their bounds. torchft's have none."""
+    """The verdict on figures and their bounds. Figures of torchft have none."""
     if side.name != "ours":
         return ""
     missed = [f"{name} {bound:.3g}" for name, (figure, bound) in bounds.items() if not figure <= bound]
@@ -231,7 +231,7 @@ def stormy(
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Four groups and no rest; then every step must be somebody's, once, and all weights equal and what they must be."""
+    """Four groups and no rest; then every step must be committed, once, and all weights be equal and right."""
 
     def row(side: JobSide) -> list[str]:
         seen = stormy(side, options, 4, 180, 6, expendable)
@@ -247,7 +247,7 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def expendable(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Whom a kill may take: never the last that has the newest step, or the one before it, whose sums it may still wait for."""
+    """Groups that a kill may take: never the last one that has the newest step, or the step before, since it may still wait for sums."""
     newest = max(group.step for group in groups)
     have = [group for group in groups if group.step >= newest - 1]
     return [group for group in groups if len(have) > 1 or group not in have]
@@ -330,7 +330,7 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
             started_s = max(group.since(0.0, "start")[0].at_s for group in job.groups)
 
             def whole() -> list[float]:
-                """When each first committed with all; empty before the last has."""
+                """Times of the first commit of each group with all others; empty until the last group has one."""
                 commits = [group.since(started_s, "commit") for group in job.groups]
                 firsts = [[line.at_s for line in of if line.contributors == count][:1] for of in commits]
                 return [at_s for [at_s] in firsts] if all(firsts) else []

@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=30)  # torchft's; ours keeps its defaults
 
 
 class Replica:
-    """The model, the lines, and when to end."""
+    """The model, the diary and the orders of a group."""
 
     def __init__(self, megabytes: str, step_ms: str, kind: str, device: str, group: str, folder: str) -> None:
         torch.set_num_threads(1)

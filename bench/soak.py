@@ -56,7 +56,7 @@ LEAST = 8  # looks that a life needs for a verdict
 
 
 def house(folder: Path, talk: Any) -> None:
-    """The lighthouse."""
+    """The process of the lighthouse."""
     from ft.compat.lighthouse_server import LighthouseServer
 
     lighthouse = LighthouseServer("127.0.0.1:0", 1, state=folder / "lighthouse.json")
@@ -65,7 +65,7 @@ def house(folder: Path, talk: Any) -> None:
 
 
 def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
-    """A group, in a thread of this process. Imports here: this module is imported where there is no torch."""
+    """The process of a group, which is in a thread of it. Imports here: this module is imported where there is no torch."""
     import torch
     from torch import nn
 
@@ -125,7 +125,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 self.problem = f"{type(error).__name__}: {error}"
 
         def _take_part(self) -> None:
-            """A life, until it leaves or is evicted."""
+            """Trains until the group leaves or is evicted."""
             with ExitStack() as cleanup:
                 scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
                 relay = LeaderMetricsWriter(
@@ -185,7 +185,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
 
 
 def held() -> dict[str, int]:
-    """Counts this process's resources, once those left to a limit of their own have met it."""
+    """Counts resources of this process, once threads that end at a time limit have ended."""
     until_s = time.monotonic() + 3 * SUM_S
     while any(thread.name.startswith(ENDS) for thread in threading.enumerate()) and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -305,7 +305,7 @@ class SoakJob:
 
 
 def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str], None] = print) -> list[str]:
-    """Goes on until there are so many changes in all. What was wrong."""
+    """Goes on until there are so many changes in all. Returns the problems, in words."""
     folder.mkdir(parents=True, exist_ok=True)
     done = Done.read(folder / "soak.json")
     done.lives += 1
@@ -349,7 +349,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
 
 @dataclass(frozen=True)
 class GrowthLine:
-    """One resource: what was found, and what it may be."""
+    """The counts of one resource, and their bound."""
 
     what: str
     found: str
@@ -358,7 +358,7 @@ class GrowthLine:
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> list[GrowthLine]:
-    """Compares the looks of one life: the last third beside the first, after the first tenth."""
+    """Compares the counts of one life: those of the last third with those of the first, after the first tenth."""
     settled = rows[len(rows) // 10 :]
     third = max(1, len(settled) // 3)
     first, last = settled[:third], settled[-third:]

@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def start_two(first: str, kind: str, lighthouse: str) -> list[str]:
-    """Two groups, until they end. What the one that failed said; nothing for one that ended well."""
+    """Runs two groups until they end. Returns the output of each that failed; "" for one that ended well."""
     command = [sys.executable, __file__, "--worker", first, kind]
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
