@@ -116,8 +116,8 @@ def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
 
 
 def _eras(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[float]:
-    """Times at which new histories began for this group: with its first life after all had been killed. Until it dies it goes on in the old one, however
-    long that takes on a busy machine."""
+    """Times at which new histories began for this group: with its first life after all had been killed. Until it dies it goes on in the
+    old one, however long that takes on a busy machine."""
     starts = (diary.since(incident.at_s, "start", rank=rank) for incident in incidents if incident.kind == "all")
     return [lives[0].at_s for lives in starts if lives]
 

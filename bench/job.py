@@ -278,7 +278,7 @@ class JobSide:
     program: Path = REPLICA
 
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
-        """Returns its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
+        """Its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
         if self.name == "torchft":
             return their_lighthouse(1, self.python, bind)
         state = folder / "lighthouse.json"
