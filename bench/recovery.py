@@ -102,8 +102,8 @@ def faults(
     sides: Sequence[JobSide], options: argparse.Namespace, what: str, kind: str, megabytes: float, fault: Fault,
     gap_bound: Callable[[float], float], *, back: bool,
 ) -> list[list[str]]:  # fmt: skip
-    """Jobs of three groups and some faults in each, with a row of the worst figures for each side. `gap_bound`: of a steady step's seconds; `back`:
-    whether a restart has a bound, too. Bounds are for ours."""
+    """Runs jobs of three groups with some faults in each. Returns a row of the worst figures for each side. `gap_bound`: of the seconds of
+    a steady step; `back`: whether a restart has a bound, too. Bounds are for ours."""
     draws = {side.name: random.Random(SEED) for side in sides}  # the same victims on each side
 
     def job_of(side: JobSide) -> tuple[list[dict[str, float]], str]:
