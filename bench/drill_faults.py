@@ -303,7 +303,7 @@ PARTITIONS = {
     "partition": on_group(partial(parted, part=Network.cut)),
     "partition, one way": on_group(partial(parted, part=Network.blind)),
 }
-FULL = {"full disk": partial(full, state=False), "full state": partial(full, state=True)}
+FULL: dict[str, Harm] = {"full disk": partial(full, state=False), "full state": partial(full, state=True)}
 PAIRS: dict[str, Harm] = {
     "pair, in a sum": partial(pair, forming=False, at_store=False),
     "pair, store at an end": partial(pair, forming=False, at_store=True),

@@ -175,7 +175,7 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
     def row(side: JobSide) -> list[str]:
-        calm, steps = (stormy(side, options, 3, 120, 20, victims) for victims in (lambda groups: [], list))
+        calm, steps = stormy(side, options, 3, 120, 20, lambda groups: []), stormy(side, options, 3, 120, 20, list)
         good = steps.steps / calm.steps
         bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), **same(steps.weights)}
         figures = [str(calm.steps), str(steps.steps), str(steps.kills), f"{good:.2f}", str(steps.lost), steps.weights]
