@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def calm_step_s(way: str) -> float:
                 job.ended()
         else:
             launch, env = [sys.executable, str(ROOT / "scripts" / "launch.py")], {**os.environ, "NPROC": str(PROCESSES)}
-            subprocess.run([*launch, *argv], env=env, capture_output=True, check=True)
+            subprocess.run([*launch, *argv], env=env, stdout=subprocess.DEVNULL, check=True)
         times = [row["time"] for row in rows(Path(folder, "llama")) if "loss" in row]
     return float(times[-1] - times[WARM - 1]) / STEPS
 
@@ -242,6 +243,7 @@ def main() -> None:
         no_kills=False,
         write=(Path, "adds the figures to this page"),
     ).parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
     options.rounds = options.rounds or (9 if options.no_kills else 2)
     print(here := machine(), file=sys.stderr)
     if options.no_kills:
