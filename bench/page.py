@@ -1,6 +1,7 @@
-"""The lighthouse's live page in a browser, with 3 and with 1,000 groups: time until it can be used, until it shows a death, and bytes.
+"""The lighthouse's live page: what a browser makes of it, and its pictures.
 
-    python bench/page.py
+    python bench/page.py                      3 and 1,000 groups: time until it can be used, a death's way onto it, bytes
+    python bench/page.py --pictures docs      docs/page.png, page_dark.png, page_phone.png, and with 1,000 groups page_1000.png
 
 A real lighthouse in a process of its own, groups that speak to it as ours do (page_job.py: they only say that they train), and Debian's
 chromium, headless. What the page costs the lighthouse: bench/quorum.py --watchers 5.
@@ -8,25 +9,34 @@ chromium, headless. What the page costs the lighthouse: bench/quorum.py --watche
 
 from __future__ import annotations
 
+import http.client
+import io
 import os
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-import urllib.request
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench import lighthouse_load as load
 from bench.page_job import Herd
-from bench.pairs import spread, table
+from bench.pairs import parser, spread, table
 
 SIZES = (3, 1000)
+COLOURS = 192  # of a picture: half of its bytes
 OPENED, DEATHS = 5, 7  # times that each is measured
+PICTURES = {
+    3: {"page": ("light", 1280), "page_dark": ("dark", 1280), "page_phone": ("dark", 390)},
+    1000: {"page_1000": ("light", 1280)},
+}
 WATCH = """(what) => {
     window.seen = 0;
     window.watcher?.disconnect();
@@ -46,25 +56,32 @@ class PageJob(Herd):
         self.server = load.ours(count, http="127.0.0.1:0", token_file=folder / "token")
         self.page = self.server.line()
         super().__init__(f"http://{self.server.address}", self.token)
-        names = (f"{i}" if count < 100 else f"rack{i // 25:02}-{i % 25:02}" for i in range(count))
-        self.ids = [f"{name}:{secrets.token_hex(4)}" for name in names]
+        unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
+        few = count < 100
+        self.ids = [f"{i}:{x}" if few else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
         self.open(self.ids)
         self.form()
 
-    def come_back(self, place: int) -> None:
-        """Opens the group again under a new id, and heals it."""
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.beat()
+            time.sleep(0.3)  # so that the curve has a length
+
+    def come_back(self, place: int, share: float) -> None:
+        """Opens the group again under a new id, with so much of its state healed."""
         self.ids[place] = f"{self.ids[place].partition(':')[0]}:{secrets.token_hex(4)}"
         self.open([self.ids[place]])
         self.form(failed=True)
-        self.heal(self.ids[place], 1.0)
-        self.beat()
+        self.heal(self.ids[place], share)
+        self.train(1)
 
     def close(self) -> None:
         super().close()
         self.server.close()
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
+    options = parser(__doc__, pictures=(Path, "a folder for them")).parse_args(argv)
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         print("page.py: there is no chromium here; Debian: apt-get install chromium", file=sys.stderr)
@@ -77,28 +94,32 @@ def main() -> int:
         with closing(playwright.chromium.launch(executable_path=chromium, args=arguments)) as browser:
             for groups in SIZES:
                 with closing(PageJob(groups, Path(folder))) as job:
-                    rows.append(_measure(browser, job))
+                    if options.pictures:
+                        _picture(browser, job, options.pictures)
+                    else:
+                        rows.append(_measure(browser, job))
                 print(f"{groups} groups done", file=sys.stderr)
-    figures = ("usable after ms", "a death after ms", "KB to begin", "largest event KB", "a step of all KB")
-    print(table(["groups", *figures], rows))
+    if rows:
+        figures = ("usable after ms", "a death after ms", "KB to begin", "largest event KB", "a step of all KB")
+        print(table(["groups", *figures], rows))
     return 0
 
 
 def _measure(browser: Any, job: PageJob) -> list[str]:
-    job.beat()
+    job.train(3)
     usable = []
     for _ in range(OPENED):
-        page, took_ms = _open(browser, job)
+        page, took_ms = _open(browser, job, "light", 1280)
         usable.append(took_ms)
         page.context.close()
-    page, _ = _open(browser, job)
+    page, _ = _open(browser, job, "light", 1280)
     deaths = []
     for place in range(DEATHS):
         page.evaluate(WATCH, "tr[data-health='lost']")
         began_ms = time.time() * 1000
         job.lose(job.ids[place % job.count])
         deaths.append(_seen(page) - began_ms)
-        job.come_back(place % job.count)
+        job.come_back(place % job.count, 1.0)
         page.evaluate(WATCH, "#counts:not(:has([data-health='lost'], [data-health='healing']))")
         _seen(page)
     page.context.close()
@@ -107,9 +128,9 @@ def _measure(browser: Any, job: PageJob) -> list[str]:
     return [str(job.count), *figures, *(f"{size / 1000:.1f}" for size in (begin, largest, step))]
 
 
-def _open(browser: Any, job: PageJob) -> tuple[Any, float]:
+def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, float]:
     """A page that shows all groups, and how long after the log-in, milliseconds."""
-    page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     page.goto(f"{job.page}/")
     page.fill("#token", job.token)
     few = f"#table tbody tr:nth-child({job.count})"
@@ -119,7 +140,7 @@ def _open(browser: Any, job: PageJob) -> tuple[Any, float]:
 
 
 def _seen(page: Any) -> float:
-    """Waits for the element that is watched for. Returns when it was there, in milliseconds since 1970."""
+    """When what is watched for was there, milliseconds since 1970 on this machine's clock."""
     while not (seen_ms := page.evaluate("window.seen")):
         page.wait_for_timeout(5)
     return float(seen_ms)
@@ -127,23 +148,60 @@ def _seen(page: Any) -> float:
 
 def _bytes(job: PageJob) -> tuple[int, int, int]:
     """Sizes of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
-    request = urllib.request.Request(f"{job.page}/events", headers={"Authorization": f"Bearer {job.token}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    host, _, port = job.page.removeprefix("http://").rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
+    answer = connection.getresponse()
+    sizes: list[int] = []
 
-        def update() -> list[int]:
-            """Sizes of the events up to the one with an id, which ends an update."""
-            sizes, ends = list[int](), False
-            while not ends:
-                event = [*iter(answer.readline, b"\n"), b"\n"]
-                ends = any(line.startswith(b"id: ") for line in event)
-                sizes.append(sum(map(len, event)))
-            return sizes
+    def until_id() -> int:
+        """Bytes up to the end of an update."""
+        total, size, ends = 0, 0, False
+        while True:
+            line = answer.readline()
+            size, ends = size + len(line), ends or line.startswith(b"id: ")
+            if line == b"\n":
+                sizes.append(size)
+                total, size = total + size, 0
+                if ends:
+                    return total
 
-        begin = update()
-        job.beat(1000)
-        steps = [update() for _ in range(3)]
-    return sum(begin), max(map(max, [begin, *steps])), max(map(sum, steps))
+    begin = until_id()
+    job.beat(1000)
+    step = max(until_id() for _ in range(3))
+    connection.close()
+    return begin, max(sizes), step
+
+
+def _picture(browser: Any, job: PageJob, folder: Path) -> None:
+    """One group healing, one lost, after a life with some faults."""
+    first, second, third = (0, 1, 2) if job.count == 3 else (417, 733, 88)
+    job.train(24)
+    job.lose(job.ids[third])
+    job.train(3)
+    job.come_back(third, 0.4)
+    job.train(3)
+    job.heal(job.ids[third], 1.0)
+    job.train(12)
+    words = f"after step {job.step} rank 0 of group {job.ids[second].partition(':')[0]} holds other weights"
+    job.tell(job.ids[0], "corruption", f"{words} than the same rank of 2 others")
+    job.train(10)
+    job.lose(job.ids[second])
+    job.train(2)
+    job.come_back(second, 0.625)
+    job.lose(job.ids[first])
+    job.train(8)
+    for picture, (scheme, width) in PICTURES[job.count].items():
+        page, _ = _open(browser, job, scheme, width)
+        page.evaluate(WATCH, "#heal-list progress[value='62']")
+        _seen(page)
+        job.train(2)
+        page.wait_for_timeout(1500)  # the curve is drawn once a second
+        image = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert("RGB")
+        image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        image.save(folder / f"{picture}.png", optimize=True)
+        page.context.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
