@@ -120,7 +120,7 @@ if __name__ == "__main__":
     check_cluster.quiet_torch()
     import torch.distributed as dist
 
-    from tools.cluster.control import Control
+    from tools.cluster.rank import Control
 
     for planted in sys.argv[1].split(","):
         fault, _, where = planted.partition("@")

@@ -1,12 +1,12 @@
-"""One rank of a check: its work in a thread, watched from the main thread, and its last words, whatever became of the work.
+"""One rank of a check: its work in a thread, watched from the main thread, and its report, whatever became of the work.
 
-    open the store -> who is where -> the phases, in a thread -> last words -> the lowest rank that spoke tells it all
-
-Nothing here waits without a deadline: a rank that hangs in C code, or a store whose holder has stopped, ends this process too.
+Ranks come to each step through the store, never through what is being checked, so a rank that does not come is known by name. Nothing here
+waits without a deadline: a rank that hangs in C code, or a store whose process has stopped, ends this process too.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,16 +29,82 @@ from parallelisms.device import DEVICE_TRAITS, has_cuda, pick_device
 from parallelisms.distributed import join, open_store
 from scripts.launch import cores_here
 from tools.cluster import probes, verdicts
-from tools.cluster.control import Control, GivenUp, Silent
-from tools.cluster.operations import CHECKS, Check, Team, operations, seconds, wrong
+from tools.cluster.operations import CHECKS, Team, operations, seconds, wrong
 from tools.cluster.report import tell
 from tools.cluster.settings import CheckSettings, RankPlace, usual_share
 from tools.cluster.verdicts import Finding, Names, conclusions
 
+T = TypeVar("T")
 POLL_S = 0.05
-HOST_NAME = "PHAROS_HOST"  # what this node is called in findings, where its own name says little (containers)
-AGAIN = 3  # how often what looks slow is measured again before it is said: the best figure counts
+CHECK_S = 0.5  # how often a waiting rank checks whether another has given up
+HOST_NAME = "PHAROS_HOST"  # this node's name in findings, where its host name says little (containers)
+AGAIN = 3  # how often a slow result is measured again before it is reported: the best figure counts
 MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
+
+
+class Silent(RuntimeError):
+    """Ranks did not come; `seen`: the step at which each was last seen."""
+
+    def __init__(self, seen: dict[int, str]) -> None:
+        super().__init__("ranks that did not come: " + ", ".join(map(str, seen)))
+        self.seen = seen
+
+
+class GivenUp(RuntimeError):
+    """Another rank has met with a failure, and reports it itself."""
+
+
+class Control:
+    """One rank's side of the steps. The thread that watches this one reads `step` and `deadline` (of the monotonic clock)."""
+
+    def __init__(self, store: dist.Store, place: RankPlace, *, timeout_s: float) -> None:
+        self.step, self.deadline = "start", time.monotonic() + timeout_s
+        self._store, self._rank, self._size, self._timeout_s = store, place.rank, place.world_size, timeout_s
+        self._count = 0
+
+    def meet(self, step: str, timeout_s: float = 0.0) -> None:
+        """Returns when all ranks are at `step`. Raises Silent, GivenUp."""
+        self._count += 1
+        self.step = step
+        wait_s = timeout_s or self._timeout_s
+        self.deadline = time.monotonic() + wait_s + self._timeout_s  # to come here, and for what is done then
+        self._store.set(f"at/{self._rank}", f"{self._count} {step}")
+        if self._store.add(f"came/{self._count}", 1) == self._size:
+            self._store.set(f"go/{self._count}", "")
+        if not self._wait(f"go/{self._count}", wait_s):
+            seen = {}
+            for rank in range(self._size):
+                at = self._store.get(f"at/{rank}").decode() if self._store.check([f"at/{rank}"]) else "0 nothing yet"
+                count, _, last = at.partition(" ")
+                if int(count) < self._count:
+                    seen[rank] = last
+            raise Silent(seen)
+        self.deadline = time.monotonic() + self._timeout_s
+
+    def agree(self, step: str, mine: Any, decide: Callable[[list[Any]], T]) -> T:
+        """Returns rank 0's decision on the values of all ranks (JSON both). Raises Silent, GivenUp."""
+        self._store.set(f"say/{self._count + 1}/{self._rank}", json.dumps(mine))
+        self.meet(step)
+        key = f"decision/{self._count}"
+        if self._rank == 0:
+            values = [json.loads(self._store.get(f"say/{self._count}/{rank}")) for rank in range(self._size)]
+            self._store.set(key, json.dumps(decide(values)))
+        elif not self._wait(key, self._timeout_s):
+            raise Silent({0: step})
+        decision: T = json.loads(self._store.get(key))
+        return decision
+
+    def _wait(self, key: str, timeout_s: float) -> bool:
+        """Waits for `key`; False: it was not set in time. Raises GivenUp."""
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            # of a wait that ended, or a store that went: the deadline tells
+            with suppress(dist.DistError, RuntimeError):
+                self._store.wait([key], timedelta(seconds=min(CHECK_S, left)))
+                return True
+            if self._store.check(["given up"]):
+                raise GivenUp("another rank gave up")
+        return False
 
 
 def run_rank(settings: CheckSettings, place: RankPlace) -> int:
@@ -51,10 +116,10 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
         print(f"check_cluster: rank {place.rank} on {host}{text}", file=sys.stderr, flush=True)
 
     try:
-        rank, size = place.rank, place.world_size
-        store = open_store(method, global_rank=rank, world_size=size, timeout_s=settings.start_s)
+        size = place.world_size
+        store = open_store(method, global_rank=place.rank, world_size=size, timeout_s=settings.start_s)
         store.set_timeout(timedelta(seconds=settings.timeout_s))
-        control = Control(dist.PrefixStore("control", store), rank, size, timeout_s=settings.timeout_s)
+        control = Control(dist.PrefixStore("control", store), place, timeout_s=settings.timeout_s)
         ending = dist.PrefixStore("control", store.clone())  # type: ignore[attr-defined]  # for this thread
     except (dist.DistError, RuntimeError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if method == "env://" else ""
@@ -159,50 +224,41 @@ class Work(threading.Thread):
 
     def values(self) -> str:
         """Each operation with checked numbers; where all see a wrong one, again two ranks at a time."""
-        size, values = self.place.world_size, self.figures["values"]
-        bad: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        size, values, bad = self.place.world_size, self.figures["values"], self.figures["wrong"]
         for op, check in CHECKS.items() if size > 1 else ():
             self.control.meet(f"values: {op}")
-            for source, how in self._checked(op, check):
-                bad[op].append((source, self.place.rank, how))
-        self.figures["wrong"] = [(op, *row) for op, rows in bad.items() for row in rows]
+            try:
+                found = wrong(check, self.team)
+            except RuntimeError as error:
+                # torch says that the backend has no such operation, rather than that it failed
+                words = ("not support", "not implement", "unsupported", "no backend", "cannot use reduceop")
+                if not isinstance(error, NotImplementedError) and not any(word in str(error).lower() for word in words):
+                    raise
+                values[op] = f"not available: {_line(error)}"
+                continue
+            values[op] = "wrong" if found else "right"
+            bad += [(op, source, self.place.rank, how) for source, how in found]
 
-        def unclear(said: list[dict[str, list[tuple[int, int, str]]]]) -> list[str]:
-            return [op for op in CHECKS if verdicts.needs_pairs([row for rows in said for row in rows.get(op, ())])]
+        def unclear(seen: list[list[tuple[str, int, int, str]]]) -> list[str]:
+            rows = [row for own in seen for row in own]
+            return [op for op in CHECKS if verdicts.needs_pairs([row[1:] for row in rows if row[0] == op])]
 
         ops = self.control.agree("values: all of them", bad, unclear)
         if ops and 2 < size <= MOST_PAIRED:
-            self.figures["pairs"] = self._pairs(ops)
+            self.neighbours(ops)
         right = sum(text == "right" for text in values.values())
         return f"{right} of {len(CHECKS)} operations right" if size > 1 else "one rank has nobody to talk to"
 
-    def _checked(self, op: str, check: Check) -> list[tuple[int, str]]:
-        try:
-            found = wrong(check, self.team)
-        except (RuntimeError, NotImplementedError) as error:
-            # torch says that the backend has no such operation, rather than that it failed
-            words = ("not support", "not implement", "unsupported", "no backend", "cannot use reduceop")
-            if not isinstance(error, NotImplementedError) and not any(word in str(error).lower() for word in words):
-                raise
-            self.figures["values"][op] = f"not available: {_line(error)}"
-            return []
-        self.figures["values"][op] = "wrong" if found else "right"
-        return found
-
-    def _pairs(self, ops: list[str]) -> dict[str, list[tuple[int, int]]]:
-        """By operation the pairs of neighbours between whom it is wrong, as far as this rank sees."""
-        bad: dict[str, list[tuple[int, int]]] = {op: [] for op in ops}
-        size = self.place.world_size
-        for first in range(size):
-            pair = tuple(sorted((first, (first + 1) % size)))
+    def neighbours(self, ops: list[str]) -> None:
+        """Repeats operations between pairs of neighbours; the figures get the pairs between which this rank sees a wrong result."""
+        bad = self.figures["pairs"] = {op: list[tuple[int, int]]() for op in ops}
+        rank, size = self.place.rank, self.place.world_size
+        for pair in (sorted((first, (first + 1) % size)) for first in range(size)):
             self.control.meet(f"values: rank {pair[0]} with rank {pair[1]} alone")
-            group = dist.new_group(list(pair), timeout=timedelta(seconds=self.settings.op_s))
-            if self.place.rank in pair:
-                team = Team(pair, self.place.rank, self.team.device, group)
-                for op in ops:
-                    if wrong(CHECKS[op], team):
-                        bad[op].append((pair[0], pair[1]))
-        return bad
+            group = dist.new_group(pair, timeout=timedelta(seconds=self.settings.op_s))
+            for op in ops if rank in pair else ():
+                if wrong(CHECKS[op], Team(tuple(pair), rank, self.team.device, group)):
+                    bad[op].append((pair[0], pair[1]))
 
     def speeds(self) -> str:
         """Seconds per operation and size, all ranks together."""
@@ -233,71 +289,63 @@ class Work(threading.Thread):
                         best = self.figures["links"].setdefault(str(sum(pair) - self.place.rank), row)
                         best["latency_s"] = min(best["latency_s"], row["latency_s"])
                         best["bytes_s"] = max(best["bytes_s"], row["bytes_s"])
-            again = [(a, b) for a, b in self.control.agree("links: all of them", self.figures["links"], suspects)]
+            again = self.control.agree("links: all of them", self.figures["links"], suspects)
             if not again:
                 break
         return f"{len(chosen)} pairs"
 
     def compute(self) -> str:
         """Matrix products, all ranks at once."""
-        looks: list[tuple[float, float]] = []
-
-        def look() -> float:
-            looks.append(probes.matmul_flops(self.team))
-            return looks[-1][0]
-
-        self._confirm("compute", look, verdicts.slow_ranks)
-        self.figures["matmul_flops"], share = max(looks)
+        made = self._repeated("compute", lambda: probes.matmul_flops(self.team), lambda it: it[0], verdicts.slow_ranks)
+        self.figures["matmul_flops"], share = max(made)
         if not DEVICE_TRAITS[self.team.device.type].queues_work:  # else the thread only waits
             self.figures["core_share"] = share
         return f"rank 0: {self.figures['matmul_flops'] / 1e9:.4g} GFLOP/s"
 
-    def _confirm(self, what: str, rate: Callable[[], float], judge: Callable[..., list[Finding]]) -> None:
-        """Measures once, or several times where some rank looks slow by its best."""
-
-        def is_slow(said: list[float]) -> bool:
-            return bool(judge(self.names, dict(enumerate(said)), what=what, unit="", share=self.settings.slow))
-
-        best = 0.0
-        for _ in range(1 + AGAIN):
-            self.control.meet(f"{what}: start")
-            best = max(best, rate())
-            if not self.control.agree(f"{what}: end", best, is_slow):
-                break
-
     def disk(self) -> str:
         """A checkpoint into the folder of runs, and back."""
-        size = self.settings.disk_bytes
+        size, numbers = self.settings.disk_bytes, itertools.count()
         if self.place.rank == 0:
             self.settings.folder.mkdir(parents=True, exist_ok=True)
-        nonce = self.control.agree("disk: start", os.getpid(), lambda said: f"{said[0]}-{time.time_ns()}")
+        nonce = self.control.agree("disk: start", os.getpid(), lambda pids: f"{pids[0]}-{time.time_ns()}")
         folder = self.settings.folder.absolute() / f".check_cluster-{nonce}"
-        attempts: list[dict[str, Any]] = []
 
-        def attempt() -> float:
-            attempts.append(probes.try_folder(self.team, folder / str(len(attempts)), size))
-            return size / attempts[-1]["write_s"]
+        def attempt() -> dict[str, Any]:
+            return probes.try_folder(self.team, folder / str(next(numbers)), size)
 
         try:
-            self._confirm("disk", attempt, verdicts.slow_hosts)
+            made = self._repeated("disk", attempt, lambda it: size / it["write_s"], verdicts.slow_hosts)
         except CheckpointException as error:
             self.figures["disk"] = {"failures": {rank: _line(cause[0]) for rank, cause in error.failures.items()}}
             return "failed"
         finally:
             if self.place.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # if it stays, it could not be written either, which is told
-        self.figures["disk"] = {
-            "write_bytes_s": size / min(row["write_s"] for row in attempts),
-            "read_bytes_s": size / min(row["read_s"] for row in attempts),
-            "wrong": next((row["wrong"] for row in attempts if row["wrong"]), ""),
-        }
-        return f"rank 0: {self.figures['disk']['write_bytes_s'] / 1e6:.4g} MB/s written"
+        rates = {f"{way}_bytes_s": size / min(it[f"{way}_s"] for it in made) for way in ("write", "read")}
+        self.figures["disk"] = {**rates, "wrong": next((it["wrong"] for it in made if it["wrong"]), "")}
+        return f"rank 0: {rates['write_bytes_s'] / 1e6:.4g} MB/s written"
+
+    def _repeated(
+        self, what: str, measure: Callable[[], T], rate: Callable[[T], float], judge: Callable[..., list[Finding]]
+    ) -> list[T]:
+        """All measurements: one, or several where some rank looks slow by its best rate."""
+
+        def is_slow(rates: list[float]) -> bool:
+            return bool(judge(self.names, dict(enumerate(rates)), what=what, unit="", share=self.settings.slow))
+
+        made: list[T] = []
+        for _ in range(1 + AGAIN):
+            self.control.meet(f"{what}: start")
+            made.append(measure())
+            if not self.control.agree(f"{what}: end", max(map(rate, made)), is_slow):
+                break
+        return made
 
 
 def finish(work: Work, store: dist.Store) -> int:
     """Last words of all; the lowest rank that spoke tells what was found, and the others take its exit code."""
     settings, rank, size = work.settings, work.place.rank, work.place.world_size
-    words = {
+    report = {
         "host": work.hosts[rank],
         "pid": os.getpid(),
         "torch": torch.__version__,
@@ -306,7 +354,7 @@ def finish(work: Work, store: dist.Store) -> int:
         "silent": work.silent,
         "figures": work.figures,
     }
-    store.set(f"end/{rank}", json.dumps(words))
+    store.set(f"end/{rank}", json.dumps(report))
     if work.trouble or work.silent or work.gave_up:
         store.set("given up", "")
     with suppress(dist.DistError, RuntimeError):  # who is missing is seen below
