@@ -47,7 +47,7 @@ class Team:
         return self.ranks[(self.ranks.index(self.rank) + distance) % self.size]
 
     def parts(self, whole: Tensor, root: int) -> list[Tensor] | None:
-        """At the root the ranks' parts of a tensor, which share its memory."""
+        """The ranks' parts of a tensor, which share its memory; None on other ranks than the root."""
         return list(whole.chunk(self.size)) if self.rank == root else None
 
 
@@ -73,17 +73,12 @@ def block(team: Team, source: int, destination: int = 0) -> Tensor:
     return ((torch.arange(COUNT) * 31 + source * 101 + destination * 7) % 1009).float().to(team.device)
 
 
-def term(team: Team, op: str, rank: int, count: int = COUNT) -> Tensor:
+def term(team: Team, op: str, rank: int, count: int) -> Tensor:
     """The values of `rank` in a reduction: (count,). Products stay powers of two near 1, whatever the number of ranks."""
     elements = torch.arange(count)
     if op == "PRODUCT":
         return (2.0 ** ((elements + rank) % 3 - 1)).to(team.device)
     return ((elements * 7 + rank * 13) % 1009).float().to(team.device)
-
-
-def reduced(team: Team, op: str, count: int = COUNT) -> Tensor:
-    """The expected result of the reduction over the team."""
-    return functools.reduce(COMBINE[op], [term(team, op, rank, count) for rank in team.ranks])
 
 
 def send_in_turn(team: Team, sent: Tensor, got: Tensor) -> None:
@@ -167,7 +162,8 @@ def combined(team: Team, op: str, reduction: str) -> Results:
         got = torch.zeros(COUNT, device=team.device) if parts > 1 else sent
         CALLS[op](team, sent, got, root, reduction)
         if op != "reduce" or root == team.rank:  # elsewhere the buffer may hold anything
-            expected = reduced(team, reduction, COUNT * parts).split(COUNT)
+            terms = [term(team, reduction, rank, COUNT * parts) for rank in team.ranks]
+            expected = functools.reduce(COMBINE[reduction], terms).split(COUNT)
             yield -1, got, expected[team.ranks.index(team.rank) if parts > 1 else 0]
 
 
@@ -185,24 +181,18 @@ CHECKS: dict[str, Check] = {
 def bus_factor(op: str, size: int) -> float:
     """Bytes that the busiest link must carry per byte of the buffer: makes figures of different numbers of ranks comparable."""
     share = (size - 1) / size
-    return {"all_reduce": 2 * share, "ring all_reduce": 2 * share}.get(op, share if op in SHARED else 1.0)
+    return 2 * share if "all_reduce" in op else share if op in SHARED else 1.0
 
 
 def operations(team: Team, size_bytes: int) -> dict[str, Callable[[], object]]:
     """Each operation on buffers of its own kind; call one as often as you like."""
     part = max(1, size_bytes // 4 // team.size)
-    sent, got = (torch.ones(part * team.size, device=team.device) for _ in range(2))
-    parts_sent, parts_got = ("gather", "all_gather"), ("scatter", "reduce_scatter")
+    whole, own = slice(None), slice(part)
+    sent = {op: own if "gather" in op else whole for op in CALLS}
+    got = {op: own if op in ("scatter", "reduce_scatter") else whole for op in CALLS}
+    a, b = (torch.ones(part * team.size, device=team.device) for _ in range(2))
     return {
-        op: functools.partial(
-            call,
-            team,
-            sent[:part] if op in parts_sent else sent,
-            got[:part] if op in parts_got else got,
-            team.ranks[0],
-            "MAX",
-        )
-        for op, call in CALLS.items()
+        op: functools.partial(call, team, a[sent[op]], b[got[op]], team.ranks[0], "MAX") for op, call in CALLS.items()
     }
 
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
 from parallelisms.device import DEVICE_TRAITS
@@ -57,7 +56,7 @@ def rounds(chosen: Iterable[Pair], hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def measure(team: Team, pair: Pair) -> dict[str, float]:
-    """This rank's sending to the other one: `latency_s` (half a round trip, the best of some), `bytes_s`."""
+    """This rank's messages to the other one: `latency_s` (half a round trip, the best of some), `bytes_s`."""
     first, second = pair
     if team.rank == first:
         figures = _send(team, second)
@@ -157,11 +156,12 @@ def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
     neighbour = team.beside(1)
     writer, reader = _Writer(folder), _Reader(folder)
     dcp.save({f"rank{team.rank}": _noise(team.rank, size_bytes)}, storage_writer=writer, process_group=team.group)
-    got = {f"rank{neighbour}": torch.zeros_like(_noise(neighbour, size_bytes))}
+    expected = _noise(neighbour, size_bytes)
+    got = {f"rank{neighbour}": torch.zeros_like(expected)}
     dcp.load(got, storage_reader=reader, process_group=team.group)
-    same = torch.equal(got[f"rank{neighbour}"], _noise(neighbour, size_bytes))
+    same = torch.equal(got[f"rank{neighbour}"], expected)
     wrong = "" if same else f"what rank {neighbour} wrote was read with other bits"
-    return {"write_s": writer.seconds, "read_s": reader.seconds, "bytes": size_bytes, "wrong": wrong}
+    return {"write_s": writer.seconds, "read_s": reader.seconds, "wrong": wrong}
 
 
 def _noise(rank: int, size_bytes: int) -> Tensor:
@@ -174,12 +174,13 @@ class _Writer(dcp.FileSystemWriter):
 
     seconds = 0.0
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        done, self.seconds = _timed(super().write_data, plan, planner)
-        if hasattr(os, "posix_fadvise"):
-            for file in Path(self.path).glob("*.distcp"):
-                with file.open("rb") as opened:
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    def write_data(self, *plan: Any, **named: Any) -> Future[Any]:
+        start = time.perf_counter()
+        (done := super().write_data(*plan, **named)).wait()
+        self.seconds = time.perf_counter() - start
+        for file in Path(self.path).glob("*.distcp") if hasattr(os, "posix_fadvise") else ():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return done
 
 
@@ -188,13 +189,8 @@ class _Reader(dcp.FileSystemReader):
 
     seconds = 0.0
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        done, self.seconds = _timed(super().read_data, plan, planner)
+    def read_data(self, *plan: Any, **named: Any) -> Future[None]:
+        start = time.perf_counter()
+        (done := super().read_data(*plan, **named)).wait()
+        self.seconds = time.perf_counter() - start
         return done
-
-
-def _timed(act: Callable[..., Future[Any]], *arguments: object) -> tuple[Future[Any], float]:
-    start = time.perf_counter()
-    done = act(*arguments)
-    done.wait()
-    return done, time.perf_counter() - start

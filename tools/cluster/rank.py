@@ -108,7 +108,7 @@ class Control:
 
 
 def run_rank(settings: CheckSettings, place: RankPlace) -> int:
-    """The exit code of this rank: 0 all is well, 1 something was found."""
+    """The exit code of this rank: 0 no finding, 1 findings."""
     host = os.environ.get(HOST_NAME) or socket.gethostname()
     method = settings.init_method
 
@@ -116,8 +116,7 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
         print(f"check_cluster: rank {place.rank} on {host}{text}", file=sys.stderr, flush=True)
 
     try:
-        size = place.world_size
-        store = open_store(method, global_rank=place.rank, world_size=size, timeout_s=settings.start_s)
+        store = open_store(method, global_rank=place.rank, world_size=place.world_size, timeout_s=settings.start_s)
         store.set_timeout(timedelta(seconds=settings.timeout_s))
         control = Control(dist.PrefixStore("control", store), place, timeout_s=settings.timeout_s)
         ending = dist.PrefixStore("control", store.clone())  # type: ignore[attr-defined]  # for this thread
@@ -135,10 +134,8 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
         work.trouble = f"still in {control.step} after {settings.timeout_s:.0f} s"
 
     def end_anyway() -> None:
-        say(
-            f": the store at {method} does not answer; rank 0 or the launcher holds it, and has stopped or is cut off; "
-            f"last step: {control.step}"
-        )
+        cause = "rank 0 or the launcher holds it, and has stopped or is cut off"
+        say(f": the store at {method} does not answer; {cause}; last step: {control.step}")
         os._exit(1)
 
     timer = threading.Timer(2 * settings.timeout_s + 10, end_anyway)
@@ -343,7 +340,7 @@ class Work(threading.Thread):
 
 
 def finish(work: Work, store: dist.Store) -> int:
-    """Last words of all; the lowest rank that spoke tells what was found, and the others take its exit code."""
+    """Exchanges the reports; the lowest rank that has one prints the findings, and the others take its exit code."""
     settings, rank, size = work.settings, work.place.rank, work.place.world_size
     report = {
         "host": work.hosts[rank],
@@ -357,15 +354,15 @@ def finish(work: Work, store: dist.Store) -> int:
     store.set(f"end/{rank}", json.dumps(report))
     if work.trouble or work.silent or work.gave_up:
         store.set("given up", "")
-    with suppress(dist.DistError, RuntimeError):  # who is missing is seen below
+    with suppress(dist.DistError, RuntimeError):  # a missing rank is seen below
         awaited = [f"end/{other}" for other in range(size) if other not in work.silent]
         store.wait(awaited, timedelta(seconds=0.5 * settings.timeout_s))
-    said = {other: json.loads(store.get(f"end/{other}")) for other in range(size) if store.check([f"end/{other}"])}
+    reports = {other: json.loads(store.get(f"end/{other}")) for other in range(size) if store.check([f"end/{other}"])}
     code = 1
-    if rank == min(said) and store.add("teller", 1) == 1:
-        found = conclusions(settings, Names(work.hosts), said, settings.timeout_s)
+    if rank == min(reports) and store.add("teller", 1) == 1:
+        found = conclusions(settings, Names(work.hosts), reports, settings.timeout_s)
         try:
-            tell(settings, work.hosts, said, found)
+            tell(settings, work.hosts, reports, found)
             code = 1 if found else 0
         except OSError as error:
             print(f"check_cluster: {settings.folder}: {error}", file=sys.stderr, flush=True)
@@ -374,13 +371,13 @@ def finish(work: Work, store: dist.Store) -> int:
         with suppress(dist.DistError, RuntimeError):
             store.wait(["verdict"], timedelta(seconds=settings.timeout_s))
             code = int(store.get("verdict"))
-    # Rank 0 may hold the store, and goes when the others have read what they want
+    # Rank 0 may be the store's process, and goes when the others have read what they want
     end = time.monotonic() + 5
     store.add("left", 1)
-    while rank == 0 and store.add("left", 0) < len(said) and time.monotonic() < end:
+    while rank == 0 and store.add("left", 0) < len(reports) and time.monotonic() < end:
         time.sleep(POLL_S)
     return code
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

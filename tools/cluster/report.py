@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from itertools import permutations
+from itertools import count, permutations
 from typing import Any
 
 from bench.pairs import table
@@ -17,7 +17,7 @@ from tools.cluster.operations import bus_factor
 from tools.cluster.settings import CheckSettings, usual_share
 from tools.cluster.verdicts import Finding
 
-Said = Mapping[int, Mapping[str, Any]]  # each rank's last words, by rank
+Reports = Mapping[int, Mapping[str, Any]]  # by rank
 MOST_SHOWN = 16  # ranks whose links are printed; the files have all
 WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
 MORE_STYLE = """
@@ -26,27 +26,29 @@ MORE_STYLE = """
 """
 
 
-def tell(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> None:
+def tell(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]) -> None:
     """Prints it, and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
     folder = settings.folder / "check_cluster"
     folder.mkdir(parents=True, exist_ok=True)
-    report = as_json(settings, hosts, said, found)
+    report = as_json(settings, hosts, reports, found)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (folder / "report.svg").write_text(draw(report), encoding="utf-8")
     print(text(report), flush=True)
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
-def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Sequence[Finding]) -> dict[str, Any]:
+def as_json(
+    settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]
+) -> dict[str, Any]:
     """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
-    some = next(iter(said.values()))
+    some = next(iter(reports.values()))
     # By operation and size: the slowest rank, and what the busiest link then carried
     operations: dict[str, dict[str, dict[str, float]]] = {}
-    for op, sizes in ((op, sizes) for words in said.values() for op, sizes in words["figures"]["seconds"].items()):
+    for op, sizes in ((op, sizes) for own in reports.values() for op, sizes in own["figures"]["seconds"].items()):
         for bytes_, taken in sizes.items():
-            row = operations.setdefault(op, {}).setdefault(bytes_, {"seconds": 0.0, "bus_bytes_s": 0.0})
-            if taken > row["seconds"]:
-                row.update(seconds=taken, bus_bytes_s=int(bytes_) * bus_factor(op, len(hosts)) / taken)
+            slowest = max(taken, operations.setdefault(op, {}).get(bytes_, {}).get("seconds", 0.0))
+            rate = int(bytes_) * bus_factor(op, len(hosts)) / slowest
+            operations[op][bytes_] = {"seconds": slowest, "bus_bytes_s": rate}
     return {
         "good": not found,
         "findings": [asdict(finding) for finding in found],
@@ -56,64 +58,52 @@ def as_json(settings: CheckSettings, hosts: Sequence[str], said: Said, found: Se
         "init_method": settings.init_method,
         "torch": some["torch"],
         "slow": settings.slow,
-        "ranks": {str(rank): dict(words) for rank, words in sorted(said.items())},
+        "ranks": {str(rank): dict(own) for rank, own in sorted(reports.items())},
         "operations": operations,
     }
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """For people."""
-    hosts, ranks = report["hosts"], report["ranks"]
+    """The report for a terminal."""
+    hosts, operations = report["hosts"], report["operations"]
+    figures = {rank: own["figures"] for rank, own in report["ranks"].items()}
     names = sorted({host or "?" for host in hosts})
-    devices = sorted({words["figures"].get("device", "?") for words in ranks.values()})
+    devices = sorted({own.get("device", "?") for own in figures.values()})
     head = (
         f"{report['world_size']} ranks on {len(names)} host{'s' * (len(names) > 1)} ({', '.join(names[:8])}), "
         f"{report['backend']} over {report['init_method']}, torch {report['torch']}, {', '.join(devices)}"
     )
     parts = [head]
-    if report["operations"]:
-        parts += ["", _operations_text(report["operations"])]
-    if any(words["figures"]["links"] for words in ranks.values()) and len(hosts) <= MOST_SHOWN:
+    if operations:
+        sizes = list(next(iter(operations.values())))
+        rows = [[op] for op in operations]
+        for cells, by in zip(rows, operations.values(), strict=True):
+            for row in map(by.get, sizes):
+                cells.append(f"{figure(row['seconds'] * 1e3)}, {figure(row['bus_bytes_s'] / 1e6)}" if row else "-")
+        parts += ["", table(["operation", *(f"{_size(int(size))}: ms, MB/s" for size in sizes)], rows)]
+    everyone = [str(rank) for rank in range(len(hosts))]
+    if any(own["links"] for own in figures.values()) and len(hosts) <= MOST_SHOWN:
+        rows = []
+        for rank in everyone:
+            links = figures[rank]["links"] if rank in figures else {}
+            latest = max((row["latency_s"] for row in links.values()), default=0.0)
+            rows.append([rank, *(_mega(links.get(peer, {}), "bytes_s") for peer in everyone), figure(latest * 1e6)])
         head = "links, MB/s (from the rank at the left to that above) and latency to the slowest, us"
-        parts += ["", head, _links_text(hosts, ranks)]
-    parts += ["", _ranks_text(hosts, ranks), ""]
-    values = [(op, how) for words in ranks.values() for op, how in words["figures"]["values"].items()]
-    parts += sorted({f"{op}: {how}" for op, how in values if how.startswith("not")})
+        parts += ["", head, table(["from", *everyone, "latency"], rows)]
+    rows = []
+    for rank, host in zip(everyone, hosts, strict=True):
+        own = figures.get(rank, {})
+        clock = own.get("clock")
+        ahead = f"{clock['ahead_s'] * 1e3:+.2f} +-{clock['error_s'] * 1e3:.2f}" if clock else "-"
+        written, read = (_mega(own.get("disk", {}), f"{way}_bytes_s") for way in ("write", "read"))
+        rows.append([rank, host or "?", _mega(own, "matmul_flops", 1e9), ahead, written, read])
+    parts += ["", table(["rank", "host", "GFLOP/s", "clock, ms", "write, MB/s", "read, MB/s"], rows), ""]
+    values = {(op, how) for own in figures.values() for op, how in own["values"].items()}
+    parts += sorted(f"{op}: {how}" for op, how in values if how.startswith("not"))
     if report["slow"] < usual_share(crowded=False):
         parts.append(f"below {report['slow']:g} of the usual figure is slow here (--slow)")
     parts += [f"FOUND {len(report['findings'])}:" if report["findings"] else "all is well"]
     return "\n".join([*parts, *(f"  {finding['text']}" for finding in report["findings"])])
-
-
-def _operations_text(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    sizes = list(next(iter(operations.values())))
-
-    def cell(row: Mapping[str, float] | None) -> str:
-        return f"{figure(row['seconds'] * 1e3)}, {figure(row['bus_bytes_s'] / 1e6)}" if row else "-"
-
-    rows = [[op, *(cell(by.get(size)) for size in sizes)] for op, by in operations.items()]
-    return table(["operation", *(f"{_size(int(size))}: ms, MB/s" for size in sizes)], rows)
-
-
-def _links_text(hosts: Sequence[str], ranks: Mapping[str, Any]) -> str:
-    everyone = [str(rank) for rank in range(len(hosts))]
-    rows = []
-    for rank in everyone:
-        links = ranks[rank]["figures"]["links"] if rank in ranks else {}
-        latest = max((row["latency_s"] for row in links.values()), default=0.0)
-        rows.append([rank, *(_mega(links.get(peer, {}), "bytes_s") for peer in everyone), figure(latest * 1e6)])
-    return table(["from", *everyone, "latency"], rows)
-
-
-def _ranks_text(hosts: Sequence[str], ranks: Mapping[str, Any]) -> str:
-    rows = []
-    for rank, host in enumerate(hosts):
-        figures = ranks.get(str(rank), {}).get("figures", {})
-        clock, disk = figures.get("clock"), figures.get("disk", {})
-        ahead = f"{clock['ahead_s'] * 1e3:+.2f} +-{clock['error_s'] * 1e3:.2f}" if clock else "-"
-        written, read = (_mega(disk, f"{way}_bytes_s") for way in ("write", "read"))
-        rows.append([str(rank), host or "?", _mega(figures, "matmul_flops", 1e9), ahead, written, read])
-    return table(["rank", "host", "GFLOP/s", "clock, ms", "write, MB/s", "read, MB/s"], rows)
 
 
 def _mega(figures: Mapping[str, float], key: str, unit: float = 1e6) -> str:
@@ -151,18 +141,19 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
     """A square of squares: the more of the best link's rate, the fuller the colour; red with a rank that a finding names."""
     size = report["world_size"]
     cell = SIDE / size
-    rates = {
-        (int(rank), int(peer)): row["bytes_s"]
-        for rank, words in report["ranks"].items()
-        for peer, row in words["figures"]["links"].items()
+    links = {
+        (int(rank), int(peer)): row
+        for rank, own in report["ranks"].items()
+        for peer, row in own["figures"]["links"].items()
     }
-    best = max(rates.values(), default=1.0)
+    best = max((row["bytes_s"] for row in links.values()), default=1.0)
     named = [set(finding["ranks"]) for finding in report["findings"] if "link" in finding["what"]]
     parts = [_text(24, TOP - 30, "links, MB/s: from the rank at the left to that above", "head")]
     for a, b in permutations(range(size), 2):
-        kind, fill, told, rate = "none", "", "not measured", rates.get((a, b))
+        kind, fill, told = "none", "", "not measured"
         x, y = LEFT + b * cell, TOP + a * cell
-        if rate is not None:
+        if (a, b) in links:
+            rate = links[a, b]["bytes_s"]
             bad = any(({a, b} <= ranks if len(ranks) > 1 else {a, b} & ranks) for ranks in named)
             kind, told = "bad" if bad else "good", f"{rate / 1e6:.4g} MB/s"
             fill = f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
@@ -170,7 +161,7 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
             f'<rect class="{kind}" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2:.1f}" height="{cell - 2:.1f}" rx="2"{fill}>'
             f"<title>{a} to {b}: {told}</title></rect>"
         )
-        if rate is not None and size <= 8:
+        if (a, b) in links and size <= 8:
             parts.append(_text(x + cell / 2, y + cell / 2 + 4, figure(rate / 1e6), "small head", "middle"))
     for rank in range(0, size, math.ceil(size / 16)):
         at = (rank + 0.5) * cell
@@ -184,8 +175,8 @@ def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]
     parts = [_text(480, TOP - 30, "operations: smallest message, ms; largest, MB/s", "head")]
     largest = {op: by[max(by, key=int)]["bus_bytes_s"] for op, by in operations.items()}
     best = max(largest.values(), default=1.0)
-    for row, (op, rate) in enumerate(largest.items()):
-        y, smallest = TOP + 30 * row, operations[op][min(operations[op], key=int)]["seconds"]
+    for y, (op, rate) in zip(count(TOP, 30), largest.items()):
+        smallest = operations[op][min(operations[op], key=int)]["seconds"]
         parts += [_text(480, y + 13, op), _text(632, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
         parts += [_bar("good", 640, y, 130 * rate / best, 17), _text(778, y + 13, figure(rate / 1e6))]
     return parts
@@ -193,20 +184,19 @@ def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]
 
 def _draw_bars(report: Mapping[str, Any], top: float) -> list[str]:
     """Each rank's matrix products; of many ranks the slowest."""
-    ranks, hosts = report["ranks"], report["hosts"]
-    flops = {int(rank): words["figures"].get("matmul_flops") for rank, words in ranks.items()}
+    hosts = report["hosts"]
+    flops = {int(rank): own["figures"].get("matmul_flops") for rank, own in report["ranks"].items()}
     best = max(filter(None, flops.values()), default=1.0)
-    shown = sorted(sorted(range(len(hosts)), key=lambda rank: flops.get(rank) or 0.0)[:16])
     named = {rank for finding in report["findings"] for rank in finding["ranks"]}
     parts = [_text(24, top, "ranks: matrix products, GFLOP/s", "head")]
-    for row, rank in enumerate(shown):
-        y, rate = top + 12 + 17 * row, flops.get(rank)
+    shown = sorted(sorted(range(len(hosts)), key=lambda rank: flops.get(rank) or 0.0)[:16])
+    for y, rank in zip(count(top + 12, 17), shown):
         parts.append(_text(24, y + 11, f"{rank}  {(hosts[rank] or '?')[:28]}", "bad" if rank in named else ""))
-        if rate is None:
-            parts.append(_text(260, y + 11, "not measured" if rank in flops else "said nothing", "bad"))
-        else:
+        if rate := flops.get(rank):
             parts.append(_bar("bad" if rank in named else "good", 260, y, 500 * rate / best, 13))
             parts.append(_text(268 + 500 * rate / best, y + 11, f"{rate / 1e9:.4g}"))
+        else:
+            parts.append(_text(260, y + 11, "not measured" if rank in flops else "said nothing", "bad"))
     return parts
 
 
