@@ -16,8 +16,8 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
-from tools.explain.memory import DeviceType, Held, MeasuredStep, join, measure
-from tools.explain.rank import ExplainedJob, RankProfile, axes_of, by_axis, ranks
+from tools.explain.memory import DeviceType, MeasuredStep, join, measure
+from tools.explain.rank import ExplainedJob, RankProfile, by_axis, ranks
 from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 
@@ -89,7 +89,7 @@ def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> 
         seed=0,
     )
     tokens = torch.randint(0, V, (BATCH, T), generator=torch.Generator().manual_seed(dist.get_rank()))
-    return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), axes_of(mesh))
+    return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), mesh)
 
 
 def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes: int, bound: float) -> None:
@@ -98,7 +98,7 @@ def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes:
     real = least(pool, said, bound, layout, checkpoint, chunk_tokens, passes)
     for rank, (activations, peak, step) in zip(said, real, strict=True):
         case = f"{layout}, checkpoint {checkpoint}, rank {rank.pp_rank} of pp"
-        assert rank.held == sum(step.held, Held()), case
+        assert rank.held == step.held, case
         assert rank.activations == pytest.approx(activations, rel=bound), case
         assert rank.peak == pytest.approx(peak, rel=bound), case
         sent = Counter({c: n for c, n in join(step.stretches).collectives.items() if c.bytes > 4})
@@ -107,8 +107,8 @@ def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes:
 
 def figures(step: MeasuredStep) -> tuple[int, int]:
     """The most that activations come to at one instant, and the most that all comes to."""
-    held, (activations, with_gradients) = sum(step.held, Held()), join(step.stretches).most
-    return activations, held.parameters + held.optimizer + with_gradients
+    activations, with_gradients = join(step.stretches).most
+    return activations, step.held.parameters + step.held.optimizer + with_gradients
 
 
 def least(

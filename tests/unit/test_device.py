@@ -84,7 +84,7 @@ ELSEWHERE = {
     "models/ops.py": (2, "knows of torch alone: a CPU or not"),
     "configs/check.py": (2, "which settings are CUDA's alone"),
     "tools/explain/memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
-    "tools/explain/report.py": (3, "advice about GPUs, in words"),
+    "tools/explain/report.py": (2, "advice about GPUs, in words"),
     "tools/explain/command.py": (2, "the values of --device"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from parallelisms.device import Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import ParallelismConfig, degrees
 from tools.explain.memory import DeviceType
-from tools.explain.rank import ExplainedJob, RankProfile
+from tools.explain.rank import ExplainedJob, RankProfile, without_devices
 from tools.explain.report import explain
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
@@ -42,7 +43,14 @@ def main(argv: Sequence[str]) -> int:
         argv, ranks, device = _options(argv)
         config = load(argv)
         world_size = ranks or ranks_asked(config.parallelism)
-        check_settings(_without_devices(config), world_size=world_size)
+        anywhere = replace(  # less what a start asks of the devices that it finds: the run will be on others
+            config,
+            parallelism=without_devices(config.parallelism),
+            training=replace(config.training, enable_cpu_offload=False),
+            fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
+            float8=type(config.float8)(),
+        )
+        check_settings(anywhere, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
         beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
     except ValueError as error:
@@ -56,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
-    """Splits the arguments into those that are not ours, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
+    """Splits the arguments into those of the configuration, --ranks (0: not given) and --device ("": not given). Raises ValueError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--explain", action="store_true")
     for flag in ("--ranks", "--device"):
@@ -78,20 +86,6 @@ def ranks_asked(config: ParallelismConfig) -> int:
     shards, replicas = max(1, config.data_parallel_shard_degree), config.data_parallel_replicate_degree
     others = (config.pipeline_parallel_degree, config.context_parallel_degree, config.tensor_parallel_degree)
     return shards * replicas * prod(others)
-
-
-def _without_devices(config: Config) -> Config:
-    """Less what a start asks of the devices it finds: the run will be on others."""
-    rotated = replace(
-        config.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
-    )
-    return replace(
-        config,
-        parallelism=rotated,
-        training=replace(config.training, enable_cpu_offload=False),
-        fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
-        float8=type(config.float8)(),
-    )
 
 
 def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
@@ -123,9 +117,9 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
-    build = model_module(model.name).build
+    whole = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
     with torch.device("meta"):
-        size = sum(p.numel() for p in build(model, vocab_size=vocab_size, max_seq_len=training.seq_len).parameters())
+        size = sum(p.numel() for p in whole().parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
@@ -136,8 +130,8 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     at_once = training.local_batch_size * sizes.data_parallel
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
-        build=lambda: build(model, vocab_size=vocab_size, max_seq_len=training.seq_len),
-        optimizer=lambda parts: build_optimizer(config.optimizer, parts),
+        build=whole,
+        optimizer=partial(build_optimizer, config.optimizer),
         layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Any, Literal, cast
@@ -73,7 +73,7 @@ class Stretch:
 class MeasuredStep:
     """A step of one rank."""
 
-    held: tuple[Held, ...]  # by part of the model
+    held: Held
     stretches: tuple[Stretch, ...]  # in order
     labels: tuple[str, ...]  # what FSDP and the pipeline said they do, in order
 
@@ -141,9 +141,7 @@ class Others(TorchDispatchMode):
         super().__init__()
         self._sent: list[Any] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return args[0].dtype == torch.bool or 1
         if func is torch.ops.c10d.send.default:
@@ -158,7 +156,7 @@ def _cuda_kernels() -> Iterator[None]:
     Functions and no TorchFunctionMode, which would not be there when the backward computes a block again.
     """
     ours = F.rms_norm, F.scaled_dot_product_attention
-    F.rms_norm, F.scaled_dot_product_attention = _rms_norm, _attention  # type: ignore[assignment]
+    F.rms_norm, F.scaled_dot_product_attention = _FusedRMSNorm.apply, _attention  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -170,25 +168,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
 
 
-def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-    return cast(Tensor, _FusedRMSNorm.apply(x, weight))
-
-
 class _FusedRMSNorm(Function):
     """The shapes of aten._fused_rms_norm: it keeps x, the weight and one fp32 number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
+        grad_weight = torch.empty_like(weight.to_local() if isinstance(x, DTensor) else weight)
         if isinstance(x, DTensor):  # some tokens of a sequence: the gradient is a term of a sum over ranks
-            part = torch.empty_like(weight.to_local())
-            return torch.empty_like(x), DTensor.from_local(part, x.device_mesh, [Partial()], run_check=False)
-        return torch.empty_like(x), torch.empty_like(weight)
+            grad_weight = DTensor.from_local(grad_weight, x.device_mesh, [Partial()], run_check=False)
+        return torch.empty_like(x), None, grad_weight, None
 
 
 # The ruler
@@ -205,21 +199,19 @@ def measure(
         stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()
         optimizer = make_optimizer(parallel.parts)
+        parameters = [p for part in parallel.parts for p in part.parameters()]
         for inputs, targets in microbatches:
             parallel.forward_backward(inputs, targets)
-        gradients = [ruler.serials(p.grad for p in part.parameters()) for part in parallel.parts]
+        gradients = ruler.serials(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
-        held, constant = [], set[int]()
-        for part, own in zip(parallel.parts, gradients, strict=True):
-            # only now: the first step moves shards into padded storages
-            tensors = ruler.serials([*part.parameters(), *part.buffers()])
-            states = ruler.serials(tree_leaves([optimizer.state[p] for p in part.parameters()]))
-            held.append(Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, own, states))))
-            constant |= tensors | states
-    stretches = ruler.stretches(set().union(*gradients), constant)
+        # only now: the first step moves shards into padded storages
+        tensors = ruler.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
+        states = ruler.serials(tree_leaves([optimizer.state[p] for p in parameters]))
+        held = Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
+    stretches = ruler.stretches(gradients, tensors | states)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
-    return MeasuredStep(tuple(held), tuple(stretches), labels)
+    return MeasuredStep(held, tuple(stretches), labels)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -281,9 +273,7 @@ class Ruler(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         ShardingPropagator._fake_mode_lock = self._lock
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor's operation comes again as those on its local part
         result = func(*args, **(kwargs or {}))
@@ -316,7 +306,7 @@ class Ruler(TorchDispatchMode):
 
     def _note(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.partition("::")[2]
-        kind = next((kind for key, kind in _KINDS if key in name), None)
+        kind = next((kind for key, kind in _KINDS.items() if key in name.replace("_", "")), None)
         if kind is not None:
             group = next((a for a in reversed(args) if isinstance(a, str)), None) or _group_name(args)
             size = max(leaf.numel() * leaf.itemsize for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
@@ -326,24 +316,20 @@ class Ruler(TorchDispatchMode):
 
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
-_KINDS = (
-    ("gather", "all-gather"),
-    ("reduce_scatter", "reduce-scatter"),
-    ("allreduce", "all-reduce"),
-    ("all_reduce", "all-reduce"),
-    ("alltoall", "all-to-all"),
-    ("all_to_all", "all-to-all"),
-    ("broadcast", "broadcast"),
-    ("send", "send"),
-    ("recv", "receive"),
-)
+_KINDS = {
+    "gather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
 
 
 def _group_name(args: Sequence[Any]) -> str:
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            try:
+            with suppress(RuntimeError):  # another of the call's objects, such as the reduce operation
                 return str(dist.ProcessGroup.unbox(argument).group_name)
-            except RuntimeError:  # another of the call's objects, such as the reduce operation
-                continue
     return ""

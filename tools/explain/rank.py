@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,7 +25,7 @@ from models.contract import Model
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import communication_groups
 from parallelisms.layout import CompileConfig, Layout
-from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, build_mesh, data_parallel_mesh
+from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, ParallelismConfig, build_mesh, data_parallel_mesh
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, table
@@ -82,71 +82,60 @@ class ParameterKind:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model on one rank."""
+    """A part of the model on one rank, and its step."""
 
     modules: tuple[str, ...]
     kinds: tuple[ParameterKind, ...]
-    groups: tuple[
-        tuple[str, int], ...
-    ]  # that FSDP gathers and reduces together: names, and elements of all shards with padding
-    held: Held
+    groups: tuple[tuple[str, int], ...]  # each of FSDP's messages: names, and elements of all shards with padding
+    step: MeasuredStep
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The first rank of a stage of the pipeline, or of all: what it holds and what a step takes."""
+    """The first rank of a stage of the pipeline, or of all: what it keeps, takes and sends in a step."""
 
     pp_rank: int
     stages: tuple[Stage, ...]
+    held: Held
     activations: int
     peak: int
     collectives: Counter[Collective]  # of a step; `group` is the axis
-    labels: tuple[str, ...]
-
-    @property
-    def held(self) -> Held:
-        return sum((stage.held for stage in self.stages), Held())
 
 
 def ranks(job: ExplainedJob) -> list[RankProfile]:
     """One for each place in the pipeline."""
     if job.degrees.pp > 1:
         return _pipeline_ranks(job)
-    stage, step = _act(job)
-    return [_rank(job, 0, {0: (stage, step)}, join(step.stretches))]
+    stage = _act(job)
+    return [_rank(job, 0, (stage,), join(stage.step.stretches))]
 
 
-def _rank(
-    job: ExplainedJob, pp_rank: int, stages: dict[int, tuple[Stage, MeasuredStep]], whole: Stretch
-) -> RankProfile:
+def _rank(job: ExplainedJob, pp_rank: int, stages: tuple[Stage, ...], whole: Stretch) -> RankProfile:
     """`whole`: all of one pass, and the optimizer."""
-    held = sum((stage.held for stage, _ in stages.values()), Held())
+    held = sum((stage.step.held for stage in stages), Held())
     activations, with_gradients = whole.most
     if job.passes > 1:  # the later ones find all gradients there
         with_gradients = max(with_gradients, activations + held.gradients)
-    return RankProfile(
-        pp_rank,
-        tuple(stage for stage, _ in stages.values()),
-        activations=activations,
-        peak=held.parameters + held.optimizer + with_gradients,
-        collectives=Counter({c: n * job.passes for c, n in whole.collectives.items()}),
-        labels=next(iter(stages.values()))[1].labels,
-    )
+    peak = held.parameters + held.optimizer + with_gradients
+    collectives = Counter({c: n * job.passes for c, n in whole.collectives.items()})
+    return RankProfile(pp_rank, stages, held, activations, peak, collectives)
 
 
-def _act(job: ExplainedJob, *, pp_rank: int = 0) -> tuple[Stage, MeasuredStep]:
+def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
-    sizes = job.degrees
-    with stand_in(
-        global_rank=pp_rank * prod(sizes[1:]), world_size=job.degrees.world_size, device_type=job.device_type
-    ):
-        mesh, model = build_mesh(job.degrees, "cpu"), job.model()
+    sizes, layout = job.degrees, job.layout
+    parallelism = without_devices(layout.parallelism)
+    # Without what cannot be acted out, which the report mentions
+    eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
+    global_rank = pp_rank * prod(sizes[1:])
+    with stand_in(global_rank=global_rank, world_size=sizes.world_size, device_type=job.device_type):
+        mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
         parallel = parallelize(
             model,
             mesh,
             cross_entropy_sum,
-            _eager(job.layout),
+            eager,
             local_batch_size=job.local_batch_size,
             seq_len=job.seq_len,
             device=torch.device("cpu"),
@@ -155,31 +144,34 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> tuple[Stage, MeasuredStep]:
         with fake, Others():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
-        [part], [held] = parallel.parts, step.held
+        [part] = parallel.parts
         modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
         modules += [f"layers.{name}" for name in part.layers]
         modules += [name for name in ("norm", "output") if getattr(part, name) is not None]
-        stage = Stage(tuple(modules), tuple(_kinds(part)), tuple(_groups(part, job, mesh)), held)
-        return stage, by_axis(step, axes_of(mesh))
+        return Stage(tuple(modules), tuple(_kinds(part)), tuple(_groups(part, job, mesh)), by_axis(step, mesh))
 
 
-def _eager(layout: Layout) -> Layout:
-    """Without what cannot be acted out; explain.py says so."""
-    parallelism = replace(
-        layout.parallelism, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False
-    )
-    return replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
+def without_devices(config: ParallelismConfig) -> ParallelismConfig:
+    """Less the options that need certain GPUs."""
+    return replace(config, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False)
 
 
-def axes_of(mesh: DeviceMesh) -> dict[str, str]:
-    """The name of a process group with several ranks: its axis."""
+def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
+    """Its messages with the axis for the group; without those of a rank with itself."""
     axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
     sharding = data_parallel_mesh(mesh)
     for axis in sharding.mesh_dim_names or ():
         group = sharding.get_group(axis)
         if group.size() > 1:
             axes[group.group_name] = plain(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
-    return axes
+    stretches = []
+    for stretch in step.stretches:
+        named: Counter[Collective] = Counter()
+        for collective, times in stretch.collectives.items():
+            if axis := axes.get(collective.group):
+                named[replace(collective, group=axis)] += times
+        stretches.append(replace(stretch, collectives=named))
+    return replace(step, stretches=tuple(stretches))
 
 
 def plain(axis: str, *, dp_shard: int, cp: int) -> str:
@@ -187,15 +179,6 @@ def plain(axis: str, *, dp_shard: int, cp: int) -> str:
     if axis != SHARDS or (dp_shard > 1 and cp > 1):
         return axis
     return DP_SHARD if cp == 1 else CP
-
-
-def by_axis(step: MeasuredStep, axes: Mapping[str, str]) -> MeasuredStep:
-    """Its messages with the axis for the group; without those of a rank with itself."""
-    stretches = []
-    for stretch in step.stretches:
-        named = ((replace(c, group=axes[c.group]), n) for c, n in stretch.collectives.items() if c.group in axes)
-        stretches.append(replace(stretch, collectives=sum((Counter({c: n}) for c, n in named), Counter())))
-    return replace(step, stretches=tuple(stretches))
 
 
 def _kinds(part: Model) -> Iterable[ParameterKind]:
@@ -227,11 +210,24 @@ def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[tuple[
 
 
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
-    """From stages acted out one by one, on a pipeline with one rank for each."""
+    """From stages acted out one by one, for two microbatches, on a pipeline with one rank for each."""
     config = job.layout.parallelism
     modules = stage_modules(config, list(job.model().layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
-    seen: dict[Any, tuple[Stage, MeasuredStep]] = {}
+    alone = replace(
+        config,
+        pipeline_parallel_degree=len(modules),
+        pipeline_parallel_schedule="GPipe",
+        pipeline_parallel_schedule_csv="",
+        module_fqns_per_model_part=tuple(" ".join(names) for names in modules),
+    )
+    scene = replace(
+        job,
+        layout=replace(job.layout, parallelism=alone),
+        degrees=job.degrees._replace(pp=len(modules)),
+        local_batch_size=2 * config.pipeline_parallel_microbatch_size,
+    )
+    seen: dict[Any, Stage] = {}
     acted = []
     option = job.layout.activation_checkpoint.selective_ac_option
     every = int(option) if option.isdigit() else 1
@@ -239,43 +235,25 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
         # Stages with equal shapes, whose blocks compute again at the same places
         kind = tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
         if kind not in seen:
-            seen[kind] = _act(_alone(job, modules), pp_rank=index)
-        stage, step = seen[kind]
-        acted.append((replace(stage, modules=tuple(names)), step))
+            seen[kind] = _act(scene, pp_rank=index)
+        acted.append(replace(seen[kind], modules=tuple(names)))
     profiles = []
     for pp_rank, mine in enumerate(placement(config, len(modules))):
-        stages = {index: acted[index] for index in mine}
-        # Messages between two stages of one rank are assignments
-        unsent = {index: {"SEND_F", "RECV_B"} if index + 1 in stages else set[str]() for index in stages}
-        for index in stages:
-            unsent[index] |= {"RECV_F", "SEND_B"} if index - 1 in stages else set()
-        scenes = {index: _Scene(step, job.microbatches, unsent[index]) for index, (_, step) in stages.items()}
-        parts = [scene.buffers() for scene in scenes.values()]
+        replays = {}
+        for index in mine:
+            # Messages between two stages of one rank are assignments
+            unsent = {"SEND_F", "RECV_B"} if index + 1 in mine else set[str]()
+            unsent |= {"RECV_F", "SEND_B"} if index - 1 in mine else set()
+            replays[index] = _Replay(acted[index].step, job.microbatches, unsent)
+        parts = [replay.buffers() for replay in replays.values()]
         for action in (action for cell in rows[pp_rank] for action in cell):
-            parts += scenes[action.stage].play(action)
-        parts += [stretch for scene in scenes.values() for stretch in scene.end()]
-        profiles.append(_rank(job, pp_rank, stages, join(parts)))
+            parts += replays[action.stage].play(action)
+        parts += [stretch for replay in replays.values() for stretch in replay.end()]
+        profiles.append(_rank(job, pp_rank, tuple(acted[index] for index in mine), join(parts)))
     return profiles
 
 
-def _alone(job: ExplainedJob, modules: list[list[str]]) -> ExplainedJob:
-    """Two microbatches, each stage on a rank of its own."""
-    config = replace(
-        job.layout.parallelism,
-        pipeline_parallel_degree=len(modules),
-        pipeline_parallel_schedule="GPipe",
-        pipeline_parallel_schedule_csv="",
-        module_fqns_per_model_part=tuple(" ".join(names) for names in modules),
-    )
-    return replace(
-        job,
-        layout=replace(job.layout, parallelism=config),
-        degrees=job.degrees._replace(pp=len(modules)),
-        local_batch_size=2 * config.pipeline_parallel_microbatch_size,
-    )
-
-
-class _Scene:
+class _Replay:
     """Replays the record of a stage with two microbatches for more of them. The first forward gathers the weights and the first
     backward takes the memory of gradients; after the last one they are reduced."""
 
@@ -292,24 +270,18 @@ class _Scene:
         return Stretch("", (a, b), (a, b))  # its messages are of the first step alone
 
     def play(self, action: Action) -> Iterable[Stretch]:
+        if action.kind == "I":  # what it frees, W frees at the latest
+            return [Stretch("", (0, 0), self._seen[f"B{min(self._backwards, 1)}"].most)]
         if action.kind == "F":
-            names = [*(["UNSHARD"] if self._forwards == 0 else []), *_around("F", self._forwards)]
+            which, before, after = f"F{min(self._forwards, 1)}", ["UNSHARD"] * (self._forwards == 0), list[str]()
             self._forwards += 1
-        elif action.kind == "I":  # what it frees, W frees at the latest
-            backward = self._seen[f"B{min(self._backwards, 1)}"]
-            return [Stretch("", (0, 0), backward.most)]
         else:
+            which, before = f"B{min(self._backwards, 1)}", []
             self._backwards += 1
-            last = self._backwards == self._microbatches
-            names = [*_around("B", self._backwards - 1), *(["REDUCE_GRAD"] if last else [])]
+            after = ["REDUCE_GRAD"] * (self._backwards == self._microbatches)
+        names = [*before, f"RECV_{which}", which, f"SEND_{which}", *after]
         return [self._seen[name] for name in names if name in self._seen]
 
     def end(self) -> Iterable[Stretch]:
         """The optimizer."""
         return [stretch for label, stretch in self._seen.items() if label.startswith(("RESHARD", "Optimizer"))]
-
-
-def _around(kind: str, number: int) -> list[str]:
-    """A forward or backward with its messages."""
-    which = min(number, 1)
-    return [f"RECV_{kind}{which}", f"{kind}{which}", f"SEND_{kind}{which}"]

@@ -14,10 +14,10 @@ from textwrap import wrap
 import torch
 
 from parallelisms.device import DEVICE_TRAITS
-from parallelisms.mesh import AXES, Degrees
+from parallelisms.mesh import AXES, SHARDS, Degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
-from tools.explain.rank import ExplainedJob, ParameterKind, RankProfile, plain, ranks
+from tools.explain.rank import ExplainedJob, RankProfile, plain, ranks
 
 WIDTH = 110
 _MOST_ROWS = 16  # of a table; of a longer one the middle is left out
@@ -124,13 +124,12 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
 
 def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
     rows = []
-    for rank in acted:
-        for stage in rank.stages:
-            blocks = [name for name in stage.modules if name.startswith("layers.")]
-            names = [name for name in stage.modules if name not in blocks[1:]]
-            if len(blocks) > 1:  # those in a row as one: layers.0 to 7
-                names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
-            rows.append((_who(rank, acted), ", ".join(names)))
+    for rank, stage in ((profile, stage) for profile in acted for stage in profile.stages):
+        blocks = [name for name in stage.modules if name.startswith("layers.")]
+        names = [name for name in stage.modules if name not in blocks[1:]]
+        if len(blocks) > 1:  # those in a row as one: layers.0 to 7
+            names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
+        rows.append((_who(rank, acted), ", ".join(names)))
     yield from _table(rows)
 
 
@@ -139,22 +138,15 @@ def _who(rank: RankProfile, acted: Sequence[RankProfile]) -> str:
 
 
 def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    rows, seen = [("name", "whole", "cut", "of a rank")], set()
-    for stage in (stage for rank in acted for stage in rank.stages):
-        for kind in stage.kinds:
-            if kind.name not in seen:
-                seen.add(kind.name)
-                rows.append((kind.name, _by(kind.shape), _cut(kind, job.degrees), _by(kind.local_shape)))
-    yield from _table(rows)
-
-
-def _cut(kind: ParameterKind, degrees: Degrees) -> str:
-    """Which axis has cut what: "rows: dp_shard, tp"."""
-    texts = []
-    for dim, what in enumerate(("rows", "columns")):
-        axes = [plain(axis, dp_shard=degrees.dp_shard, cp=degrees.cp) for axis, cut in kind.cuts if cut == dim]
-        texts += [f"{what}: {', '.join(axes)}"] if axes else []
-    return "; ".join(texts) or "whole"
+    d, rows = job.degrees, {"name": ("name", "whole", "cut", "of a rank")}
+    for kind in (kind for rank in acted for stage in rank.stages for kind in stage.kinds):
+        cuts = []
+        for dim, what in enumerate(("rows", "columns")):
+            axes = [plain(axis, dp_shard=d.dp_shard, cp=d.cp) for axis, cut in kind.cuts if cut == dim]
+            cuts += [f"{what}: {', '.join(axes)}"] if axes else []
+        whole, own = (" x ".join(f"{n:,}" for n in shape) for shape in (kind.shape, kind.local_shape))
+        rows.setdefault(kind.name, (kind.name, whole, "; ".join(cuts) or "whole", own))
+    yield from _table(rows.values())
 
 
 def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
@@ -193,8 +185,7 @@ def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[
     for c, n in rank.collectives.items():
         row = figures.setdefault((c.group, c.kind), [0, 0, 0])
         row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
-    order = {axis: index for index, axis in enumerate(AXES)}
-    for axis, kind in sorted(figures, key=lambda key: (order.get(key[0], 9), key[1])):
+    for axis, kind in sorted(figures, key=lambda key: ([*AXES, SHARDS].index(key[0]), key[1])):
         times, largest, total = figures[axis, kind]
         sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
         rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
@@ -232,7 +223,7 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
     else:
         yield "nothing is shared by data-parallel ranks: FSDP casts the weights once per step and sends nothing"
         return
-    forward, backward = _order(rank.labels)
+    forward, backward = _order(stage.step.labels)
     yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
         yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
@@ -276,61 +267,50 @@ def _narrow(line: str) -> str:
 
 
 def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    for warning in (*_layout_warnings(job, acted), *_figure_warnings(job)):
-        yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
-
-
-def _layout_warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    d, config, n_stages = job.degrees, job.layout.parallelism, sum(len(rank.stages) for rank in acted)
-    if d.pp > 1 and job.microbatches < n_stages:
-        yield (
-            f"{job.microbatches} microbatches for {n_stages} stages: the pipeline is never full; raise training.local_batch_size or "
-            "lower parallelism.pipeline_parallel_microbatch_size"
-        )
-    share = bubble(schedule_of(config), d.pp, n_stages, job.microbatches) if d.pp > 1 else 0.0
-    if share > 0.25:
-        yield f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller"
-    blocks = [len(stage.modules) for rank in acted for stage in rank.stages]
-    if max(blocks) - min(blocks) > 1:
-        yield f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace"
-    peaks = [rank.peak for rank in acted]
-    if max(peaks) > 1.25 * min(peaks):
-        yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
-    kinds = {kind.name: kind for rank in acted for stage in rank.stages for kind in stage.kinds}
+    d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
+    stages, peaks = [stage for rank in acted for stage in rank.stages], sorted(rank.peak for rank in acted)
+    least, most = peaks[0], peaks[-1]
+    blocks = [len(stage.modules) for stage in stages]
+    share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches) if d.pp > 1 else 0.0
     uneven = [
         f"{name} ({kind.shape[dim]:,})"
-        for name, kind in kinds.items()
+        for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
         for dim in range(2)
         if any(cut == dim for _, cut in kind.cuts)
         and kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > kind.shape[dim]
     ]
-    if uneven:
-        yield f"cut unevenly, so the last ranks have less: {', '.join(uneven)}"
-    if d.tp > 8:
-        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs"
-    if config.fsdp_reshard_after_forward == "always" and d.pp > 1:
-        yield 'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch'
-    if d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and job.device_type == "cuda":
-        yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
-
-
-def _figure_warnings(job: ExplainedJob) -> Iterator[str]:
-    layout, on_cuda = job.layout, job.device_type == "cuda"
-    if job.degrees.cp > 1 and layout.parallelism.context_parallel_rotate_method == "ring":
-        yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
-    if layout.compile.enable:
-        yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
-    if layout.float8.enable:
-        yield "float8.enable: these figures are those without it"
-    if layout.activation_checkpoint.mode == "memory_budget":
-        yield "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing"
-    if on_cuda and layout.precision.compute.itemsize == 4:
-        yield "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against"
-    if on_cuda:
-        yield (
-            "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
-            "is none unless metrics.peak_tflops says it"
-        )
+    warnings = {
+        f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
+        "lower parallelism.pipeline_parallel_microbatch_size": d.pp > 1 and job.microbatches < len(stages),
+        f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller": share > 0.25,
+        f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace": max(blocks) - min(blocks) > 1,
+        f"memory is uneven over the pipeline: {_size(least)} to {_size(most)}": most > 1.25 * least,
+        f"cut unevenly, so the last ranks have less: {', '.join(uneven)}": bool(uneven),
+        f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs": (
+            d.tp > 8
+        ),
+        'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch': (
+            config.fsdp_reshard_after_forward == "always" and d.pp > 1
+        ),
+        "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU": (
+            d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and on_cuda
+        ),
+        "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once": (
+            d.cp > 1 and config.context_parallel_rotate_method == "ring"
+        ),
+        "compile.enable: fused blocks keep less than these figures, which are of eager mode": layout.compile.enable,
+        "float8.enable: these figures are those without it": layout.float8.enable,
+        "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing": (
+            layout.activation_checkpoint.mode == "memory_budget"
+        ),
+        "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against": (
+            on_cuda and layout.precision.compute.itemsize == 4
+        ),
+        "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
+        "is none unless metrics.peak_tflops says it": on_cuda,
+    }
+    for warning in (text for text, holds in warnings.items() if holds):
+        yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
 
 
 # Text
@@ -361,10 +341,6 @@ def _ends_of_rows(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
         return rows
     dots = ("..", *([""] * (len(rows[0]) - 1)))
     return [*rows[: _MOST_ROWS - 4], dots, *rows[-3:]]
-
-
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(f"{n:,}" for n in shape)
 
 
 def _size(size: float) -> str:
