@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,15 +30,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
 
-EXCLUDED = (
-    "models/",
-    "training/data/",
-    "training/metrics",
-    "training/progress",
-    "training/sinks",
-    "training/scribe",
-    "training/metrics_writer",
-)
+EXCLUDED = ("models/", *(f"training/{name}" for name in ("data/", "metrics", "progress", "sinks", "scribe")))
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LIMIT_S = 300.0
 PAGE = """\
@@ -124,8 +117,7 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
             "--lr_scheduler.warmup_steps=2",
             *overrides,
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        lighthouse = None
+        env, lighthouse = {**os.environ, "OMP_NUM_THREADS": "1"}, None
         if groups > 1:
             lighthouse = LighthouseServer("127.0.0.1:0", groups)
             env |= {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "NUM_REPLICA_GROUPS": str(groups)}
@@ -156,17 +148,8 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
 
 def tree(calls: list[TracedCall]) -> list[str]:
     """Nested lines; neighbours of one depth and name become one line with their number."""
-    lines: list[str] = []
-    last, count = "", 0
-    for call in [*calls, None]:
-        line = f"{'  ' * (call.depth - 1)}{call.function}  {call.file}" if call else ""
-        if line == last:
-            count += 1
-            continue
-        if last:
-            lines.append(last + (f"  x{count}" if count > 1 else ""))
-        last, count = line, 1
-    return lines
+    runs = groupby(f"{'  ' * (call.depth - 1)}{call.function}  {call.file}" for call in calls)
+    return [line + (f"  x{count}" if (count := len([*same])) > 1 else "") for line, same in runs]
 
 
 def digest_of(functions: Iterable[tuple[str, str]]) -> str:
