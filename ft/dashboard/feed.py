@@ -17,15 +17,13 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from aiohttp import web
 
-from ft.dashboard.history import LANES, History
-from ft.dashboard.view import HEALTH, Row, View
+from ft.dashboard.history import History
+from ft.dashboard.view import Parts, View
 from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
@@ -35,7 +33,6 @@ KEEPALIVE_S = 5.0  # between two updates at most: so both sides notice that the 
 URGENT_PER_GROUP_S = 0.0004  # where something has happened
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # nginx would hold it back
 MOST_BYTES = 48_000  # of one message
-Parts = dict[str, list[Any]]  # section of an update -> its items, in the order in which static/state.js applies them
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -59,13 +56,12 @@ class Watcher:
 class Feed:
     """Listener of the lighthouse's service, and what it tells watchers. To be made and used on its loop."""
 
-    def __init__(self, service: LighthouseService, *, orders: bool, limits: FeedLimits | None = None) -> None:
-        """orders: whether they can be given."""
-        self.limits = limits or FeedLimits()
+    def __init__(self, service: LighthouseService, *, orders: bool) -> None:
+        """orders: whether an operator can give some."""
+        self.limits = FeedLimits()
         self.history = History(service.machine)
         self.reported, self.told = self.history.reported, self.history.told
-        self.view = View(service, self.history)
-        self._state = WatchedState(self.view, self.history, orders=orders)
+        self.view = View(service, self.history, orders=orders)
         self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
         self.watchers: set[Watcher] = set()
         self.ring: deque[bytes] = deque()  # the newest last; its number is self._number
@@ -96,14 +92,15 @@ class Feed:
             self.ring.clear()
             self._ring_bytes = 0
             return
-        limits, groups = self.limits, self._state.groups
+        limits, groups = self.limits, len(self.view.told_rows)
+        something_happened = self.history.changes > self.view.told_changes  # an event, or a step
         calm_s = limits.calm_s + limits.calm_per_group_s * groups
-        if now - self._published_s >= (URGENT_PER_GROUP_S * groups if self._state.is_behind else calm_s):
+        if now - self._published_s >= (URGENT_PER_GROUP_S * groups if something_happened else calm_s):
             self._published_s = now
             self._publish(now)
 
     def _publish(self, now: float) -> None:
-        parts = self._state.changes()
+        parts = self.view.changes()
         if not any(parts.values()) and now - self._spoke_s < KEEPALIVE_S:
             return
         self._spoke_s = now
@@ -151,7 +148,7 @@ class Feed:
         if not self.awake:
             self.awake, self._watched_s = True, now_s()
             self._number += 1  # so what an earlier watcher has is too long ago
-            self._state.changes()
+            self.view.changes()
         # the number of the update that it has; -1: of none that means anything here
         boot, _, number = last_id.partition("-")
         known = boot == self.boot and number.isascii() and number.isdigit() and len(number) < 16
@@ -159,7 +156,7 @@ class Feed:
         while not self._over:
             if read < self._number - len(self.ring):  # it begins, or its place is lost
                 if self._whole[0] != self._number:
-                    self._whole = (self._number, self._bytes(self._state.whole()))
+                    self._whole = (self._number, self._bytes(self.view.whole()))
                 update, read = self._whole[1], self._number
             else:
                 missed = islice(self.ring, len(self.ring) - (self._number - read), None)
@@ -180,99 +177,15 @@ class Feed:
         self.end()
 
 
-# ------------------------------------------------------------------------------------------------ what has changed
-
-
-class WatchedState:
-    """State up to the newest update, whoever watches."""
-
-    def __init__(self, view: View, history: History, **constants: Any) -> None:
-        """constants: said first to each who comes."""
-        self._view, self._history = view, history
-        self._constants = {"health": HEALTH, "lanes": LANES, **constants}
-        self._changes = 0  # of the history
-        self._names: dict[
-            str, tuple[Any, ...]
-        ] = {}  # of the ids that are shown; begins with a key: short, not used twice
-        self._rows: dict[str, Row] = {}
-        self._job: dict[str, Any] = {}
-        self._heals: list[Any] = []
-        self._phases = 0
-        self._next_key = 1
-
-    @property
-    def groups(self) -> int:
-        return len(self._rows)
-
-    @property
-    def is_behind(self) -> bool:
-        """Something has happened: an event, or a step."""
-        return self._history.changes > self._changes
-
-    def changes(self) -> Parts:
-        """News since the last call, which are taken for told."""
-        view, history, since = self._view, self._history, self._changes
-        rows, old = view.rows(), self._rows
-        gone = [self._names.pop(i)[0] for i in old if i not in rows]
-        # how many ranks a group has may not have been known when it was named
-        named = [i for i in rows if i not in old or (not self._names[i][2] and view.lasting(i)[1])]
-        for i in named:
-            key = self._names[i][0] if i in old else self._next_key
-            self._next_key = max(self._next_key, key + 1)
-            self._names[i] = (key, *view.lasting(i))
-        keys, job = {i: name[0] for i, name in self._names.items()}, view.job(rows)
-        heals = [
-            (keys[i], [keys[source] for source in sources if source in keys], done, total)
-            for i, (sources, done, total) in view.heals().items()
-            if i in keys
-        ]
-        parts: Parts = {
-            "gone": gone,
-            "phases": view.phases[self._phases :],
-            "names": [self._names[i] for i in named],
-            "rows": [(keys[i], *row) for i, row in rows.items() if old.get(i) != row],
-            "job": [job] if job != self._job else [],
-            "heals": [heals] if heals != self._heals else [],
-            "cut": [history.cut_at[1]] if history.cut_at[0] > since else [],
-            **self._of_history(since, history.changes),
-        }
-        self._rows, self._job, self._heals, self._phases = rows, job, heals, len(view.phases)
-        self._changes = history.changes
-        return parts
-
-    def whole(self) -> Parts:
-        """State for a watcher that knows nothing: all that was told until now."""
-        return {
-            "begin": [self._constants],
-            "phases": self._view.phases[: self._phases],
-            "names": list(self._names.values()),
-            "rows": [(self._names[i][0], *row) for i, row in self._rows.items()],
-            "job": [self._job],
-            "heals": [self._heals],
-            **self._of_history(0, self._changes),
-        }
-
-    def _of_history(self, since: int, until: int) -> Parts:
-        history = self._history
-        lists: dict[str, Iterable[Any]] = {"points": history.points, "sizes": history.sizes, "events": history.events}
-        return {name: [x.to_json() for x in them if since < x.changed <= until] for name, them in lists.items()}
-
-
 def messages(parts: Parts, now_s: float) -> list[str]:
     """JSON objects of at most MOST_BYTES each, one at least; section -> items. now_s: since 1970."""
-    made: list[str] = []
-    sections: dict[str, list[str]] = {"now": [f"{now_s:.1f}"]}
+    made: list[dict[str, list[str]]] = [{"now": [f"{now_s:.1f}"]}]
     size = 0
     for section, items in parts.items():
-        for item in items:
-            text = _encode(item)
-            size += len(text) + len(section) + 8
+        for text in map(_encode, items):
+            size += (more := len(text) + len(section) + 8)
             if size > MOST_BYTES:
-                made.append(_object(sections))
-                sections, size = {}, len(text) + len(section) + 8
-            sections.setdefault(section, []).append(text)
-    return [*made, _object(sections)]
-
-
-def _object(sections: dict[str, list[str]]) -> str:
-    return "{" + ",".join(f'"{name}":[{",".join(items)}]' for name, items in sections.items()) + "}"
+                made.append({})
+                size = more
+            made[-1].setdefault(section, []).append(text)
+    return ["{" + ",".join(f'"{key}":[{",".join(texts)}]' for key, texts in one.items()) + "}" for one in made]

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse
@@ -29,24 +29,22 @@ MERGED = 12  # of the newest events, one that says the same again is counted the
 RATE_S = 60.0  # the step rate is that of so long
 
 
+# Of these the page gets all fields but the last, in their order. `at_s`: since 1970. `changed`: the number of its latest change.
+
+
 @dataclass
 class Happening:
-    """`changed`: of all that is told here, which one was the latest change of this."""
-
     number: int
-    at_s: float  # since 1970
-    lane: Lane
+    at_s: float
+    lane: int  # of LANES
     grade: Grade
     step: int
     text: str
     times: int
     changed: int
 
-    def to_json(self) -> list[Any]:
-        return [self.number, round(self.at_s, 1), LANES.index(self.lane), self.grade, self.step, self.text, self.times]
 
-
-@dataclass(frozen=True)
+@dataclass
 class Point:
     """The loss of a step as a group's beat told it: at fast steps not of each one, and now and then a step late."""
 
@@ -55,11 +53,8 @@ class Point:
     loss: float  # nats per token
     changed: int
 
-    def to_json(self) -> list[Any]:
-        return [round(self.at_s, 1), self.step, float(f"{self.loss:.5g}")]
 
-
-@dataclass(frozen=True)
+@dataclass
 class Size:
     """Number of members of the newest quorum, from then on."""
 
@@ -67,12 +62,8 @@ class Size:
     members: int
     changed: int
 
-    def to_json(self) -> list[Any]:
-        return [round(self.at_s, 1), self.members]
 
-
-@dataclass(frozen=True)
-class Departure:
+class Departure(NamedTuple):
     at_s: float
     why: str
     clean: bool
@@ -123,15 +114,14 @@ class History:
     def reported(self, report: Any) -> None:
         """A pharos_pb2.Report."""
         now_s, step = self._wall_clock(), report.step
-        if self.recent_steps and step > self.recent_steps[-1][1]:
-            self.last_step_s = now_s
         if not self.recent_steps or step > self.recent_steps[-1][1]:
+            self.last_step_s = now_s if self.recent_steps else self.last_step_s
             self.recent_steps.append((now_s, step))
             while not 0 <= now_s - self.recent_steps[0][0] <= RATE_S:  # below 0: the clock was set back
                 self.recent_steps.popleft()
         loss = report.mean_loss  # 0: that group has not committed a step since its start
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
-            self.points.append(Point(now_s, step, loss, self._change()))
+            self.points.append(Point(round(now_s, 1), step, float(f"{loss:.5g}"), self._change()))
             if len(self.points) > MOST_POINTS:
                 del self.points[1:-1:2]
         if report.replica_id in self.healing and step >= self.healing[report.replica_id][0]:
@@ -147,15 +137,24 @@ class History:
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
         text = clean(text, MOST_TEXT)
+        number, step = LANES.index(lane), self.step if step is None else step
         for event in list(self.events)[-MERGED:]:
-            if (event.lane, event.text) == (lane, text):
+            if (event.lane, event.text) == (number, text):
                 event.times, event.changed = event.times + 1, self._change()
                 return
         self._numbers += 1
-        at_s, step = self._wall_clock(), self.step if step is None else step
-        self.events.append(Happening(self._numbers, at_s, lane, grade, step, text, 1, self._change()))
+        at_s = round(self._wall_clock(), 1)
+        self.events.append(Happening(self._numbers, at_s, number, grade, step, text, 1, self._change()))
 
     # ---- what it tells
+
+    def told_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
+        """What has changed after one change and up to another, as the page gets it."""
+        lists: dict[str, Iterable[Any]] = {"points": self.points, "sizes": self.sizes, "events": self.events}
+        return {
+            name: [list(vars(x).values())[:-1] for x in told if since < x.changed <= until]
+            for name, told in lists.items()
+        }
 
     @property
     def step(self) -> int:
@@ -193,7 +192,7 @@ class History:
 
     def _see_size(self) -> None:
         members = sum(i not in self.gone for i in self._ids)
-        self.sizes.append(Size(self._wall_clock(), members, self._change()))
+        self.sizes.append(Size(round(self._wall_clock(), 1), members, self._change()))
 
     def _see_quorum(self) -> None:
         quorum = self._machine.quorum

@@ -7,10 +7,10 @@ that is gone is shown for a minute), is decided here; what it looks like, in sta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
-from ft.dashboard.history import History, clean, named
+from ft.dashboard.history import LANES, History, clean, named
 from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
@@ -29,17 +29,71 @@ PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases;
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
 
 
-class View:
-    """View of one lighthouse. `ordered`: id -> flags of the orders that it was given."""
+Parts = dict[str, list[Any]]  # section of an update -> its items, in the order in which static/state.js applies them
 
-    def __init__(
-        self, service: LighthouseService, history: History, wall_clock: Callable[[], float] = time.time
-    ) -> None:
-        self._service, self._machine, self._history, self._wall_clock = service, service.machine, history, wall_clock
+
+class View:
+    """The state that the page shows, up to the newest update. `ordered`: id -> flags of the orders that it was given."""
+
+    def __init__(self, service: LighthouseService, history: History, *, orders: bool = False) -> None:
+        """orders: whether an operator can give some."""
+        self._service, self._machine, self._history = service, service.machine, history
+        self._constants = {"health": HEALTH, "lanes": LANES, "orders": orders}
         self.ordered: dict[str, int] = {}
-        self.phases = ["", "other"]  # the groups' own words, by number
-        self._phase_numbers: dict[str, int] = {"": 0}
         self._members: dict[str, m.Member] = {}  # of the newest quorum
+        self._phase_numbers: dict[str, int] = {"": 0}
+        self._phases = ["", "other"]  # the groups' own words, by number
+        # What was told until now
+        self.told_changes = self._told_phases = 0
+        self._names: dict[str, tuple[Any, ...]] = {}  # ids that are shown; begins with a key: short, not used twice
+        self._next_key = 1
+        self.told_rows: dict[str, Row] = {}
+        self._job: dict[str, Any] = {}
+        self._heals: list[Any] = []
+
+    def changes(self) -> Parts:
+        """News since the last call, which are taken for told."""
+        history, since = self._history, self.told_changes
+        rows, old = self.rows(), self.told_rows
+        gone = [self._names.pop(i)[0] for i in old if i not in rows]
+        # how many ranks a group has may not have been known when it was named
+        named = [i for i in rows if i not in old or (not self._names[i][2] and self.lasting(i)[1])]
+        for i in named:
+            key = self._names[i][0] if i in old else self._next_key
+            self._next_key = max(self._next_key, key + 1)
+            self._names[i] = (key, *self.lasting(i))
+        keys, job = {i: name[0] for i, name in self._names.items()}, self.job(rows)
+        heals = []
+        for i, (_, sources) in list(history.healing.items())[:HEALS_SHOWN]:
+            if i in keys:  # bytes that have come, of how many (0: not known yet)
+                report = self._service.reports.get(i)
+                come = (report.heal_done_bytes, report.heal_total_bytes) if report else (0, 0)
+                heals.append((keys[i], [keys[source] for source in sources if source in keys], *come))
+        parts: Parts = {
+            "gone": gone,
+            "phases": self._phases[self._told_phases :],
+            "names": [self._names[i] for i in named],
+            "rows": [(keys[i], *row) for i, row in rows.items() if old.get(i) != row],
+            "job": [job] if job != self._job else [],
+            "heals": [heals] if heals != self._heals else [],
+            "cut": [history.cut_at[1]] if history.cut_at[0] > since else [],
+            **history.told_between(since, history.changes),
+        }
+        self.told_rows, self._job, self._heals, self._told_phases = rows, job, heals, len(self._phases)
+        self.told_changes = history.changes
+        return parts
+
+    def whole(self) -> Parts:
+        """State for a watcher that knows nothing: all that was told until now."""
+        return {
+            "begin": [self._constants],
+            "phases": self._phases[: self._told_phases],
+            "names": list(self._names.values()),
+            "rows": [(self._names[i][0], *row) for i, row in self.told_rows.items()],
+            "job": [self._job],
+            "heals": [self._heals],
+            **self._history.told_between(0, self.told_changes),
+        }
 
     # ---- groups
 
@@ -74,7 +128,7 @@ class View:
         """Constants of a group: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
         report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
         member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
-        born_s = self._wall_clock() - (report.wall_s if report else 0)
+        born_s = time.time() - (report.wall_s if report else 0)
         return clean(replica_id, NAME_TEXT), member.world_size if member else 0, int(born_s)
 
     def _health(self, replica_id: str, member: bool, quiet: int, late: frozenset[str]) -> tuple[int, str]:
@@ -116,7 +170,7 @@ class View:
 
     def _gone(self, shown: dict[str, Row]) -> list[tuple[str, int, str]]:
         """The latest departures, of those whose name has not come back."""
-        live, after_s = self._machine.roster.live, self._wall_clock() - GONE_SHOWN_S
+        live, after_s = self._machine.roster.live, time.time() - GONE_SHOWN_S
         gone: list[tuple[str, int, str]] = []
         for replica_id, departure in reversed(self._history.gone.items()):
             if departure.at_s < after_s or len(gone) == GONE_SHOWN:
@@ -128,19 +182,10 @@ class View:
     def _phase(self, words: str) -> int:
         found = self._phase_numbers.get(words)
         if found is None:
-            if len(self.phases) == PHASES:
+            if len(self._phases) == PHASES:
                 return 1
-            found = self._phase_numbers[words] = len(self.phases)
-            self.phases.append(clean(words, PHASE_TEXT))
-        return found
-
-    def heals(self) -> dict[str, tuple[tuple[str, ...], int, int]]:
-        """Heals by id: from whom, bytes that have come, of how many (0: not known yet)."""
-        reports, found = self._service.reports, {}
-        for replica_id, (_, sources) in list(self._history.healing.items())[:HEALS_SHOWN]:
-            report = reports.get(replica_id)
-            done, total = (report.heal_done_bytes, report.heal_total_bytes) if report else (0, 0)
-            found[replica_id] = (sources, done, total)
+            found = self._phase_numbers[words] = len(self._phases)
+            self._phases.append(clean(words, PHASE_TEXT))
         return found
 
     # ---- all of them
@@ -149,9 +194,8 @@ class View:
         """Figures that are shown above the rows; all of it is told again where any of it has changed."""
         service, machine, history = self._service, self._machine, self._history
         quorum, saved = machine.quorum, machine.saved
-        counts = [0] * len(HEALTH)
-        for row in rows.values():
-            counts[row[2]] += 1
+        health = Counter(row[2] for row in rows.values())
+        counts = [health[kind] for kind in range(len(HEALTH))]
         wall_s = sum(report.wall_s for report in service.reports.values())
         goodput_s = sum(report.goodput_s for report in service.reports.values())
         state, headline, reason = self._words(rows, counts)
@@ -184,11 +228,8 @@ class View:
         if machine.quorum is None:
             return "busy", "Waits for the first quorum", _sentence(reason)
         if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
-            return (
-                "bad",
-                "All groups are gone",
-                "Those that come back begin where the newest checkpoint or the last survivor is.",
-            )
+            where = "Those that come back begin where the newest checkpoint or the last survivor is."
+            return "bad", "All groups are gone", where
         if waited_s := self._waited_s():
             wanted = f" Waits for {named(late)}." if late else ""
             head = "A group waits to come in" if not machine.roster.present else "Waits for the next quorum"
@@ -199,15 +240,10 @@ class View:
         if no_step_s := self._no_step_s():
             return "bad", f"No step for {no_step_s:.0f} s", f"The newest quorum: {reason}."
         if counts[HEALS]:
-            return (
-                "busy",
-                "Trains, and heals",
-                f"{named(history.healing)} fetches the state; the others go on without a pause.",
-            )
-        missing = counts[LOST] + counts[SILENT] + counts[SITS_OUT]
-        if missing:
-            out = [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]
-            return ("busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in.")
+            healing = f"{named(history.healing)} fetches the state; the others go on without a pause."
+            return "busy", "Trains, and heals", healing
+        if out := [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]:
+            return "busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in."
         return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
     def _no_step_s(self) -> float:
@@ -216,7 +252,7 @@ class View:
         if not last_s or not reports:
             return 0.0
         patience_s = NO_STEP_STEPS * max(report.median_step_s for report in reports.values())
-        no_step_s = self._wall_clock() - last_s
+        no_step_s = time.time() - last_s
         return no_step_s if no_step_s > max(NO_STEP_S, patience_s) else 0.0
 
 

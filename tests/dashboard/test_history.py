@@ -10,7 +10,7 @@ import pytest
 
 from ft.dashboard import history as told
 from ft.dashboard.feed import MOST_BYTES, messages
-from ft.dashboard.history import History, clean, named
+from ft.dashboard.history import LANES, History, clean, named
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
 from ft.rpc.generated import pharos_pb2
@@ -38,7 +38,7 @@ class Job:
 
     @property
     def said(self) -> list[tuple[str, str, str]]:
-        return [(event.lane, event.grade, event.text) for event in self.history.events]
+        return [(LANES[event.lane], event.grade, event.text) for event in self.history.events]
 
 
 def test_a_quorum_a_death_a_return_and_its_heal():
@@ -105,7 +105,7 @@ def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
         history.told("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
-    [event] = [x for x in history.events if x.lane == "corruption"]
+    [event] = [x for x in history.events if LANES[x.lane] == "corruption"]
     assert (event.times, event.step, event.grade) == (3, 9, "bad")
     for i in range(3 * told.MOST_EVENTS):
         history.add("commit", "bad", f"{i}")
