@@ -1,10 +1,11 @@
 """The lighthouse's pages, on the loop that serves gRPC:
 
-    /                     the live page (ft/dashboard), whose files hold nothing of the job and are everybody's
-    /events  /orders      what it shows, and what an operator orders
+    /                     the live page, the same for every job and every visitor
+    /events  /orders      the state of the job; an operator's orders to a group: to leave (drain), or to die (kill)
     /status.json /metrics for programs
 
-All but the files want the job's token, where there is one: `Authorization: Bearer TOKEN`.
+All but the files want the job's token, where there is one: `Authorization: Bearer TOKEN`. A browser sends that header for no other site, so
+a link or a form elsewhere orders nothing. A job without a token takes no orders, as anybody's page could give them then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -25,14 +27,51 @@ from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ft.dashboard.feed import Feed
-from ft.dashboard.pages import FILES, HEADERS, Orders, get_file
+from ft.dashboard.history import clean
+from ft.dashboard.view import DRAINED, KILLED
+from ft.protocol import messages as m
 from ft.rpc.access import Access, Endpoint
+from ft.rpc.codec import MAX_TEXT, ORDERS
 from ft.rpc.lighthouse_service import LighthouseService
 
+FOLDER = Path(__file__).resolve().parent / "static"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+FILES = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in FOLDER.iterdir() if path.suffix in TYPES}
+FILES["/"] = FILES.pop("/index.html")
+# Nothing from elsewhere, nothing inline, no string that becomes code or markup (Trusted Types), in no frame.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "img", "connect")),
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {  # of every answer
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+
+BURST, PER_S = 10, 1.0  # orders at once, and how many more a second
+MOST_BYTES = 16 << 10  # of a request
 MAX_CONNECTIONS = 256
 IDLE_S = 75.0  # longer than a Prometheus scrapes apart, usually
 HANDSHAKE_S = 10.0
 BACKLOG = 100  # taken at one go; far less than MAX_CONNECTIONS, so that the oldest one is always complete
+FLAGS = {"drain": DRAINED, "kill": KILLED}
 log = logging.getLogger("pharos.lighthouse")
 # of Report -> name and help of a gauge with the label `replica`
 FIGURES = {
@@ -106,6 +145,10 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
         headers = {"Content-Type": exposition.CONTENT_TYPE_LATEST}
         return web.Response(body=exposition.generate_latest(registry), headers=headers)
 
+    async def file(request: web.Request) -> web.Response:
+        data, kind = FILES[request.path]  # the path is looked up, never joined
+        return web.Response(body=data, headers={"Content-Type": kind})
+
     @web.middleware
     async def with_token(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         if request.path not in FILES and not access.permits(request.headers.items()):
@@ -118,10 +161,74 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
     app = web.Application(middlewares=[with_token], client_max_size=1 << 16)
     app.add_routes([web.get("/status.json", status_json), web.get("/metrics", metrics)])
     app.add_routes([web.get("/events", feed.stream), web.post("/orders", orders.give)])
-    app.add_routes([web.get(path, get_file) for path in FILES])
+    app.add_routes([web.get(path, file) for path in FILES])
     app.on_response_prepare.append(harden)
     app.on_shutdown.append(feed.close)
     return app
+
+
+class Orders:
+    """Orders of one lighthouse."""
+
+    def __init__(
+        self, service: LighthouseService, feed: Feed, *, has_token: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._service, self._feed, self._has_token, self._clock = service, feed, has_token, clock
+        self._left, self._filled_s = float(BURST), clock()
+
+    async def give(self, request: web.Request) -> web.Response:
+        """202: the group was told. Anything else: nothing was done, and the text says why."""
+        if not self._has_token:
+            text = "this job has no token, so it takes no orders: start the lighthouse with --token_file\n"
+            raise web.HTTPForbidden(text=text)
+        now_s = self._clock()
+        self._left = min(BURST, self._left + PER_S * (now_s - self._filled_s))
+        self._filled_s = now_s
+        if self._left < 1:
+            text = f"too many orders: {BURST} at once, then {PER_S:g} a second\n"
+            raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": "1"})
+        self._left -= 1
+        order, replica_id = self._read(request.content_type, await request.content.read(MOST_BYTES + 1))
+        words = self._carry_out(order, replica_id, request.remote or "somewhere")
+        log.warning("order from %s: %s %s: %s", request.remote, order, clean(replica_id, MAX_TEXT), words)
+        return web.json_response({"order": order, "replica_id": replica_id, "done": words}, status=202)
+
+    def _read(self, content_type: str, data: bytes) -> tuple[str, str]:
+        if content_type != "application/json":
+            raise web.HTTPUnsupportedMediaType(text="an order is application/json\n")
+        if len(data) > MOST_BYTES:
+            raise web.HTTPRequestEntityTooLarge(
+                MOST_BYTES, len(data), text=f"an order has at most {MOST_BYTES} bytes\n"
+            )
+        try:
+            asked = json.loads(data)
+            order, replica_id = asked["order"], asked["replica_id"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise web.HTTPBadRequest(text='an order is {"order": ..., "replica_id": ...}\n') from None
+        if order not in ORDERS or not isinstance(replica_id, str):
+            raise web.HTTPBadRequest(text=f"order: legal is {' and '.join(ORDERS)}; replica_id: a group's\n")
+        return order, replica_id
+
+    def _carry_out(self, order: str, replica_id: str, who: str) -> str:
+        service, history = self._service, self._feed.history
+        peer = service.machine.roster.peers.get(replica_id)
+        if peer is None:
+            raise web.HTTPNotFound(text=f"no such group is alive: {clean(replica_id, MAX_TEXT)}\n")
+        if peer.kind == "torchft":
+            raise web.HTTPConflict(text="that is a group of torchft's, which takes no orders from here\n")
+        flags = self._feed.view.ordered
+        if service.order(replica_id, order, f"on the lighthouse's page, from {who}"):
+            words = {"drain": "it leaves after its step", "kill": "it ends now"}[order]
+        elif order == "kill":
+            service.driver.feed(m.Evict(replica_id))
+            words = "it has no stream, so it was taken out of the job"
+        else:
+            raise web.HTTPConflict(text="it has no stream that an order could go down; kill takes it out of the job\n")
+        flags[replica_id] = flags.get(replica_id, 0) | FLAGS[order]
+        for gone in [i for i in flags if i not in service.machine.roster.peers and i != replica_id]:
+            del flags[gone]
+        history.add("membership", "info", f"an operator ({who}): {order} {replica_id}, {words}")
+        return words
 
 
 def status(service: LighthouseService) -> dict[str, Any]:
@@ -140,6 +247,12 @@ def status(service: LighthouseService) -> dict[str, Any]:
         }
         for member in (quorum.members if quorum else ())
     ]
+    reports = {
+        replica_id: {name: getattr(report, name) for name in names}
+        for replica_id, report in sorted(service.reports.items())
+    }
+    for report in reports.values():  # JSON has nothing for NaN and Inf, such as a loss that has overflowed
+        report |= {name: None for name, it in report.items() if isinstance(it, float) and not math.isfinite(it)}
     return {
         "reason": service.machine.reason,
         "kind": saved.kind,
@@ -156,16 +269,8 @@ def status(service: LighthouseService) -> dict[str, Any]:
             "step": quorum.reference[0],
             "members": members,
         },
-        "reports": {
-            replica_id: {name: _finite(getattr(report, name)) for name in names}
-            for replica_id, report in sorted(service.reports.items())
-        },
+        "reports": reports,
     }
-
-
-def _finite(value: Any) -> Any:
-    """None for NaN and Inf, such as a loss that has overflowed: JSON has no word for them."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Collector:

@@ -134,9 +134,7 @@ class View:
     def _health(self, replica_id: str, member: bool, quiet: int, late: frozenset[str]) -> tuple[int, str]:
         roster, healing = self._machine.roster, self._history.healing
         if replica_id not in roster.peers:
-            clean_leave = replica_id in roster.gone
-            why = roster.lost.get(replica_id, "")
-            return (LEFT if clean_leave else LOST), clean(why, NOTE_TEXT)
+            return LEFT if replica_id in roster.gone else LOST, clean(roster.lost.get(replica_id, ""), NOTE_TEXT)
         if why := roster.why_it_sits_out(replica_id):
             return SITS_OUT, why
         if quiet:
@@ -146,22 +144,20 @@ class View:
         if replica_id in late:
             return LATE, ""
         if replica_id in roster.candidates:
-            return (WAITS if member else JOINS), ""
-        return (TRAINS if member else JOINS), ""
+            return WAITS if member else JOINS, ""
+        return TRAINS if member else JOINS, ""
 
     def _late(self) -> frozenset[str]:
         """Members that the others wait for: in a reduction, or because they have not asked for the quorum that others have asked for."""
         roster, reports = self._machine.roster, self._service.reports
         members = roster.previous
         if roster.present and self._waited_s():
-            waited_for = {i for i in members if i in roster.peers and i not in roster.candidates}
+            late = {i for i in members if i in roster.peers and i not in roster.candidates}
+        elif any(i in reports and reports[i].waiting for i in members):
+            late = {i for i in members if i in reports and not reports[i].waiting and i not in self._history.healing}
         else:
-            waited_for = {
-                i for i in members if i in reports and not reports[i].waiting and i not in self._history.healing
-            }
-            if not any(i in reports and reports[i].waiting for i in members):
-                waited_for = set()
-        return frozenset(waited_for if len(waited_for) <= max(1, len(members) // LATE_SHARE) else ())
+            late = set()
+        return frozenset(late if len(late) <= max(1, len(members) // LATE_SHARE) else ())
 
     def _waited_s(self) -> float:
         """Wait of the next quorum's first caller; 0 for a wait that is in the nature of things."""

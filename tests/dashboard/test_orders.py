@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from bench.page_job import Herd
-from ft.dashboard.pages import BURST, Orders
+from ft.dashboard.server import BURST, Orders
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupProcess

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ft.dashboard.pages import FILES as SERVED
-from ft.dashboard.pages import FOLDER, POLICY
+from ft.dashboard.server import FILES as SERVED
+from ft.dashboard.server import FOLDER, POLICY
 from ft.dashboard.view import HEALTH
 
 ROOT = Path(__file__).resolve().parents[2]
