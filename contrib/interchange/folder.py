@@ -42,10 +42,7 @@ def landing(out: Path) -> Iterator[Path]:
         refuse(out)  # the other process may have ended in between
         try:
             for path in partial.iterdir():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             yield partial
             for folder, _, _ in os.walk(partial, topdown=False):
                 sync_path(Path(folder))
@@ -87,12 +84,3 @@ def copy(source: Path, target: Path) -> None:
 def carried(folder: Path) -> list[Path]:
     """The tokenizer's files in a folder."""
     return [folder / name for name in (TOKENIZER, *_BESIDE) if (folder / name).is_file()]
-
-
-def of_tokenizer(path: str) -> Iterator[tuple[Path, str]]:
-    """(file, its published name) of the files of model.tokenizer_path, which is a file or its folder."""
-    given = Path(path).expanduser()
-    file = given / TOKENIZER if given.is_dir() else given
-    if file.is_file():
-        yield file, TOKENIZER
-    yield from ((beside, beside.name) for beside in carried(file.parent) if beside.name != TOKENIZER)

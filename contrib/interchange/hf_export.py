@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from configs.load import load
 from configs.saved import FILE_NAME
-from contrib.interchange.folder import GENERATION, TOKENIZER, copy, landing, of_tokenizer, put, refuse
+from contrib.interchange.folder import GENERATION, TOKENIZER, carried, copy, landing, put, refuse
 from contrib.interchange.hf_import import FREQUENCIES
 from contrib.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
 from models import llama, llama_hf
@@ -100,7 +100,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
         if len(parts) > 1:
             put(partial / INDEX, index_json(parts))
         put(partial / GENERATION, json.dumps({"_from_model_config": True, **special}, indent=2) + "\n")
-        for file, name in beside:  # the model's own of these, where it has one
+        for name, file in beside.items():  # the model's own of these, where it has one
             copy(file, partial / name)
         for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer()).items():
             put(partial / name, text)
@@ -125,11 +125,9 @@ def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
     if path and step >= 0:
         raise ValueError(f"--step {step}: {run} is one checkpoint; name the run's folder")
     if settings is None:
-        raise ValueError(
-            f"{run}: in no folder just above is a {FILE_NAME}, which would say what model this is"
-            if path
-            else f"{run}: neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
-        )
+        of_checkpoint = f"in no folder just above is a {FILE_NAME}, which would say what model this is"
+        other = f"neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
+        raise ValueError(f"{run}: {of_checkpoint if path else other}")
     if path:
         verify(path, read_manifest(path))
     config = load([str(settings)])
@@ -167,17 +165,21 @@ def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
     return Checkpoint(path, model, config.training.seq_len, entries, reader, dtypes.pop())
 
 
-def _tokenizer(path: str, out: Path, log: Log) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
-    """(files to copy and their names, bos_token_id and so on). Raises ValueError for a file that cannot be used."""
-    beside = list(of_tokenizer(path)) if path else []
-    special: dict[str, Any] = {}
-    if not path or any(name == TOKENIZER for _, name in beside):
+def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:
+    """(files to copy by their published names, bos_token_id and so on). Raises ValueError for a file that cannot be used."""
+    beside, special = dict[str, Path](), dict[str, Any]()
+    if path:  # model.tokenizer_path is a file or its folder
+        given = Path(path).expanduser()
+        file = given / TOKENIZER if given.is_dir() else given
+        beside = {TOKENIZER: file} if file.is_file() else {}
+        beside |= {each.name: each for each in carried(file.parent) if each.name != TOKENIZER}
+    if not path or TOKENIZER in beside:
         tokenizer = build_tokenizer(path)
         # around each document it was trained on
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     else:
         log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
-    drawing = next((read_json(file) for file, name in beside if name == GENERATION), {})
+    drawing = read_json(beside[GENERATION]) if GENERATION in beside else {}
     return beside, {**special, **{name: drawing[name] for name in _IDS if drawing.get(name) is not None}}
 
 
@@ -206,14 +208,6 @@ def byte_tokenizer() -> dict[str, str]:
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {
-        "tokenizer.json": json.dumps(tokenizer) + "\n",
-        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
+    text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
+    return {TOKENIZER: json.dumps(tokenizer) + "\n", "tokenizer_config.json": f"{text}\n"}

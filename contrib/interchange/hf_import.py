@@ -39,7 +39,6 @@ FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
 class PublishedWeights:
     """Published weights that have been looked through."""
 
-    folder: Path
     published: Published
     entries: tuple[Entry, ...]
     weights: Weights
@@ -141,7 +140,7 @@ def look_through(folder: Path, *, dtype: str) -> PublishedWeights:
                 f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
             )
     stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
-    return PublishedWeights(folder, published, entries, weights, getattr(torch, dtype or stored))
+    return PublishedWeights(published, entries, weights, getattr(torch, dtype or stored))
 
 
 def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:

@@ -42,10 +42,27 @@ class Weights:
 
     def __init__(self, folder: Path) -> None:
         """Raises ValueError for a folder without weights, a file that is not whole, and an index that does not fit its files."""
-        self.listed, where = _list(folder)
+        single, index = folder / SINGLE, folder / INDEX
+        self.listed = single if single.exists() else index
         self.found: dict[str, Found] = {}
-        for file in sorted({folder / name for name in where.values()} if where else {folder / SINGLE}):
-            self._add(file, {name for name, at in where.items() if folder / at == file} if where else None)
+        if single.exists() and index.exists():
+            raise ValueError(f"{folder}: holds {SINGLE} and {INDEX}: two sets of weights; remove one")
+        if single.exists():
+            self._add(single, None)
+            return
+        if not index.exists():
+            pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+            hint = "is a pickle, which may run code and is not read: save it as safetensors"
+            hint = f"; {pickles[0]} {hint}" if pickles else ""
+            raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}{hint}")
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise ValueError(f"{index}: has no weight_map, the file of each tensor")
+        for name, file in where.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"{index}: {name}: {file!r}: must be the name of a file in {folder}")
+        for file in sorted({*where.values()}):
+            self._add(folder / file, {name for name, at in where.items() if at == file})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> None:
         """Raises ValueError unless these tensors are there with these shapes, all of the dtype `code` ("": of any that can be read), and
@@ -56,9 +73,8 @@ class Weights:
             if found is None:
                 problems.append(f"{self.listed}: {name}: missing; expected {code or 'values'} {list(shape)}")
             elif found.shape != shape:
-                problems.append(
-                    f"{found.file}: {name}: shape {list(found.shape)}, expected {list(shape)} by config.json"
-                )
+                actual = f"shape {list(found.shape)}"
+                problems.append(f"{found.file}: {name}: {actual}, expected {list(shape)} by config.json")
             elif found.code not in ([code] if code else CODES.values()):
                 expected = code or f"one of {', '.join(CODES.values())}"
                 problems.append(f"{found.file}: {name}: dtype {found.code}, expected {expected}")
@@ -100,29 +116,6 @@ class Weights:
             for name in sorted(names - expected)
         ]
         raise_all(problems)
-
-
-def _list(folder: Path) -> tuple[Path, dict[str, str]]:
-    """The file that lists the tensors, and of an index the file of each. Raises ValueError."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.exists() and index.exists():
-        raise ValueError(f"{folder}: holds {SINGLE} and {INDEX}: two sets of weights; remove one")
-    if single.exists():
-        return single, {}
-    if not index.exists():
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        hint = (
-            f"; {pickles[0]} is a pickle, which may run code and is not read: save it as safetensors" if pickles else ""
-        )
-        raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}{hint}")
-    body = read_json(index)
-    where = body.get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ValueError(f"{index}: has no weight_map, the file of each tensor")
-    for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{index}: {name}: {file!r}: must be the name of a file in {folder}")
-    return index, where
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -188,7 +181,7 @@ def shards(tensors: Sequence[Planned], limit_bytes: int) -> Iterator[tuple[str, 
     """(file name, its tensors): in their order, no file above the limit but for one tensor that is."""
     parts: list[list[Planned]] = [[]]
     for tensor in tensors:
-        if parts[-1] and sum(each.size_bytes for each in parts[-1]) + tensor.size_bytes > limit_bytes:
+        if parts[-1] and sum(each.size_bytes for each in [*parts[-1], tensor]) > limit_bytes:
             parts.append([])
         parts[-1].append(tensor)
     for number, part in enumerate(parts, 1):
