@@ -6,10 +6,11 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from bench.page_job import Herd
 from ft.dashboard.server import serve_http
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig
@@ -20,6 +21,7 @@ from ft.rpc.lighthouse_service import LighthouseService
 
 TOKEN = "0123456789abcdef"
 WAIT_S = 30.0
+THREE = ("0:a", "1:b", "2:c")
 
 
 class House:
@@ -94,6 +96,20 @@ class House:
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
+
+
+Houses, Herds = Callable[..., House], Callable[[House], Herd]
+
+
+def started(house: Houses, herd: Herds, ids: Iterable[str] = THREE, **options: Any) -> tuple[House, Herd]:
+    """A job whose groups have formed a quorum and told of their first step."""
+    ids = list(ids)
+    one = house(**{"min_replicas": len(ids), **options})
+    job = herd(one)
+    job.open(ids)
+    job.form()
+    job.beat()
+    return one, job
 
 
 class Reader:

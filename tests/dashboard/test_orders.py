@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from bench.page_job import Herd
 from ft.dashboard.server import BURST, Orders
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Process, Settings
-from tests.dashboard.house import TOKEN, WAIT_S, House
+from tests.dashboard.house import TOKEN, WAIT_S, Herds, House, Houses, started
 
-Houses, Herds = Callable[..., House], Callable[[House], Herd]
 # Says each SIGTERM, and lives on: what it does with one is its own affair.
 TRAINER = """
 import signal, sys, time
@@ -139,10 +137,7 @@ def test_a_signal_to_a_process_that_is_gone_hits_nobody():
 def test_what_is_refused_changes_nothing(
     house: Houses, herd: Herds, order: str, replica_id: object, headers: dict[str, str] | None, status: int, said: str
 ):
-    one = house()
-    job = herd(one)
-    job.open(["0:a"])
-    job.form()
+    one, job = started(house, herd, ["0:a"])
     assert in_time(lambda: "0:a" in one.service.streams)  # its stream and its call are read in any order
     found, text = one.order(order, replica_id, **(headers or {}))
     assert found == status and said in text
@@ -163,10 +158,7 @@ def test_a_link_gives_no_order(house: Houses):
 
 
 def test_a_job_without_a_token_takes_no_orders(house: Houses, herd: Herds):
-    one = house(token="")
-    job = herd(one)
-    job.open(["0:a"])
-    job.form()
+    one, _ = started(house, herd, ["0:a"], token="")
     status, text = one.order("kill", "0:a")
     assert status == 403 and "start the lighthouse with --token_file" in text
     assert in_time(lambda: "0:a" in one.service.streams)
@@ -189,10 +181,7 @@ def test_orders_are_limited(house: Houses):
 
 
 def test_one_without_a_stream_can_be_taken_out_but_not_drained(house: Houses, herd: Herds):
-    one = house(min_replicas=2)
-    job = herd(one)
-    job.open(["0:a", "1:b"])
-    job.form()
+    one, _ = started(house, herd, ["0:a", "1:b"])
     one.loop.call_soon_threadsafe(one.service.streams.pop, "1:b")  # as after a restart, until it comes again
     while "1:b" in one.service.streams:
         pass

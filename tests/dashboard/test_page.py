@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench.page_job import Herd
-from tests.dashboard.house import TOKEN, House
+from tests.dashboard.house import THREE, TOKEN, Herds, House, Houses, started
 
 pytestmark = pytest.mark.timeout(400)  # the first one may install the browser
 WAIT_MS = 30_000
-Houses, Herds, Open = Callable[..., House], Callable[[House], Herd], Callable[..., Any]
-THREE = ("0:a", "1:b", "2:c")
+Open = Callable[..., Any]
 HOSTILE = (
     "<img src=x onerror=alert(1)>:1",
     "</script><script>alert(1)</script>:1",
@@ -53,15 +51,6 @@ def tab(browser: Any) -> Iterator[Open]:
     assert not strangers
 
 
-def three(house: Houses, herd: Herds, **options: Any) -> tuple[House, Herd]:
-    one = house(min_replicas=3, **options)
-    job = herd(one)
-    job.open(THREE)
-    job.form()
-    job.beat()
-    return one, job
-
-
 def row(page: Any, replica_id: str) -> Any:
     return page.locator("tbody tr", has=page.get_by_text(replica_id, exact=True))
 
@@ -75,7 +64,7 @@ def until(page: Any, expression: str) -> None:
 
 
 def test_groups_come_and_go_and_a_death_is_seen_at_once(house: Houses, herd: Herds, tab: Open):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert page.inner_text("#headline").endswith("Trains") and page.title().startswith("Trains · 1")
@@ -106,7 +95,7 @@ def test_groups_come_and_go_and_a_death_is_seen_at_once(house: Houses, herd: Her
 
 
 def test_nothing_is_shown_before_the_token_and_after_log_out(house: Houses, herd: Herds, tab: Open):
-    one, _ = three(house, herd)
+    one, _ = started(house, herd)
     page = tab(one, log_in=False)
     page.wait_for_selector("#log-in[open]")
     assert "0:a" not in page.content()
@@ -133,7 +122,7 @@ def test_nothing_is_shown_before_the_token_and_after_log_out(house: Houses, herd
 
 
 def test_a_group_is_drained_and_another_killed(house: Houses, herd: Herds, tab: Open):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     page = tab(one)
     row(page, "1:b").get_by_role("button", name="Drain 1:b").click()
     assert page.locator("#order").get_by_text("1:b").count() == 1
@@ -155,7 +144,7 @@ def test_a_group_is_drained_and_another_killed(house: Houses, herd: Herds, tab: 
 
 
 def test_an_order_that_is_refused_says_why(house: Houses, herd: Herds, tab: Open):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     page = tab(one)
     page.evaluate("sessionStorage.setItem('pharos-token', 'another token')")
     row(page, "1:b").get_by_role("button", name="Kill 1:b").click()
@@ -165,7 +154,7 @@ def test_an_order_that_is_refused_says_why(house: Houses, herd: Herds, tab: Open
 
 
 def test_without_a_token_the_buttons_are_off_and_the_page_says_why(house: Houses, herd: Herds, tab: Open):
-    one, _ = three(house, herd, token="")
+    one, _ = started(house, herd, token="")
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert page.locator("tbody button:enabled").count() == 0
@@ -173,7 +162,7 @@ def test_without_a_token_the_buttons_are_off_and_the_page_says_why(house: Houses
 
 
 def test_a_cut_connection_is_made_again_and_catches_up(house: Houses, herd: Herds, tab: Open):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     page.evaluate("document.querySelector('tbody tr').id = 'the-same'")  # all anew would make another one
@@ -192,7 +181,7 @@ def test_a_cut_connection_is_made_again_and_catches_up(house: Houses, herd: Herd
 
 
 def test_another_life_of_the_lighthouse_is_told_from_its_beginning(house: Houses, herd: Herds, tab: Open):
-    one, _ = three(house, herd)
+    one, _ = started(house, herd)
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     page.evaluate("document.querySelector('tbody tr').id = 'of-old'")
@@ -209,10 +198,7 @@ def test_another_life_of_the_lighthouse_is_told_from_its_beginning(house: Houses
 
 
 def test_what_groups_say_is_text(house: Houses, herd: Herds, tab: Open):
-    one = house(min_replicas=len(HOSTILE))
-    job = herd(one)
-    job.open(HOSTILE)
-    job.form()
+    one, job = started(house, herd, HOSTILE)
     job.beat(phase="\u202ednuora\x00<b onclick=alert(1)>bold</b>")
     job.tell(HOSTILE[0], "corruption", "\u202e<img src=x onerror=alert(1)>" + "y" * 400)
     for width in (1280, 360):
@@ -239,12 +225,8 @@ def test_a_name_of_ten_kilobytes_does_not_come_in(house: Houses, herd: Herds):
 
 
 def test_a_thousand_groups_the_worst_first(house: Houses, herd: Herds, tab: Open):
-    one = house(min_replicas=1000)
-    job = herd(one)
     ids = [f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000)]
-    job.open(ids)
-    job.form()
-    job.beat()
+    one, job = started(house, herd, ids)
     page = tab(one, log_in=False)
     page.wait_for_selector("#log-in[open]")
     page.fill("#token", one.token)
@@ -274,7 +256,7 @@ def test_a_thousand_groups_the_worst_first(house: Houses, herd: Herds, tab: Open
 
 @pytest.mark.parametrize("width", [360, 1280])
 def test_a_keyboard_and_a_screen_reader_find_everything(house: Houses, herd: Herds, tab: Open, width: int):
-    one, _ = three(house, herd)
+    one, _ = started(house, herd)
     page = tab(one, width=width)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert [page.get_by_role(role).count() for role in ("banner", "main", "table", "slider")] == [1] * 4

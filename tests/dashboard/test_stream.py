@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 import pytest
 
-from bench.page_job import Herd
 from ft.dashboard.feed import FeedLimits
 from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID
 from ft.rpc.generated import pharos_pb2
-from tests.dashboard.house import WAIT_S, House
-
-Houses, Herds = Callable[..., House], Callable[[House], Herd]
-THREE = ("0:a", "1:b", "2:c")
-
-
-def three(house: Houses, herd: Herds, **options: object) -> tuple[House, Herd]:
-    one = house(min_replicas=3, **options)
-    job = herd(one)
-    job.open(THREE)
-    job.form()
-    job.beat()
-    return one, job
+from tests.dashboard.house import THREE, WAIT_S, Herds, Houses, started
 
 
 def test_a_job_as_a_watcher_sees_it(house: Houses, herd: Herds):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     with one.watch() as reader:
         reader.until(lambda r: r.job and all(r.row(i)[:1] == [1] for i in THREE))
         assert reader.row("0:a") == [1, reader.row("0:a")[1], TRAINS, 1, 0, 90, CONNECTED, ""]
@@ -59,7 +45,7 @@ def test_a_job_as_a_watcher_sees_it(house: Houses, herd: Herds):
 
 
 def test_what_ranks_saw_is_on_the_timeline(house: Houses, herd: Herds):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     job.tell("0:a", "corruption", "after step 1 rank 0 of group 2 holds other weights")
     job.tell("1:b", "commit", "loss nan at slot 5")
     with one.watch() as reader:
@@ -69,7 +55,7 @@ def test_what_ranks_saw_is_on_the_timeline(house: Houses, herd: Herds):
 
 
 def test_who_keeps_the_others_waiting_is_named(house: Houses, herd: Herds):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     slow = job.streams.pop("1:b")
     job.beat(0, waiting=True)
     with one.watch() as reader:
@@ -80,7 +66,7 @@ def test_who_keeps_the_others_waiting_is_named(house: Houses, herd: Herds):
 
 
 def test_one_that_was_cut_off_is_told_what_it_missed(house: Houses, herd: Herds):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
         last_id = reader.last_id
@@ -96,7 +82,7 @@ def test_one_that_was_cut_off_is_told_what_it_missed(house: Houses, herd: Herds)
 
 
 def test_who_is_away_for_too_long_is_told_all_of_it(house: Houses, herd: Herds):
-    one, job = three(house, herd, limits=FeedLimits(ring=2))
+    one, job = started(house, herd, limits=FeedLimits(ring=2))
     with one.watch() as other:
         with one.watch() as reader:
             reader.until(lambda r: r.row("2:c"))
@@ -111,7 +97,7 @@ def test_who_is_away_for_too_long_is_told_all_of_it(house: Houses, herd: Herds):
 
 
 def test_nobody_watches_and_nothing_is_made(house: Houses, herd: Herds):
-    one, job = three(house, herd, limits=FeedLimits(linger_s=0.0))
+    one, job = started(house, herd, limits=FeedLimits(linger_s=0.0))
     assert not one.feed.awake
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
@@ -156,7 +142,7 @@ def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Hou
 
 
 def test_the_files_of_the_page_hold_nothing_of_the_job(house: Houses, herd: Herds):
-    one, _ = three(house, herd)
+    one, _ = started(house, herd)
     for path in ("/", "/page.js", "/page.css", "/icon.svg"):
         status, text, headers = one.ask("GET", path)
         assert status == 200 and "0:a" not in text, "the same for everybody"
@@ -168,13 +154,13 @@ def test_the_files_of_the_page_hold_nothing_of_the_job(house: Houses, herd: Herd
 
 
 def test_a_job_without_a_token_is_shown_to_who_reaches_it(house: Houses, herd: Herds):
-    one, _ = three(house, herd, token="")
+    one, _ = started(house, herd, token="")
     with one.watch() as reader:
         assert reader.next()["begin"][0]["orders"] is False
 
 
 def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: Herds):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
         one.loop.call_soon_threadsafe(one.service.reports.__setitem__, "nobody", object())  # no report at all
@@ -194,18 +180,15 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: 
     [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}],
 )
 def test_a_stream_that_tells_nonsense_is_refused(house: Houses, herd: Herds, bad: dict[str, object]):
-    one, job = three(house, herd)
+    one, job = started(house, herd)
     job.do(job.streams["0:a"].write(pharos_pb2.Up(happened=pharos_pb2.Happened(**bad)).SerializeToString()))  # type: ignore[arg-type]
     with one.watch() as reader:
         reader.until(lambda r: r.row("0:a") and r.row("0:a")[2] == LOST)
 
 
 def test_a_thousand_groups_in_updates_of_50_kb(house: Houses, herd: Herds):
-    one = house(min_replicas=1000)
-    job = herd(one)
-    job.open(f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000))
-    job.form()
-    job.beat()
+    ids = (f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000))
+    one, job = started(house, herd, ids)
     with one.watch() as reader:
         reader.until(lambda r: len(r.rows) == 1000 and r.job["step"] == 1)
         before = len(reader.sizes)
@@ -220,10 +203,7 @@ def test_a_thousand_groups_in_updates_of_50_kb(house: Houses, herd: Herds):
 @pytest.mark.parametrize("others", [("0:a", "2:c"), ()])
 def test_a_clean_leave_is_shown_for_what_it_is(house: Houses, herd: Herds, others: tuple[str, ...]):
     """Also the last one's: nobody is left who would be told, so the machine wants nothing done."""
-    one = house(min_replicas=len(others) + 1)
-    job = herd(one)
-    job.open([*others, "1:b"])
-    job.form()
+    one, job = started(house, herd, [*others, "1:b"])
     job.leave("1:b")
     with one.watch() as reader:
         reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LEFT)

@@ -24,12 +24,7 @@ from contrib.interchange.folder import landing
 from contrib.interchange.hf_export import TensorByTensor
 from contrib.interchange.weights import Weights
 from scripts import make_seed_checkpoint
-from tests.scripts.hf_world import (
-    ROOT,
-    refusal,
-    run,
-    tokenizers_of,
-)
+from tests.scripts.hf_world import ROOT, refusal, run, tokenizers_of
 from tests.scripts.tiny_job import python
 from training.checkpoint_files import list_steps
 
@@ -43,8 +38,12 @@ def edit(file: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     save_file(content, file, metadata={"format": "pt"})
 
 
-def replaced(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    return lambda content: content.update({name: make(content[name])})
+def edited(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda file: edit(file, change)
+
+
+def replaced(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return edited(lambda content: content.update({name: make(content[name])}))
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -101,25 +100,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bottomless header": (lambda file: headed(file, "[" * 100_000), f"{NOT_WHOLE}; it has 100,008 bytes"),
     "empty": (lambda file: file.write_bytes(b""), f"{NOT_WHOLE}; it has 0 bytes"),
     "truncated": (truncated, rf"{NOT_WHOLE}; it has [\d,]+ bytes, expected [\d,]+ by its header"),
-    "missing tensor": (lambda file: edit(file, lambda c: c.pop(UP)), rf"F: {UP}: missing; expected F32 \[96, 64\]"),
+    "missing tensor": (edited(lambda c: c.pop(UP)), rf"F: {UP}: missing; expected F32 \[96, 64\]"),
     "wrong shape": (
-        lambda file: edit(file, replaced(UP, lambda t: t[:95].clone())),
+        replaced(UP, lambda t: t[:95].clone()),
         rf"F: {UP}: shape \[95, 64\], expected \[96, 64\] by config.json",
     ),
     "wrong rank": (
-        lambda file: edit(file, replaced(GAIN, lambda t: t[None].clone())),
+        replaced(GAIN, lambda t: t[None].clone()),
         rf"F: {GAIN}: shape \[1, 64\], expected \[64\] by config.json",
     ),
     "extra tensor": (
-        lambda file: edit(file, lambda c: c.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
+        edited(lambda c: c.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})),
         r"F: model.layers.0.self_attn.q_proj.bias: F32 \[64\], which LlamaForCausalLM of 2 layers does not have",
     ),
     "a layer too many": (
         configured(num_hidden_layers=1),
         r"F: model.layers.1\..*, which LlamaForCausalLM of 1 layer does not have; .*; .*; and 6 more",
     ),
-    "wrong dtype": (lambda file: edit(file, replaced(UP, Tensor.half)), f"F: {UP}: dtype F16, expected F32"),
-    "integers": (lambda file: edit(file, replaced(UP, Tensor.int)), f"F: {UP}: dtype I32, expected F32"),
+    "wrong dtype": (replaced(UP, Tensor.half), f"F: {UP}: dtype F16, expected F32"),
+    "integers": (replaced(UP, Tensor.int), f"F: {UP}: dtype I32, expected F32"),
     "pickles": (
         lambda file: file.rename(file.with_name("pytorch_model.bin")),
         "D: holds neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin is a pickle, .*",

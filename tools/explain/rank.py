@@ -26,7 +26,7 @@ from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import communication_groups
 from parallelisms.layout import CompileConfig, Layout
 from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, ParallelismConfig, build_mesh, data_parallel_mesh
-from parallelisms.parallelize import parallelize
+from parallelisms.parallelize import Parallelized, parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, table
 from tools.explain.memory import (
@@ -62,6 +62,18 @@ class ExplainedJob:
     def model(self) -> Model:
         with torch.device("meta"):
             return self.build()
+
+    def parallelize(self, mesh: DeviceMesh, model: Model, layout: Layout, device: str = "cpu") -> Parallelized:
+        return parallelize(
+            model,
+            mesh,
+            cross_entropy_sum,
+            layout,
+            local_batch_size=self.local_batch_size,
+            seq_len=self.seq_len,
+            device=torch.device(device),
+            seed=0,
+        )
 
     @property
     def microbatches(self) -> int:
@@ -131,16 +143,7 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     with stand_in(global_rank=global_rank, world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
-        parallel = parallelize(
-            model,
-            mesh,
-            cross_entropy_sum,
-            eager,
-            local_batch_size=job.local_batch_size,
-            seq_len=job.seq_len,
-            device=torch.device("cpu"),
-            seed=0,
-        )
+        parallel = job.parallelize(mesh, model, eager)
         with fake, Others():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
