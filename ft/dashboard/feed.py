@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 import socket
 import time
@@ -124,9 +125,8 @@ class Feed:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /events. Ends when the watcher goes, is too slow, or the lighthouse stops."""
         if self._over:
-            raise web.HTTPServiceUnavailable(
-                text="the page had a fault and is switched off; the lighthouse's log has it\n"
-            )
+            text = "the page had a fault and is switched off; the lighthouse's log has it\n"
+            raise web.HTTPServiceUnavailable(text=text)
         if len(self.watchers) >= self.limits.watchers:
             text = f"{self.limits.watchers} pages are open already; close one of them\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "10"})
@@ -150,17 +150,16 @@ class Feed:
             self._number += 1  # so what an earlier watcher has is too long ago
             self.view.changes()
         # the number of the update that it has; -1: of none that means anything here
-        boot, _, number = last_id.partition("-")
-        known = boot == self.boot and number.isascii() and number.isdigit() and len(number) < 16
-        read = int(number) if known and int(number) <= self._number else -1
+        known = re.fullmatch(f"{self.boot}-([0-9]{{1,15}})", last_id)
+        read = int(known[1]) if known and int(known[1]) <= self._number else -1
         while not self._over:
             if read < self._number - len(self.ring):  # it begins, or its place is lost
                 if self._whole[0] != self._number:
                     self._whole = (self._number, self._bytes(self.view.whole()))
-                update, read = self._whole[1], self._number
+                update = self._whole[1]
             else:
-                missed = islice(self.ring, len(self.ring) - (self._number - read), None)
-                update, read = b"".join(missed), self._number
+                update = b"".join(islice(self.ring, len(self.ring) - (self._number - read), None))
+            read = self._number
             if update:
                 watcher.writes_since_s = now_s()
                 await response.write(update)

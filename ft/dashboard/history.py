@@ -102,13 +102,11 @@ class History:
             elif isinstance(effect, m.Refuse) and effect.code != "LOST":
                 self.add("membership", "bad", f"{effect.replica_id} is refused: {effect.reason}")
             elif isinstance(effect, m.MustRestore) and effect.settled:  # else the job begins
-                who = named(effect.replica_ids)
-                self.add(
-                    "commit", "bad", f"step {effect.settled} was settled, and nobody has it: {who} to load a checkpoint"
-                )
+                who = f"{named(effect.replica_ids)} to load a checkpoint"
+                self.add("commit", "bad", f"step {effect.settled} was settled, and nobody has it: {who}")
             elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.GenerationAborted):
                 if self._ids.isdisjoint(effect.replica_ids):
-                    continue  # somebody who is in it no more hears that it goes on
+                    continue  # a former member hears that the quorum goes on
                 self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is given up: {effect.notice.reason}")
 
     def reported(self, report: Any) -> None:

@@ -111,7 +111,7 @@ class View:
             step = member.step if member and peer else m.VOID
             if report:
                 step, phase = report.step, self._phase(report.phase)
-                goodput = round(100 * _share(report.goodput_s, report.wall_s)) if report.wall_s else -1
+                goodput = round(100 * min(1.0, report.goodput_s / report.wall_s)) if report.wall_s else -1
                 flags |= IN_REDUCTION * report.waiting
             elif peer and peer.call:
                 step = peer.call.member.step
@@ -210,7 +210,7 @@ class View:
             "min_replicas": service.config.min_replicas,
             "kind": saved.kind,
             "steps_per_s": float(f"{history.steps_per_s():.3g}"),
-            "goodput": round(_share(goodput_s, wall_s), 3) if wall_s else None,
+            "goodput": round(min(1.0, goodput_s / wall_s), 3) if wall_s else None,
             "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
         }
 
@@ -250,11 +250,6 @@ class View:
         patience_s = NO_STEP_STEPS * max(report.median_step_s for report in reports.values())
         no_step_s = time.time() - last_s
         return no_step_s if no_step_s > max(NO_STEP_S, patience_s) else 0.0
-
-
-def _share(part: float, whole: float) -> float:
-    """Share of two figures that come from elsewhere: at most 1, whatever they are."""
-    return min(1.0, part / whole)
 
 
 def _sentence(text: str) -> str:

@@ -1,11 +1,8 @@
 """Memory and messages of one rank's step, counted operation by operation.
 
-explain.py -> `stand_in`, which makes the rank without memory, devices or other ranks -> `measure`, which lets it step.
-The same `measure` counts a real rank: it is the ruler, and says nothing about which tensors have memory.
-
-Tensors without memory are torch's FakeTensors, other ranks its "fake" process group, which answers every collective at
-once. What runs is the product's own parallelize(), with FSDP, DTensor and autograd; so what is kept, gathered, computed
-again and freed is what a real rank keeps, gathers, computes again and frees.
+`stand_in` makes a rank without memory, devices or other ranks: tensors without memory are torch's FakeTensors, other ranks its "fake"
+process group, which answers every collective at once. `measure` lets it step, or a real rank. What runs is the product's own parallelize(),
+with FSDP, DTensor and autograd; so what is kept, gathered, computed again and freed is what a real rank keeps and frees.
 """
 
 from __future__ import annotations
@@ -15,10 +12,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from operator import add
 from typing import Any, Literal, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -97,18 +95,19 @@ def _pairwise(function: Callable[[int, int], int], a: tuple[int, int], b: tuple[
 
 @contextmanager
 def stand_in(*, global_rank: int, world_size: int, device_type: DeviceType) -> Iterator[None]:
-    """In here this process is `global_rank` of `world_size` ranks that do not exist. The default process group must be free.
-
-    All tensors are on a "cpu", whatever `device_type`: FSDP would ask a CUDA device for streams. What CUDA computes with
-    other kernels than a CPU, and keeps other things for, is put in its place.
-    """
+    """Makes this process `global_rank` of `world_size` ranks that do not exist. The default process group must be free. All tensors are on
+    a "cpu", whatever `device_type`: FSDP would ask a CUDA device for streams."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     store = FakeStore()
     dist.init_process_group("fake", rank=global_rank, world_size=world_size, store=store)
     try:
-        with ops.walking(FakeTensor) if device_type == "cpu" else _cuda_kernels():
+        # CUDA's norm and attention keep what their fused kernels keep; a CPU's norm would keep several fp32 copies of its input. Functions
+        # and no TorchFunctionMode, which would not be there when the backward computes a block again.
+        cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
+        kernels: AbstractContextManager[Any] = ops.walking(FakeTensor) if device_type == "cpu" else cuda
+        with kernels:
             yield
     finally:
         dist.destroy_process_group()
@@ -147,20 +146,6 @@ class Others(TorchDispatchMode):
         if func is torch.ops.c10d.send.default:
             self._sent.append(args[0])
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _cuda_kernels() -> Iterator[None]:
-    """Norm and attention keep what their fused kernels on CUDA keep; a CPU's norm would keep several fp32 copies of its input.
-
-    Functions and no TorchFunctionMode, which would not be there when the backward computes a block again.
-    """
-    ours = F.rms_norm, F.scaled_dot_product_attention
-    F.rms_norm, F.scaled_dot_product_attention = _FusedRMSNorm.apply, _attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.rms_norm, F.scaled_dot_product_attention = ours
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
@@ -228,8 +213,7 @@ class Ruler(TorchDispatchMode):
         self._serials: dict[int, int] = {}  # address of a live storage: its serial
         self.bytes: list[int] = []  # by serial, when it was last alive
         self._watches: dict[int, weakref.ref[Any]] = {}  # by address
-        self._resize: Any = None
-        self._lock: Any = None  # torch's own
+        self._patches = ExitStack()
         self._pause = threading.Lock()
 
     def serials(self, tensors: Iterable[Any]) -> set[int]:
@@ -255,23 +239,23 @@ class Ruler(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Ruler:
-        self._resize = resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             self._see(storage)
             return result
 
-        torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign, assignment]  # it is no operation that a mode would see
+        # resize_ is no operation that a mode would see
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted))
         # DTensor finds the shapes of results by FakeTensors of the whole size, which nobody holds; this is what it enters then
-        self._lock, cast(Any, ShardingPropagator)._fake_mode_lock = ShardingPropagator._fake_mode_lock, self._pause
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, "_fake_mode_lock", self._pause))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        ShardingPropagator._fake_mode_lock = self._lock
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):

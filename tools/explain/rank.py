@@ -1,6 +1,4 @@
-"""Memory and messages of each rank of a job, without the job: some of its ranks are acted out, the rest follows.
-
-train.py CONFIG --explain -> report.py, which writes it down -> here -> memory.py, where a rank is acted out.
+"""Memory and messages of each rank of a job, without the job: memory.py acts some of its ranks out, the rest follows.
 
 Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all.
 Without a pipeline it is acted out as it is. With one, a stage is acted out alone for two microbatches, and its schedule's table
@@ -89,7 +87,7 @@ class ParameterKind:
     shape: tuple[int, ...]  # of the whole
     cuts: tuple[tuple[str, int], ...]  # an axis of the mesh, and the dim that it cuts
     local_shape: tuple[int, ...]
-    layers: int = 1  # so many of them
+    layers: int  # so many of them
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,24 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
         modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
         modules += [f"layers.{name}" for name in part.layers]
         modules += [name for name in ("norm", "output") if getattr(part, name) is not None]
-        return Stage(tuple(modules), tuple(_kinds(part)), tuple(_groups(part, job, mesh)), by_axis(step, mesh))
+        kinds = dict[str, ParameterKind]()
+        for name, parameter in part.named_parameters():
+            assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
+            axes = parameter.device_mesh
+            cuts = tuple(
+                (axis, placement.dim)
+                for axis, placement in zip(axes.mesh_dim_names or (), parameter.placements, strict=True)
+                if isinstance(placement, Shard | _StridedShard) and axes[axis].size() > 1
+            )
+            kind = re.sub(r"\.\d+\.", ".*.", name)
+            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), 0))
+            kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
+        names, groups = {module: name for name, module in part.named_modules()}, []
+        for together in communication_groups(part, layout.parallelism.fsdp_blocks_per_group):
+            shards = [local(p) for module in together for p in module.parameters()]
+            elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
+            groups.append((", ".join(names[module] for module in together), elements * sizes.dp_shard * sizes.cp))
+        return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh))
 
 
 def without_devices(config: ParallelismConfig) -> ParallelismConfig:
@@ -182,31 +197,6 @@ def plain(axis: str, *, dp_shard: int, cp: int) -> str:
     if axis != SHARDS or (dp_shard > 1 and cp > 1):
         return axis
     return DP_SHARD if cp == 1 else CP
-
-
-def _kinds(part: Model) -> Iterable[ParameterKind]:
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name, _ in part.named_parameters())
-    left = dict(counts)
-    for name, parameter in part.named_parameters():
-        kind = re.sub(r"\.\d+\.", ".*.", name)
-        if layers := left.pop(kind, 0):
-            assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
-            mesh = parameter.device_mesh
-            cuts = tuple(
-                (axis, placement.dim)
-                for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True)
-                if isinstance(placement, Shard | _StridedShard) and mesh[axis].size() > 1
-            )
-            yield ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), layers)
-
-
-def _groups(part: Model, job: ExplainedJob, mesh: DeviceMesh) -> Iterable[tuple[str, int]]:
-    shards = mesh[DP_SHARD].size() * mesh[CP].size()
-    names = {module: name for name, module in part.named_modules()}
-    for modules in communication_groups(part, job.layout.parallelism.fsdp_blocks_per_group):
-        parameters = [p for module in modules for p in module.parameters()]
-        elements = sum(local(p).untyped_storage().nbytes() // p.itemsize for p in parameters)
-        yield ", ".join(names[module] for module in modules), elements * shards
 
 
 # Pipelines

@@ -1,7 +1,4 @@
-"""train.py CONFIG --explain: what a run would be, as text, before anything is started.
-
-tools/explain/command.py (flags and settings) -> here -> rank.py (what each rank holds, takes and sends).
-"""
+"""The text of train.py CONFIG --explain, from the profiles of rank.py."""
 
 from __future__ import annotations
 
