@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -196,7 +195,7 @@ class Work(threading.Thread):
                     cores_of[self.hosts[other]] = cores
         if not self.settings.slow:
             crowded = not has_cuda() and any(self.hosts.count(host) > cores for host, cores in cores_of.items())
-            self.settings = replace(self.settings, slow=usual_share(crowded=crowded))
+            self.settings.slow = usual_share(crowded=crowded)
 
     def join_group(self) -> None:
         """The process group: every rank connects to every other one."""
@@ -301,7 +300,7 @@ class Work(threading.Thread):
 
     def disk(self) -> str:
         """A checkpoint into the folder of runs, and back."""
-        size, numbers = self.settings.disk_bytes, itertools.count()
+        size, numbers = int(self.settings.disk_mib * (1 << 20)), itertools.count()
         if self.place.rank == 0:
             self.settings.folder.mkdir(parents=True, exist_ok=True)
         nonce = self.control.agree("disk: start", os.getpid(), lambda pids: f"{pids[0]}-{time.time_ns()}")

@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # How launchers tell a process its place: (rank, world size, rank on its node), and what tells them from one another.
@@ -39,8 +40,7 @@ class RankPlace:
         return None
 
 
-@dataclass(frozen=True)
-class CheckSettings:
+class CheckSettings(argparse.Namespace):
     """The flags, checked."""
 
     backend: str
@@ -49,9 +49,9 @@ class CheckSettings:
     start_s: float
     sizes: tuple[int, ...]  # bytes
     folder: Path
-    disk_bytes: int
+    disk_mib: float
     slow: float  # 0: usual_share
-    skew_s: float
+    skew_ms: float
     least_mb_s: float
 
     @property
@@ -62,58 +62,46 @@ class CheckSettings:
     @staticmethod
     def parse(argv: Sequence[str]) -> CheckSettings:
         """Raises ValueError; on --help, and on flags that there are not, argparse ends the process (0, 2)."""
-        given = _parser().parse_args(argv)
-        for name in ("timeout", "start_timeout", "disk_mib", "skew_ms"):
-            if getattr(given, name) <= 0:
-                raise ValueError(f"--{name} {getattr(given, name):g}: must be > 0")
+        about = "Runs every kind of communication over the ranks of a cluster, checks and times it, and names what is slow or broken."
+        parser = argparse.ArgumentParser(
+            prog="check_cluster.py",
+            description=about,
+            epilog="Under torchrun, srun or mpirun it joins their ranks. Else it starts them: NPROC ranks here (default: one per GPU, "
+            "else 1); on several nodes NNODES, NODE_RANK and RDZV_ENDPOINT=host:port as for run_train.sh. "
+            "Exit code: 0 all is well; 1 something was found, and named; 2 bad input.",
+        )
+        add, number = parser.add_argument, partial(parser.add_argument, type=float)
+        add("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto", help="auto: nccl on GPUs, else gloo")
+        init_methods = "env:// (default), file:///path or tcp://host:port, as comm.init_method"
+        add("--init_method", default="env://", help=init_methods)
+        silence = "seconds within which a rank that says nothing is named (default 30)"
+        number("--timeout", dest="timeout_s", default=30, help=silence)
+        number("--start_timeout", dest="start_s", default=300, help="seconds for all ranks to arrive (default 300)")
+        sizes = "1KiB,64KiB,1MiB"
+        add("--sizes", default=sizes, help=f"message sizes, the largest buffer of a rank (default {sizes})")
+        folder = "folder of runs: a checkpoint is tried in it (default outputs)"
+        add("--folder", type=Path, default=Path("outputs"), help=folder)
+        number("--disk_mib", default=2, help="MiB that each rank writes there (default 2; a real disk wants 1000)")
+        slow = "what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)"
+        number("--slow", default=0, help=slow)
+        number("--skew_ms", default=500, help="clocks may differ by this many milliseconds (default 500)")
+        number("--least_mb_s", default=0, help="links below this are named whatever is usual, MB/s (default 0: none)")
+        given = parser.parse_args(argv, CheckSettings())
+        times = {"timeout": given.timeout_s, "start_timeout": given.start_s}
+        for name, value in {**times, "disk_mib": given.disk_mib, "skew_ms": given.skew_ms}.items():
+            if value <= 0:
+                raise ValueError(f"--{name} {value:g}: must be > 0")
         if not 0 <= given.slow < 1:
             raise ValueError(f"--slow {given.slow:g}: a share of what is usual, below 1")
         if given.folder.exists() and not given.folder.is_dir():
             raise ValueError(f"--folder {given.folder}: a file, not a folder")
-        return CheckSettings(
-            given.backend,
-            given.init_method,
-            given.timeout,
-            given.start_timeout,
-            tuple(_bytes(text) for text in given.sizes.split(",")),
-            given.folder,
-            int(given.disk_mib * (1 << 20)),
-            given.slow,
-            given.skew_ms / 1000,
-            given.least_mb_s,
-        )
+        given.sizes = tuple(map(_bytes, vars(given)["sizes"].split(",")))
+        return given
 
 
 def usual_share(*, crowded: bool) -> float:
     """The share of the usual figure below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
     return 0.1 if crowded else 0.5
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="check_cluster.py",
-        description="Runs every kind of communication over the ranks of a cluster, checks and times it, and names what is slow or broken.",
-        epilog="Under torchrun, srun or mpirun it joins their ranks. Else it starts them: NPROC ranks here (default: one per GPU, "
-        "else 1); on several nodes NNODES, NODE_RANK and RDZV_ENDPOINT=host:port as for run_train.sh. "
-        "Exit code: 0 all is well; 1 something was found, and named; 2 bad input.",
-    )
-    add = parser.add_argument
-    add("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto", help="auto: nccl on GPUs, else gloo")
-    init_methods = "env:// (default), file:///path or tcp://host:port, as comm.init_method"
-    add("--init_method", default="env://", help=init_methods)
-    add("--timeout", type=float, default=30, help="seconds within which a rank that says nothing is named (default 30)")
-    add("--start_timeout", type=float, default=300, help="seconds for all ranks to arrive (default 300)")
-    sizes = "1KiB,64KiB,1MiB"
-    add("--sizes", default=sizes, help=f"message sizes, the largest buffer of a rank (default {sizes})")
-    folder = "folder of runs: a checkpoint is tried in it (default outputs)"
-    add("--folder", type=Path, default=Path("outputs"), help=folder)
-    add("--disk_mib", type=float, default=2, help="MiB that each rank writes there (default 2; a real disk wants 1000)")
-    slow = "what is below this share of the usual is named (default 0.5; 0.1 where CPU ranks outnumber cores)"
-    add("--slow", type=float, default=0, help=slow)
-    add("--skew_ms", type=float, default=500, help="clocks may differ by this many milliseconds (default 500)")
-    least = "links below this are named whatever is usual, MB/s (default 0: none)"
-    add("--least_mb_s", type=float, default=0, help=least)
-    return parser
 
 
 def _bytes(text: str) -> int:

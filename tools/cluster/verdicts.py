@@ -243,7 +243,7 @@ def conclusions(
         links = {(rank, int(peer)): row for rank, own in figures.items() for peer, row in own["links"].items()}
         found += bad_links(settings, names, links)
     ahead = {rank: (row["ahead_s"], row["error_s"]) for rank, row in of_each("clock").items()}
-    found += clocks(names, ahead, limit_s=settings.skew_s)
+    found += clocks(names, ahead, limit_s=settings.skew_ms / 1000)
     flops = {rank: flops / 1e9 for rank, flops in of_each("matmul_flops").items()}
     notes = {rank: f"; it had a core {share:.0%} of that time" for rank, share in of_each("core_share").items()}
     found += slow_ranks(names, flops, what="compute", unit="GFLOP/s", share=settings.slow, notes=notes)

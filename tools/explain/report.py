@@ -17,7 +17,7 @@ from parallelisms.pipeline_schedule import bubble, picture
 from tools.explain.rank import ExplainedJob, RankProfile, plain, ranks
 
 WIDTH = 110
-_MOST_ROWS = 16  # of a table; of a longer one the middle is left out
+_MOST_ROWS = 17  # of a table that is cut, with its head
 _AXES = {
     "pp": "the layers: each rank has some of them",
     "dp_replicate": "sequences: each rank, or group that shards, has its own and all of the parameters",
@@ -33,9 +33,14 @@ _USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspace
 
 def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
     """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
-    acted = ranks(job)
-    sections = [
-        ("", _head(job)),
+    acted, n = ranks(job), job.degrees.world_size
+    head = (
+        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
+        "acted out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
+        "uneven cut have less."
+    )
+    sections: list[tuple[str, Iterable[str]]] = [
+        ("", _wrapped(head)),
         ("BATCH AND FLOPS", _batch(job)),
         ("DTYPES", _dtypes(job)),
         ("MESH", _mesh(job.degrees)),
@@ -54,15 +59,6 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
         if rows := list(body):
             lines += ([title] if title else []) + ["  " * bool(title) + row for row in rows] + [""]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _head(job: ExplainedJob) -> Iterator[str]:
-    n = job.degrees.world_size
-    yield from _wrapped(
-        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
-        "acted out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
-        "uneven cut have less."
-    )
 
 
 def _batch(job: ExplainedJob) -> Iterator[str]:
@@ -116,7 +112,7 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
     head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if dealt in order")
-    yield from _table([head, *_ends_of_rows(rows)])
+    yield from _table([head, *rows], is_cut=True)
 
 
 def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
@@ -214,7 +210,7 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
             names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
             rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
         yield f"one message per group; its buffer for {shards} shards:"
-        yield from _table(_ends_of_rows(rows), right=(1, 2))
+        yield from _table(rows, right=(1, 2), is_cut=True)
     elif d.dp_replicate > 1:
         yield "nothing is sharded: gradients are summed by one all-reduce per group"
     else:
@@ -313,9 +309,11 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 # Text
 
 
-def _table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> Iterator[str]:
-    """Columns as wide as their widest cell; the last one is wrapped."""
+def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut: bool = False) -> Iterator[str]:
+    """Columns as wide as their widest cell; the last one is wrapped. `is_cut`: the middle of a long one is left out."""
     rows = list(rows)
+    if is_cut and len(rows) > _MOST_ROWS:
+        rows[_MOST_ROWS - 4 : -3] = [("..", *([""] * (len(rows[0]) - 1)))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
     for row in rows:
@@ -331,13 +329,6 @@ def _wrapped(text: str) -> list[str]:
 def _ends(words: Sequence[str], most: int) -> list[str]:
     """All of a few; the beginning and the end of many."""
     return list(words) if len(words) <= most else [*words[: most - most // 3], "..", *words[-(most // 3) :]]
-
-
-def _ends_of_rows(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    if len(rows) <= _MOST_ROWS:
-        return rows
-    dots = ("..", *([""] * (len(rows[0]) - 1)))
-    return [*rows[: _MOST_ROWS - 4], dots, *rows[-3:]]
 
 
 def _size(size: float) -> str:
