@@ -106,18 +106,11 @@ def ring_all_reduce(tensor: Tensor, op: str, team: Team) -> None:
     """
     size, place = team.size, team.ranks.index(team.rank)
     chunks = tensor.tensor_split(size)
-
-    def hop(sent: int, received: int) -> Tensor:
-        got = torch.empty_like(chunks[received % size])
-        exchange(team, chunks[sent % size].contiguous(), team.beside(1), got, team.beside(-1))
-        return got
-
-    for step in range(size - 1):
-        got = hop(place - step, place - step - 1)
-        mine = chunks[(place - step - 1) % size]
-        mine.copy_(COMBINE[op](mine, got))
-    for step in range(size - 1):
-        chunks[(place - step) % size].copy_(hop(place - step + 1, place - step))
+    for step in range(2 * (size - 1)):
+        sent, mine = chunks[(place - step) % size], chunks[(place - step - 1) % size]
+        got = torch.empty_like(mine)
+        exchange(team, sent.contiguous(), team.beside(1), got, team.beside(-1))
+        mine.copy_(COMBINE[op](mine, got) if step < size - 1 else got)
 
 
 # Each operation on the buffers of a rank, (team, sent, got, root, reduction). Broadcast and the reductions of a whole buffer work in `got`.
