@@ -30,17 +30,14 @@ def main(argv: list[str]) -> int:
         need("safetensors", extra="hf", setting=f"hf.py {options.command}")
     except ValueError as error:
         return fail(error, 2)
-    from training.checkpoint_files import CheckpointFailed, Damaged  # torch only now: the line above takes no seconds
+    from contrib.interchange.hf import export_run, import_folder  # torch only now: the line above takes no seconds
+    from training.checkpoint_files import CheckpointFailed, Damaged
     from training.log import Log
 
     try:
         if options.command == "import":
-            from contrib.interchange.hf_import import import_folder
-
             import_folder(options.source, options.out, config_file=options.config, dtype=options.dtype, log=Log())
         else:
-            from contrib.interchange.hf_export import export_run
-
             export_run(
                 options.source,
                 options.out,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.load import load
-from contrib.interchange.hf_export import TensorByTensor
+from contrib.interchange.hf import TensorByTensor
 from scripts import hf
 from scripts.generate import load_model
 from tests.unit import test_tokenizer as tokenizers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contrib.interchange.weights import INDEX, Planned, index_json, shards, write_file
+from contrib.interchange.files import INDEX, Planned, index_json, shards, write_file
 from models import llama, llama_hf
 from tests.scripts.tiny_job import python
 

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import models
-from contrib.interchange.folder import landing
-from contrib.interchange.hf_export import TensorByTensor
-from contrib.interchange.weights import Weights
+from contrib.interchange.files import Weights, landing
+from contrib.interchange.hf import TensorByTensor
 from scripts import make_seed_checkpoint
 from tests.scripts.hf_world import ROOT, refusal, run, tokenizers_of
 from tests.scripts.tiny_job import python
@@ -305,7 +304,6 @@ def interrupt(owner: type, at: int, number: signal.Signals) -> Callable[..., Ten
 KILL = """
 import signal, sys
 from scripts import hf
-from contrib.interchange import weights
 from tests.scripts.test_hf_refusals import READERS, interrupt
 
 READERS[sys.argv[1]].read = interrupt(READERS[sys.argv[1]], 9, signal.SIGKILL)

@@ -156,7 +156,7 @@ class Work(threading.Thread):
         self.settings, self.place, self.control = settings, place, control
         self.hosts = [""] * place.world_size
         self.hosts[place.rank] = host
-        self.trouble, self.silent, self.gave_up = "", dict[int, str](), False
+        self.trouble, self.silent = "", dict[int, str]()
         self.figures: dict[str, Any] = {"values": {}, "wrong": [], "seconds": {}, "links": {}}
         self._connection = store
 
@@ -177,7 +177,7 @@ class Work(threading.Thread):
         except Silent as silent:
             self.silent = silent.seen
         except GivenUp:
-            self.gave_up = True
+            pass
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this rank's finding, and the others wait to hear of it)
             self.trouble = f"{self.control.step}: {_line(error)}"
 
@@ -351,7 +351,7 @@ def finish(work: Work, store: dist.Store) -> int:
         "figures": work.figures,
     }
     store.set(f"end/{rank}", json.dumps(report))
-    if work.trouble or work.silent or work.gave_up:
+    if work.trouble or work.silent:
         store.set("given up", "")
     with suppress(dist.DistError, RuntimeError):  # a missing rank is seen below
         awaited = [f"end/{other}" for other in range(size) if other not in work.silent]

@@ -292,7 +292,11 @@ class Ruler(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         kind = next((kind for key, kind in _KINDS.items() if key in name.replace("_", "")), None)
         if kind is not None:
-            group = next((a for a in reversed(args) if isinstance(a, str)), None) or _group_name(args)
+            group = next((argument for argument in reversed(args) if isinstance(argument, str)), "")
+            for argument in args:
+                if isinstance(argument, torch.ScriptObject):
+                    with suppress(RuntimeError):  # another of the call's objects, such as the reduce operation
+                        group = group or str(dist.ProcessGroup.unbox(argument).group_name)
             size = max(leaf.numel() * leaf.itemsize for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
             if name == "all_gather_into_tensor":  # the functional form is given the part alone
                 size *= args[1]
@@ -309,11 +313,3 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
-
-
-def _group_name(args: Sequence[Any]) -> str:
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            with suppress(RuntimeError):  # another of the call's objects, such as the reduce operation
-                return str(dist.ProcessGroup.unbox(argument).group_name)
-    return ""

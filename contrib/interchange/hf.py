@@ -1,13 +1,18 @@
-"""A run, or one checkpoint of it -> a folder that transformers loads: safetensors, config.json, tokenizer.
+"""A folder of published Llama weights -> a checkpoint that a run begins with, and back: a run, or one checkpoint -> such a folder.
 
-Flow: scripts/hf.py -> this: the checkpoint is compared with its digests and with the run's settings, then written one tensor at a time
-into OUT.partial, which becomes OUT at the end."""
+All checks come first; then one tensor after the other is written into OUT.partial, which becomes OUT at the end. Of an import:
+
+    OUT/config.toml          settings: [model] by config.json, the rest by --config, checkpoint.initial_load_path
+    OUT/checkpoint/step-0/   the weights, as scripts/make_seed_checkpoint.py writes them
+    OUT/tokenizer/           the tokenizer's files, where there are any
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +21,157 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from configs.check import check_settings
+from configs.keys import to_text
 from configs.load import load
-from configs.saved import FILE_NAME
-from contrib.interchange.folder import GENERATION, TOKENIZER, carried, copy, landing, put, refuse
-from contrib.interchange.hf_import import FREQUENCIES
-from contrib.interchange.weights import CODES, INDEX, Planned, index_json, raise_all, read_json, shards, write_file
+from configs.saved import FILE_NAME, to_toml
+from configs.schema import Config
+from contrib.interchange import files
+from contrib.interchange.files import CODES, TOKENIZER, Planned, Weights, read_json
 from models import llama, llama_hf
-from models.llama_hf import Entry
+from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
 from scripts.generate import checkpoint_of
-from scripts.make_seed_checkpoint import WriteProgress, check_room
-from training import checkpoint_dcp
-from training.checkpoint_files import read_manifest, verify
+from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_machine
+from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint_dcp import Streamed
+from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
+FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+# Import
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Published weights that have passed all checks."""
+
+    published: Published
+    entries: tuple[Entry, ...]
+    weights: Weights
+    dtype: torch.dtype  # of the checkpoint
+
+
+def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log: Log) -> None:
+    """Writes OUT, or raises ValueError, OSError or CheckpointFailed. `dtype` "": as the files have it."""
+    files.refuse(out)
+    source = check_published(folder, dtype=dtype)
+    published, model = source.published, source.published.config
+    config = settings(source, out, config_file)
+    seq_len = config.training.seq_len
+    count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
+    log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
+    if published.tied:
+        log.info("import    tied embeddings: the output gets a copy of them; in training the two go apart")
+    if any(name.endswith(DERIVED) for name in source.weights.found):
+        log.info("import    *%s is not read: it follows from rope_theta", DERIVED)
+    if published.unknown:
+        cause = "not known to a Llama, here or in transformers, and not used"
+        log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
+    if not (folder / TOKENIZER).is_file():
+        settings_file = out / "config.toml"
+        log.warning("%s: no %s: set model.tokenizer_path in %s before it is used", folder, TOKENIZER, settings_file)
+    # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
+    tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
+    tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
+    entries = {f"model.{entry.ours}": entry for entry in source.entries}
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(out, total_bytes)
+    progress = WriteProgress(total_bytes, log, what="import")
+
+    def make(name: str) -> Tensor:
+        if name not in entries:
+            return llama.rotary_table(model, seq_len)
+        return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
+
+    with files.landing(out) as partial:
+        if carried := files.carried(folder):
+            (partial / "tokenizer").mkdir()
+            for file in carried:
+                files.copy(file, partial / "tokenizer" / file.name)
+        checkpoints = partial / config.checkpoint.folder
+        step_0 = checkpoint_files.begin(checkpoints, 0)
+        try:
+            planner = Streamed(make, written=progress.add)
+            records = checkpoint_dcp.write({"model": tensors}, step_0, group=None, planner=planner)
+        except checkpoint_dcp.OtherRankFailed as failure:
+            raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
+        manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
+        checkpoint_files.publish(checkpoints, manifest)
+        files.put(partial / "config.toml", to_toml(config))
+    keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
+    log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
+    log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
+    log.info("text      python scripts/generate.py %s --prompt ...", out)
+    if (most := published.max_positions) > seq_len:
+        log.info("back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", most)
+
+
+def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
+    """Every check that needs the files. Raises ValueError, which names the file and what is wrong in it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
+    config_json = folder / "config.json"
+    body = read_json(config_json)
+    try:
+        published = llama_hf.read_config(body)
+        published.config.check()
+    except ValueError as error:
+        raise ValueError(f"{config_json}: {error}") from None
+    if published.dtype and published.dtype not in CODES and not dtype:
+        raise ValueError(
+            f'{config_json}: dtype = "{published.dtype}": must be one of {", ".join(CODES)}; --dtype converts'
+        )
+    vocab_size = published.config.vocab_size
+    entries = tuple(llama_hf.entries(published.config, vocab_size=vocab_size, tied=published.tied))
+    weights = Weights(folder)
+    wanted = {entry.theirs: entry.shape for entry in entries}
+    if published.tied and HEAD in weights.found:
+        wanted[HEAD] = wanted[EMBEDDING]
+    usual, _ = Counter(found.code for found in weights.found.values()).most_common(1)[0]
+    code = "" if dtype else CODES.get(published.dtype, "") or usual
+    layers = f"{published.config.n_layers} layer{'s' * (published.config.n_layers > 1)}"
+    weights.check(wanted, code=code, ignore=DERIVED, architecture=f"{ARCHITECTURE} of {layers}")
+    if published.tied and HEAD in weights.found and not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
+        raise ValueError(
+            f"{weights.found[HEAD].file}: {HEAD}: other values than {EMBEDDING}, expected the same, as config.json says "
+            "tie_word_embeddings = true"
+        )
+    if (folder / TOKENIZER).is_file():
+        try:
+            known = build_tokenizer(str(folder)).vocab_size
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
+        if known > vocab_size:
+            raise ValueError(
+                f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
+            )
+    stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
+    return PublishedWeights(published, entries, weights, getattr(torch, dtype or stored))
+
+
+def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
+    """Settings of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
+    base = load([str(config_file)])
+    name = out.name
+    if (Path(base.job.dump_folder) / name).absolute() == out.absolute():
+        name += "-run"  # a run does not begin in the folder of what it begins with
+    checkpoint = replace(
+        base.checkpoint,
+        initial_load_path=str(step_folder(out / base.checkpoint.folder, 0)),
+        exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that another training.seq_len may be chosen
+        create_seed_checkpoint=False,  # OUT is one
+    )
+    model = replace(source.published.config, tokenizer_path=str(out / "tokenizer"))
+    config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
+    check_settings(for_any_machine(config), world_size=1)
+    return config
+
+
+# Export
 
 
 class TensorByTensor(FileSystemReader):
@@ -74,16 +214,16 @@ class Checkpoint:
 
 def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
     """Writes OUT, or raises ValueError, Damaged or OSError. `dtype` "": as it was saved; `max_positions` 0: training.seq_len."""
-    refuse(out)
+    files.refuse(out)
     log.info("export    %s is compared with its digests", run)
-    checkpoint = look_through(run, step=step, dtype=dtype)
+    checkpoint = check_run(run, step=step, dtype=dtype)
     beside, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
     # Tied: embedding and output are the same bits. By digests, as both at once would be twice the largest tensor
     ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
     tied = len({hashlib.sha256(checkpoint.read(end).view(torch.uint8).numpy().data).digest() for end in ends}) == 1
     entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
-    parts = list(shards([Planned(entry.theirs, entry.shape, target) for entry in entries.values()], shard_bytes))
+    parts = list(files.shards([Planned(entry.theirs, entry.shape, target) for entry in entries.values()], shard_bytes))
     total_bytes = sum(tensor.size_bytes for _, tensors in parts for tensor in tensors)
     check_room(out, total_bytes)
     tie = ", embeddings tied" if tied else ""
@@ -94,16 +234,16 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
         entry = entries[name]
         return entry.to_theirs(checkpoint.read(entry)).to(target)
 
-    with landing(out) as partial:
+    with files.landing(out) as partial:
         for part, tensors in parts:
-            write_file(partial / part, tensors, make, progress.add)
+            files.write_file(partial / part, tensors, make, progress.add)
         if len(parts) > 1:
-            put(partial / INDEX, index_json(parts))
-        put(partial / GENERATION, json.dumps({"_from_model_config": True, **special}, indent=2) + "\n")
+            files.put(partial / files.INDEX, files.index_json(parts))
+        files.put(partial / files.GENERATION, json.dumps({"_from_model_config": True, **special}, indent=2) + "\n")
         for name, file in beside.items():  # the model's own of these, where it has one
-            copy(file, partial / name)
+            files.copy(file, partial / name)
         for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer()).items():
-            put(partial / name, text)
+            files.put(partial / name, text)
         body = llama_hf.write_config(
             checkpoint.model,
             vocab_size=checkpoint.entries[0].shape[0],
@@ -112,11 +252,11 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             max_positions=max_positions or checkpoint.seq_len,
             special=special,
         )
-        put(partial / "config.json", json.dumps(body, indent=2) + "\n")
+        files.put(partial / "config.json", json.dumps(body, indent=2) + "\n")
     log.info('%s is written: transformers.AutoModelForCausalLM.from_pretrained("%s")', out, out)
 
 
-def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
+def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
     """Every check that needs the checkpoint. `run` is a run's folder or one checkpoint in it. Raises ValueError, Damaged."""
     path = run if (run / ".metadata").is_file() else None
     # Above a checkpoint: checkpoint.folder, which may be one in another, and the run's
@@ -149,7 +289,7 @@ def look_through(run: Path, *, step: int, dtype: str) -> Checkpoint:
     known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
     others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
     problems += [f"{path}: {name.removeprefix('model.')}: no part of the model of {settings}" for name in others]
-    raise_all(problems)
+    files.raise_all(problems)
     dtypes = {reader.tensors[f"model.{entry.ours}"].properties.dtype for entry in entries}
     if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
         held = ", ".join(sorted(map(str, dtypes)))
@@ -172,14 +312,14 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
         given = Path(path).expanduser()
         file = given / TOKENIZER if given.is_dir() else given
         beside = {TOKENIZER: file} if file.is_file() else {}
-        beside |= {each.name: each for each in carried(file.parent) if each.name != TOKENIZER}
+        beside |= {each.name: each for each in files.carried(file.parent) if each.name != TOKENIZER}
     if not path or TOKENIZER in beside:
         tokenizer = build_tokenizer(path)
         # around each document it was trained on
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     else:
         log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
-    drawing = read_json(beside[GENERATION]) if GENERATION in beside else {}
+    drawing = read_json(beside[files.GENERATION]) if files.GENERATION in beside else {}
     return beside, {**special, **{name: drawing[name] for name in _IDS if drawing.get(name) is not None}}
 
 
