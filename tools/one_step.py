@@ -4,11 +4,9 @@
 
 Starts a lighthouse and as many replica groups of one rank on this machine (`--groups 1`: training alone, without either), traces
 `Run.train_step` of the first group at that step with sys.setprofile, and prints the number of calls, distinct functions, files and the
-greatest depth, `train_step` itself not counted. Model, data and metrics are left out, with all that they call: `EXCLUDED`. Comprehensions
-and generator expressions are no functions, although some versions of Python give them a frame. `--tree` prints the calls, nested, repeated
-ones once with their number; `--write` makes a page of them (docs/one_step.md), with a digest by which a test sees that it is out of date.
-
-Exit code: 0; 1 where a group did not end.
+greatest depth, `train_step` itself not counted. Model, data and metrics are left out, with all that they call: `EXCLUDED`; and so are
+comprehensions and generator expressions, which some versions of Python give a frame. `--tree` prints the calls, nested; `--write` makes a
+page of them (docs/one_step.md), with a digest by which a test sees that it is out of date. Exit code: 0; 1 where a group did not end.
 """
 
 from __future__ import annotations

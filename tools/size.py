@@ -1,8 +1,8 @@
-"""Lines of each package, of its tests, and of the core: what a reader has before them (`make size`).
+"""Lines of each package, of its tests, and of the core (`make size`).
 
-The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, wherever it
-lies, less ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a
-package with all its modules where the name is made at run time ("models.{name}").
+The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, less
+ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a package
+with all its modules where the name is made at run time ("models.{name}").
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """History of a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
 
-    lighthouse_service -> feed.Feed -> here        told of every step and every change, whether anybody watches or not
-
-So it is cheap, O(1) for a report or a tick, and bounded: the newest events, and a curve that is thinned out as it grows.
+The lighthouse tells it of every step and change, whether anybody watches or not; so it is cheap, O(1) for a report or a tick, and bounded.
 """
 
 from __future__ import annotations

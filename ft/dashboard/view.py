@@ -1,7 +1,6 @@
-"""The job as it stands: a row for each group, its heals, and the few words over them, out of what the lighthouse knows.
+"""The state of the job as the page shows it: a row for each group, its heals, and the few words over them.
 
-feed.Feed asks for it while somebody watches: O(N), some milliseconds for 1,000 groups. What is there, and what only looks like it (a group
-that is gone is shown for a minute), is decided here; what it looks like, in static/.
+feed.Feed asks for it while somebody watches: O(N), some milliseconds for 1,000 groups. Its looks are decided in static/.
 """
 
 from __future__ import annotations

@@ -98,12 +98,9 @@ def exchange(team: Team, sent: Tensor, to: int, got: Tensor, source: int) -> Non
 
 
 def ring_all_reduce(tensor: Tensor, op: str, team: Team) -> None:
-    """All-reduce out of isend and irecv alone: in a ring, in chunks, so that every link carries 2 (n-1)/n of the tensor.
-
-    Two rounds of n-1 hops (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"): in the first each chunk
-    collects all ranks' numbers on its way round, in the second the finished chunks go round once more.
-    In place; `tensor` is one-dimensional and may have fewer elements than there are ranks. All ranks of the team call it.
-    """
+    """All-reduce in place out of isend and irecv alone: in a ring, in chunks, so that every link carries 2 (n-1)/n of the tensor, which is
+    one-dimensional and may have fewer elements than there are ranks. Two rounds of n-1 hops (Patarasuk and Yuan 2009, "Bandwidth optimal
+    all-reduce algorithms"): in the first each chunk collects all ranks' numbers, in the second the finished chunks go round once more."""
     size, place = team.size, team.ranks.index(team.rank)
     chunks = tensor.tensor_split(size)
     for step in range(2 * (size - 1)):

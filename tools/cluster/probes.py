@@ -1,7 +1,4 @@
-"""Measurements of a rank and of a link by themselves: a link's latency and rate, a rank's products, its clock, and its folder's checkpoint.
-
-`rounds` says which pairs are measured when (pure); `measure` is one rank's side of one pair.
-"""
+"""Measurements of a rank and of a link by themselves: a link's latency and rate, a rank's products, its clock, and its folder's checkpoint."""
 
 from __future__ import annotations
 
@@ -120,10 +117,8 @@ def matmul_flops(team: Team) -> tuple[float, float]:
 
 
 def clock_offset(team: Team, peer: int) -> dict[str, float]:
-    """How far this rank's clock is ahead of `peer`'s, as NTP finds it (RFC 5905, section 8): the quickest of some round trips.
-
-    `error_s`, half of what that trip took, bounds the mistake. `peer` calls `tell_time`.
-    """
+    """Seconds that this rank's clock is ahead of `peer`'s, as NTP finds it (RFC 5905, section 8): the quickest of some round trips.
+    `error_s`, half of what that trip took, bounds the mistake. `peer` calls `tell_time`."""
     trips = []
     for _ in range(PINGS):
         left = time.time()
@@ -148,11 +143,8 @@ def tell_time(team: Team, peer: int) -> None:
 
 
 def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
-    """Writes a checkpoint into `folder` and reads it back, each rank what its neighbour wrote.
-
-    `write_s` and `read_s` are this rank's own, without the waiting for others; `wrong` says what was read that nobody wrote.
-    Raises CheckpointException: it names the ranks that could not.
-    """
+    """Writes a checkpoint into `folder` and reads it back, each rank what its neighbour wrote. `write_s` and `read_s` are this rank's own,
+    without the waiting for others; `wrong` describes what was read otherwise. Raises CheckpointException: it names the ranks that failed."""
     neighbour = team.beside(1)
     writer, reader = _Writer(folder), _Reader(folder)
     dcp.save({f"rank{team.rank}": _noise(team.rank, size_bytes)}, storage_writer=writer, process_group=team.group)

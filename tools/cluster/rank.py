@@ -144,10 +144,8 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
 
 
 class Work(threading.Thread):
-    """From the meeting of all ranks to the process group's end, phase by phase, and what came of it.
-
-    What is found goes into `figures`, as JSON, as soon as it is known: the last words hold whatever this rank got done.
-    """
+    """From the meeting of all ranks to the process group's end, phase by phase. Results go into `figures`, as JSON, as soon as they are
+    known: the report has whatever this rank got done."""
 
     def __init__(
         self, settings: CheckSettings, place: RankPlace, store: dist.Store, control: Control, host: str

@@ -1,9 +1,9 @@
-"""The prediction of what a run takes and does, before anything is started: train.py CONFIG --explain -> here -> tools/explain/report.py.
+"""The prediction of what a run takes and does, before anything is started: its flags and settings; report.py writes the text.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
-N: --ranks; else what the launcher's environment says; else the product of the degrees in [parallelism]. The device: --device;
-else a GPU where this machine has one, or where the model is too large for anything else.
+N: --ranks; else the launcher's environment; else the product of the degrees in [parallelism]. The device: --device; else a GPU where this
+machine has one, or where the model is too large for anything else.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Memory and messages of each rank of a job, without the job: memory.py acts some of its ranks out, the rest follows.
 
-Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all.
-Without a pipeline it is acted out as it is. With one, a stage is acted out alone for two microbatches, and its schedule's table
-(parallelisms/pipeline_schedule.py) says how often and in which order what was seen there follows on itself.
+Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all. A stage of
+a pipeline is acted out alone for two microbatches, and the schedule's table says how often and in which order that record is repeated.
 """
 
 from __future__ import annotations
