@@ -324,7 +324,7 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
 
 
 def byte_tokenizer() -> dict[str, str]:
-    """The built-in byte tokenizer as Hugging Face's files: file name -> content. Byte-level BPE without a merge gives ByteTokenizer's ids; a
+    """The built-in byte tokenizer as Hugging Face's files: name -> content. Byte-level BPE without a merge gives ByteTokenizer's ids; a
     BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}

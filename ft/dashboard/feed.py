@@ -2,8 +2,8 @@
 
     tick -> publish: what has changed since the last update -> a ring of the newest ones <- each watcher reads at its own pace
 
-The last event of an update has an id. A watcher that was cut off sends the last one that it has (Last-Event-ID), and gets what it missed, or
-the whole state. A watcher that is too slow for the ring, or for its socket, is dropped. No timers: the lighthouse's ticks are enough.
+The last event of an update has an id. A watcher that was cut off sends the last one that it has (Last-Event-ID), and gets what it missed,
+or the whole state. A watcher that is too slow for the ring, or for its socket, is dropped. No timers: the lighthouse's ticks are enough.
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 

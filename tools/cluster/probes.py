@@ -1,4 +1,4 @@
-"""Measurements of a rank and of a link by themselves: a link's latency and rate, a rank's products, its clock, and its folder's checkpoint."""
+"""Measurements of one rank or link: a link's latency and rate, a rank's matrix products, its clock, and a checkpoint in its folder."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def tell_time(team: Team, peer: int) -> None:
 
 def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
     """Writes a checkpoint into `folder` and reads it back, each rank what its neighbour wrote. `write_s` and `read_s` are this rank's own,
-    without the waiting for others; `wrong` describes what was read otherwise. Raises CheckpointException: it names the ranks that failed."""
+    without the waiting for others; `wrong` describes what was read otherwise. Raises CheckpointException: it names the ranks."""
     neighbour = team.beside(1)
     writer, reader = _Writer(folder), _Reader(folder)
     dcp.save({f"rank{team.rank}": _noise(team.rank, size_bytes)}, storage_writer=writer, process_group=team.group)
