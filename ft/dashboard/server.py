@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -260,14 +261,14 @@ def status(service: LighthouseService) -> dict[str, Any]:
     }
 
 
+@dataclass(eq=False)
 class _Collector:
     """Made anew at each scrape: a group that is gone leaves nothing behind."""
 
-    def __init__(self, service: LighthouseService) -> None:
-        self._service = service
+    service: LighthouseService
 
     def collect(self) -> Iterator[Any]:
-        service, quorum = self._service, self._service.machine.quorum
+        service, quorum = self.service, self.service.machine.quorum
         settled, waiting, streams = service.machine.saved.settled, len(service.waiting_ids), len(service.streams)
         for kind, name, text, value in (
             (GaugeMetricFamily, "pharos_quorum_id", "The current generation", quorum.quorum_id if quorum else 0),

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -20,29 +21,15 @@ INSTALL_S = 300
 
 @pytest.fixture
 def house() -> Iterator[Callable[..., House]]:
-    made: list[House] = []
-
-    def build(**options: Any) -> House:
-        made.append(House(**options))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(House(**options)))
 
 
 @pytest.fixture
 def herd(house: Callable[..., House]) -> Iterator[Callable[[House], Herd]]:
     """Its groups end before the house does."""
-    made: list[Herd] = []
-
-    def build(of: House) -> Herd:
-        made.append(Herd(of.address, of.token, loop=of.loop))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda of: stack.enter_context(closing(Herd(of.address, of.token, loop=of.loop)))
 
 
 @pytest.fixture(scope="package")  # playwright holds an event loop in this thread: no test elsewhere could run one
@@ -64,16 +51,13 @@ def _chromium() -> str:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip("no chromium here, and this user cannot install Debian's")
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for words in (
-        ["update", "-qq"],
-        ["install", "-qq", "-y", "--no-install-recommends", "chromium", "fonts-dejavu-core"],
-    ):
-        try:
-            done = subprocess.run(["apt-get", *words], env=env, capture_output=True, text=True, timeout=INSTALL_S)
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"no chromium here: apt-get {words[0]} took more than {INSTALL_S} s")
-        if done.returncode:
-            pytest.skip(f"no chromium here, and apt-get cannot bring it: {done.stderr.strip()[-300:]}")
+    command = "apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core"
+    try:
+        done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True, timeout=INSTALL_S)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"no chromium here: apt-get took more than {INSTALL_S} s")
+    if done.returncode:
+        pytest.skip(f"no chromium here, and apt-get cannot bring it: {done.stderr.strip()[-300:]}")
     found = shutil.which("chromium")
     assert found, "installed, and not to be found"
     return found

@@ -6,8 +6,8 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import Any
 
 from bench.page_job import Herd
@@ -84,13 +84,8 @@ class House:
         given = {"Content-Type": "application/json", **(headers or self.headers())}
         return self.ask("POST", "/orders", body, **given)[:2]
 
-    @contextmanager
-    def watch(self, **headers: str) -> Iterator[Reader]:
-        reader = Reader(self, headers)
-        try:
-            yield reader
-        finally:
-            reader.close()
+    def watch(self, **headers: str) -> closing[Reader]:
+        return closing(Reader(self, headers))
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)

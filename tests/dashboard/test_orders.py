@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,13 +76,7 @@ def in_time(true: Callable[[], bool]) -> bool:
 @pytest.fixture
 def group() -> Iterator[Callable[[House, str], Group]]:
     with ExitStack() as stack:
-
-        def build(of: House, name: str) -> Group:
-            made = Group(of, name)
-            stack.callback(made.close)
-            return made
-
-        yield build
+        yield lambda of, name: stack.enter_context(closing(Group(of, name)))
 
 
 def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callable[[House, str], Group]):

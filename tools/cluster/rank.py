@@ -42,11 +42,7 @@ MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
 
 
 class Silent(RuntimeError):
-    """Ranks did not come; `seen`: the step at which each was last seen."""
-
-    def __init__(self, seen: dict[int, str]) -> None:
-        super().__init__("ranks that did not come: " + ", ".join(map(str, seen)))
-        self.seen = seen
+    """Ranks did not come. Its argument: the step at which each was last seen."""
 
 
 class GivenUp(RuntimeError):
@@ -173,7 +169,7 @@ class Work(threading.Thread):
             self.control.meet("leave")
             dist.destroy_process_group()
         except Silent as silent:
-            self.silent = silent.seen
+            [self.silent] = silent.args
         except GivenUp:
             pass
         except Exception as error:  # noqa: BLE001 (whatever it is, it is this rank's finding, and the others wait to hear of it)
