@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +22,46 @@ sys.path.insert(0, str(ROOT))
 from scripts import check_cluster  # noqa: E402
 
 
-def result_of_all_reduce(rank: int) -> None:
+def in_place_of(name: str) -> Callable[[Callable[..., Any]], Callable[[int], None]]:
+    """Makes a fault of a function that one rank has instead of torch.distributed's. It is given the rank and that function."""
+
+    def plant(fault: Callable[..., Any], rank: int) -> None:
+        real = getattr(dist, name)
+        setattr(dist, name, lambda *rest, **named: (partial(fault, rank, real) if _is(rank) else real)(*rest, **named))
+
+    return lambda fault: partial(plant, fault)
+
+
+@in_place_of("all_reduce")
+def result_of_all_reduce(rank: int, real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
     """What it gives this rank has one wrong element."""
-
-    def strike(real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
-        done = real(tensor, *rest, **named)
-        tensor[5] += 1
-        return done
-
-    _replace("all_reduce", rank, strike)
+    done = real(tensor, *rest, **named)
+    tensor[5] += 1
+    return done
 
 
-def input_of_reduce_scatter(rank: int) -> None:
+@in_place_of("reduce_scatter_tensor")
+def input_of_reduce_scatter(
+    rank: int, real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any
+) -> Any:
     """What this rank puts in is wrong, so all get a wrong result."""
-
-    def strike(real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any) -> Any:
-        return real(output, tensor * 3, *rest, **named)
-
-    _replace("reduce_scatter_tensor", rank, strike)
+    return real(output, tensor * 3, *rest, **named)
 
 
-def broadcast_of_root(rank: int) -> None:
+@in_place_of("broadcast")
+def broadcast_of_root(rank: int, real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
     """What this rank sends to all has one wrong element; its own copy is right."""
+    if src != rank:
+        return real(tensor, src, *rest)
+    sent = tensor.clone()
+    sent[7] = -1
+    return real(sent, src, *rest)
 
-    def strike(real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
-        if src != rank:
-            return real(tensor, src, *rest)
-        sent = tensor.clone()
-        sent[7] = -1
-        return real(sent, src, *rest)
 
-    _replace("broadcast", rank, strike)
+@in_place_of("reduce")
+def errs(rank: int, real: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+    """An operation raises, on this rank alone."""
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def clock(rank: int) -> None:
@@ -80,26 +90,12 @@ def hangs(rank: int) -> None:
     _at("values: scatter", rank, lambda: signal.sigwait({signal.SIGUSR2}))
 
 
-def errs(rank: int) -> None:
-    """An operation raises, on this rank alone."""
-
-    def strike(real: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    _replace("reduce", rank, strike)
-
-
 def none(rank: int) -> None:
     pass
 
 
 def _is(rank: int) -> bool:
     return os.environ.get("RANK") == str(rank)
-
-
-def _replace(name: str, rank: int, strike: Callable[..., Any]) -> None:
-    real = getattr(dist, name)
-    setattr(dist, name, lambda *rest, **named: strike(real, *rest, **named) if _is(rank) else real(*rest, **named))
 
 
 def _at(step: str, rank: int, do: Callable[[], object]) -> None:
