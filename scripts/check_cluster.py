@@ -4,8 +4,8 @@
     torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too
     NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without one
 
-Flow: here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase) -> cluster/operations.py and
-probes.py (measure) -> cluster/verdicts.py (judges) -> cluster/report.py.
+Flow: here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase) -> cluster/measurements.py ->
+cluster/verdicts.py (judges) -> cluster/report.py.
 Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
 """
 

@@ -1,4 +1,4 @@
-"""tools/cluster/verdicts.py and probes.py: made-up figures in, the culprits' names out."""
+"""tools/cluster/verdicts.py and measurements.py: made-up figures in, the culprits' names out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from tools.cluster import verdicts
-from tools.cluster.probes import ALL_PAIRS, pairs, rounds
+from tools.cluster.measurements import ALL_PAIRS, pairs, rounds
 from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])

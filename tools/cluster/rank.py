@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from parallelisms.device import DEVICE_TRAITS, has_cuda, pick_device
 from parallelisms.distributed import join, open_store
 from scripts.launch import cores_here
-from tools.cluster import probes, verdicts
-from tools.cluster.operations import CHECKS, Team, operations, seconds, wrong
+from tools.cluster import measurements, verdicts
+from tools.cluster.measurements import CHECKS, Team, operations, seconds, wrong
 from tools.cluster.report import tell
 from tools.cluster.settings import CheckSettings, RankPlace, usual_share
 from tools.cluster.verdicts import Finding, Names, conclusions
@@ -207,9 +207,9 @@ class Work(threading.Thread):
         for rank in range(1, self.place.world_size):
             self.control.meet(f"clocks: rank 0 with rank {rank}")
             if self.place.rank == 0:
-                probes.tell_time(self.team, rank)
+                measurements.tell_time(self.team, rank)
             elif self.place.rank == rank:
-                self.figures["clock"] = probes.clock_offset(self.team, 0)
+                self.figures["clock"] = measurements.clock_offset(self.team, 0)
         return "compared"
 
     def values(self) -> str:
@@ -268,14 +268,14 @@ class Work(threading.Thread):
             named = {rank for finding in verdicts.bad_links(self.settings, self.names, rows) for rank in finding.ranks}
             return [pair for pair in chosen if named & set(pair)]
 
-        again = chosen = probes.pairs(self.hosts)
+        again = chosen = measurements.pairs(self.hosts)
         for _ in range(1 + AGAIN):
-            for number, together in enumerate(made := probes.rounds(again, self.hosts), 1):
+            for number, together in enumerate(made := measurements.rounds(again, self.hosts), 1):
                 told = ", ".join(f"{a}-{b}" for a, b in together[:3]) + (", ..." if len(together) > 3 else "")
                 self.control.meet(f"links: {told}, round {number} of {len(made)}")
                 for pair in together:
                     if self.place.rank in pair:
-                        row = probes.measure(self.team, pair)
+                        row = measurements.measure(self.team, pair)
                         best = self.figures["links"].setdefault(str(sum(pair) - self.place.rank), row)
                         best["latency_s"] = min(best["latency_s"], row["latency_s"])
                         best["bytes_s"] = max(best["bytes_s"], row["bytes_s"])
@@ -286,7 +286,9 @@ class Work(threading.Thread):
 
     def compute(self) -> str:
         """Matrix products, all ranks at once."""
-        made = self._repeated("compute", lambda: probes.matmul_flops(self.team), lambda it: it[0], verdicts.slow_ranks)
+        made = self._repeated(
+            "compute", lambda: measurements.matmul_flops(self.team), lambda it: it[0], verdicts.slow_ranks
+        )
         self.figures["matmul_flops"], share = max(made)
         if not DEVICE_TRAITS[self.team.device.type].queues_work:  # else the thread only waits
             self.figures["core_share"] = share
@@ -301,7 +303,7 @@ class Work(threading.Thread):
         folder = self.settings.folder.absolute() / f".check_cluster-{nonce}"
 
         def attempt() -> dict[str, Any]:
-            return probes.try_folder(self.team, folder / str(next(numbers)), size)
+            return measurements.try_folder(self.team, folder / str(next(numbers)), size)
 
         try:
             made = self._repeated("disk", attempt, lambda it: size / it["write_s"], verdicts.slow_hosts)

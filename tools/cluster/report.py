@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.pairs import table
 from scripts.plot_loss import STYLE
-from tools.cluster.operations import bus_factor
+from tools.cluster.measurements import bus_factor
 from tools.cluster.settings import CheckSettings, usual_share
 from tools.cluster.verdicts import Finding
 

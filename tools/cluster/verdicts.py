@@ -209,7 +209,7 @@ def blame(names: Names, links: Iterable[Link], bad: Iterable[Link]) -> list[tupl
 
 
 def bad_links(settings: CheckSettings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:
-    """Slow and late ones, by the results of `probes.measure`."""
+    """Slow and late ones, by the results of `measurements.measure`."""
     bytes_s = {link: row["bytes_s"] for link, row in rows.items()}
     slow = slow_links(names, bytes_s, share=settings.slow, least=settings.least_mb_s * 1e6)
     return slow + late_links(names, {link: row["latency_s"] for link, row in rows.items()})

@@ -1,4 +1,4 @@
-"""The prediction of what a run takes and does, before anything is started: its flags and settings; report.py writes the text.
+"""The prediction of what a run takes and does, before anything is started: its flags, settings and text.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
@@ -12,11 +12,13 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
+from textwrap import wrap
 
 import torch
 
@@ -25,24 +27,38 @@ from configs.load import load
 from configs.schema import Config, model_module
 from ft.config import Environment
 from ft.memory import memory
-from parallelisms.device import Device
+from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
-from parallelisms.mesh import ParallelismConfig, degrees
+from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
+from parallelisms.pipeline_plan import schedule_of
+from parallelisms.pipeline_schedule import bubble, picture
 from tools.explain.memory import DeviceType
-from tools.explain.rank import ExplainedJob, RankProfile, without_devices
-from tools.explain.report import explain
+from tools.explain.rank import ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
+WIDTH = 110
+_MOST_ROWS = 17  # of a table that is cut, with its head
+_AXES = {
+    "pp": "the layers: each rank has some of them",
+    "dp_replicate": "sequences: each rank, or group that shards, has its own and all of the parameters",
+    "dp_shard": "sequences, and parameters, gradients and optimizer state: each rank has its own",
+    "cp": "tokens of a sequence; parameters are sharded over it, too",
+    "tp": "matrices, and between them tokens: each rank has some rows or columns",
+}
+# What a ring sends: of n ranks each one this share of the whole
+_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
+_CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B200"}  # GB
+_USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the text; 0, or 2 for bad input."""
     try:
-        argv, ranks, device = _options(argv)
+        argv, n_ranks, device = _options(argv)
         config = load(argv)
-        world_size = ranks or ranks_asked(config.parallelism)
+        world_size = n_ranks or ranks_asked(config.parallelism)
         anywhere = replace(  # less what a start asks of the devices that it finds: the run will be on others
             config,
             parallelism=without_devices(config.parallelism),
@@ -139,3 +155,315 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
         passes=max(1, training.global_batch_size // at_once),
         seq_len=training.seq_len,
     )
+
+
+# The text
+
+
+def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
+    """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
+    acted, n = ranks(job), job.degrees.world_size
+    head = (
+        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
+        "acted out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
+        "uneven cut have less."
+    )
+    sections: list[tuple[str, Iterable[str]]] = [
+        ("", _wrapped(head)),
+        ("BATCH AND FLOPS", _batch(job)),
+        ("DTYPES", _dtypes(job)),
+        ("MESH", _mesh(job.degrees)),
+        ("RANKS", _ranks(job)),
+        ("MODULES", _modules(acted)),
+        ("PARAMETERS, by kind, on the first rank", _parameters(job, acted)),
+        ("MEMORY of a rank's device, in a step", _memory(job, acted)),
+        ("FAULT TOLERANCE, memory of a rank on top", _beside(acted, beside)),
+        ("COMMUNICATION of a rank, in a step", _communication(job, acted)),
+        ("FSDP", _fsdp(job, acted[0])),
+        ("PIPELINE", _pipeline(job, acted)),
+        ("WARNINGS", _warnings(job, acted)),
+    ]
+    lines = []
+    for title, body in sections:
+        if rows := list(body):
+            lines += ([title] if title else []) + ["  " * bool(title) + row for row in rows] + [""]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _batch(job: ExplainedJob) -> Iterator[str]:
+    d, seq_len = job.degrees, job.seq_len
+    sequences = job.local_batch_size * d.data_parallel * job.passes
+    model = job.model()
+    per_token = model.flops_per_token(seq_len)
+    step = per_token * sequences * seq_len
+    size = sum(p.numel() for p in model.parameters())
+    yield f"{size:,} parameters, {len(model.layers)} blocks"
+    yield (
+        f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; a rank sees {job.local_batch_size} at once, "
+        f"in {job.passes} pass{'es' * (job.passes > 1)}"
+    )
+    yield f"{per_token:.3e} flops a token, {step:.3e} a step, {step / d.world_size:.3e} of them a rank's, forward and backward"
+    mode = job.layout.activation_checkpoint.mode
+    if mode != "none":
+        share = {"full": "a third more", "selective": "up to a third more", "memory_budget": "some more"}[mode]
+        yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
+
+
+def _dtypes(job: ExplainedJob) -> Iterator[str]:
+    precision = job.layout.precision
+    rows = {
+        "parameters the optimizer updates, its state": precision.master,
+        "gathered weights, matrix products, activations, messages of tp, cp and pp": precision.compute,
+        "norms, rotations, softmax and loss, inside": torch.float32,
+        "sums of gradients over ranks and microbatches": precision.reduce,
+    }
+    yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
+
+
+def _mesh(degrees: Degrees) -> Iterator[str]:
+    rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
+    for axis, size in zip(AXES, degrees, strict=True):
+        stride //= size
+        if size > 1:
+            group = [str(place * stride) for place in range(size)]
+            rows.append((axis, str(size), " ".join(_ends(group, 4)), _AXES[axis]))
+    yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is shared"]
+
+
+def _ranks(job: ExplainedJob) -> Iterator[str]:
+    degrees = job.degrees
+    if degrees.world_size == 1:
+        return
+    n, rows = job.local_batch_size * job.passes, []
+    shown = [axis for axis, size in enumerate(degrees) if size > 1]
+    for rank, place in enumerate(product(*map(range, degrees))):
+        dp_rank = degrees.coordinate(rank).dp_rank
+        sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
+        rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
+    head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if dealt in order")
+    yield from _table([head, *rows], is_cut=True)
+
+
+def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
+    rows = []
+    for rank, stage in ((profile, stage) for profile in acted for stage in profile.stages):
+        blocks = [name for name in stage.modules if name.startswith("layers.")]
+        names = [name for name in stage.modules if name not in blocks[1:]]
+        if len(blocks) > 1:  # those in a row as one: layers.0 to 7
+            names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
+        rows.append((_who(rank, acted), ", ".join(names)))
+    yield from _table(rows)
+
+
+def _who(rank: RankProfile, acted: Sequence[RankProfile]) -> str:
+    return f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
+
+
+def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    d, rows = job.degrees, {"name": ("name", "whole", "cut", "of a rank")}
+    for kind in (kind for rank in acted for stage in rank.stages for kind in stage.kinds):
+        cuts = []
+        for dim, what in enumerate(("rows", "columns")):
+            axes = [plain(axis, dp_shard=d.dp_shard, cp=d.cp) for axis, cut in kind.cuts if cut == dim]
+            cuts += [f"{what}: {', '.join(axes)}"] if axes else []
+        whole, own = (" x ".join(f"{n:,}" for n in shape) for shape in (kind.shape, kind.local_shape))
+        rows.setdefault(kind.name, (kind.name, whole, "; ".join(cuts) or "whole", own))
+    yield from _table(rows.values())
+
+
+def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
+    rows += [(_who(rank, acted), *map(_size, (*astuple(rank.held), rank.activations, rank.peak))) for rank in acted]
+    yield from _table(rows, right=range(1, 6))
+    yield from _wrapped(
+        "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
+        "that all comes to at one instant, so it may be less than the sum"
+    )
+    if job.device_type == "cuda":
+        most = max(rank.peak for rank in acted) + _USED_ELSEWHERE
+        fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
+        yield f"with 4 GiB for CUDA, NCCL and gaps: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
+    if job.layout.cpu_offload:
+        yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
+
+
+def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
+    """The figure of the rank that has most."""
+    if beside is not None:
+        most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
+        yield from _table([(what, _size(size)) for what, size in most.items() if size], right=[1])
+        yield "the gradients are kept until the step holds, and no longer than that: they are in the table above"
+
+
+def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    def sent(rank: RankProfile) -> float:
+        return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
+
+    rank = max(acted, key=sent)
+    if not rank.collectives:
+        return
+    rows: list[tuple[str, ...]] = [("axis", "kind", "times", "each, up to", "together", "sent")]
+    figures: dict[tuple[str, str], list[int]] = {}
+    for c, n in rank.collectives.items():
+        row = figures.setdefault((c.group, c.kind), [0, 0, 0])
+        row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
+    for axis, kind in sorted(figures, key=lambda key: ([*AXES, SHARDS].index(key[0]), key[1])):
+        times, largest, total = figures[axis, kind]
+        sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
+        rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
+    if len(acted) > 1:
+        yield f"rank {rank.pp_rank} of pp, which sends most:"
+    yield from _table(rows, right=range(2, 6))
+    yield from _wrapped(
+        "bytes are of the whole: what an all-gather gives, what a reduce-scatter takes; sent: by this rank if the group is a ring. Beside "
+        "these, two all-reduces of a few numbers: what the step counts, and the gradient's norm"
+    )
+
+
+def _sent(kind: str, size: int, n: int) -> int:
+    return {"send": size, "receive": 0, "broadcast": size}.get(kind, _SENT.get(kind, 0) * size * (n - 1) // max(1, n))
+
+
+def _ranks_of(axis: str, degrees: Degrees) -> int:
+    sizes = dict(zip(AXES, degrees, strict=True))
+    return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
+
+
+def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
+    d, precision = job.degrees, job.layout.precision
+    shards, stage = d.dp_shard * d.cp, rank.stages[0]
+    if shards > 1:
+        rows: list[tuple[str, ...]] = [("group", "gathers", "reduces")]
+        for size, same in groupby(stage.groups, key=lambda group: group[1]):
+            first, *others = (name for name, _ in same)
+            names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
+            rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
+        yield f"one message per group; its buffer for {shards} shards:"
+        yield from _table(rows, right=(1, 2), is_cut=True)
+    elif d.dp_replicate > 1:
+        yield "nothing is sharded: gradients are summed by one all-reduce per group"
+    else:
+        yield "nothing is shared by data-parallel ranks: FSDP casts the weights once per step and sends nothing"
+        return
+    forward, backward = _order(stage.step.labels)
+    yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
+    for name, order in (("forward ", forward), ("backward", backward)):
+        yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
+
+
+def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Collectives that FSDP issued in the first forward and backward, by the profiler's record."""
+    letters = {"all_gather": "G", "post_forward": "F", "post_backward_accumulate": "B", "post_backward_reduce": "R"}
+    forward, backward = list[str](), list[str]()
+    now = forward
+    for label in labels:
+        what, _, name = label.removeprefix("FSDP::").partition(" (")
+        if what == "root_pre_forward" and backward:
+            break
+        if what == "pre_backward":
+            now = backward
+        if what in letters:
+            # a pipeline gathers before the first forward, which tells groups their names
+            short = name.rstrip(")") or "all"
+            for long, brief in (("layers.", ""), ("tok_embeddings", "emb"), ("norm, output", "head"), (", ", "+")):
+                short = short.replace(long, brief)
+            now.append(f"{letters[what]}:{short}")
+    return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
+
+
+def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    if job.degrees.pp > 1:
+        schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
+        for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches).splitlines():
+            yield from [_narrow(line)] if line.startswith("rank ") else _wrapped(line)
+
+
+def _narrow(line: str) -> str:
+    """A row of a picture, without the slots in its middle for which there is no room."""
+    if len(line) <= WIDTH - 2:
+        return line
+    head, cells = line[: line.index("  ") + 2], line[line.index("  ") + 2 :].split()
+    width = max(map(len, cells))
+    half = (WIDTH - 2 - len(head) - 3) // (width + 1) // 2
+    return head + " ".join(cell.ljust(width) for cell in (*cells[:half], "...", *cells[-half:]))
+
+
+def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+    d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
+    stages, peaks = [stage for rank in acted for stage in rank.stages], sorted(rank.peak for rank in acted)
+    least, most = peaks[0], peaks[-1]
+    blocks = [len(stage.modules) for stage in stages]
+    share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches) if d.pp > 1 else 0.0
+    uneven = [
+        f"{name} ({kind.shape[dim]:,})"
+        for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
+        for dim in range(2)
+        if any(cut == dim for _, cut in kind.cuts)
+        and kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > kind.shape[dim]
+    ]
+    warnings = {
+        f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
+        "lower parallelism.pipeline_parallel_microbatch_size": d.pp > 1 and job.microbatches < len(stages),
+        f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller": share > 0.25,
+        f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace": max(blocks) - min(blocks) > 1,
+        f"memory is uneven over the pipeline: {_size(least)} to {_size(most)}": most > 1.25 * least,
+        f"cut unevenly, so the last ranks have less: {', '.join(uneven)}": bool(uneven),
+        f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs": (
+            d.tp > 8
+        ),
+        'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch': (
+            config.fsdp_reshard_after_forward == "always" and d.pp > 1
+        ),
+        "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU": (
+            d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and on_cuda
+        ),
+        "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once": (
+            d.cp > 1 and config.context_parallel_rotate_method == "ring"
+        ),
+        "compile.enable: fused blocks keep less than these figures, which are of eager mode": layout.compile.enable,
+        "float8.enable: these figures are those without it": layout.float8.enable,
+        "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing": (
+            layout.activation_checkpoint.mode == "memory_budget"
+        ),
+        "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against": (
+            on_cuda and layout.precision.compute.itemsize == 4
+        ),
+        "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
+        "is none unless metrics.peak_tflops says it": on_cuda,
+    }
+    for warning in (text for text, holds in warnings.items() if holds):
+        yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
+
+
+# Rows and words
+
+
+def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut: bool = False) -> Iterator[str]:
+    """Columns as wide as their widest cell; the last one is wrapped. `is_cut`: the middle of a long one is left out."""
+    rows = list(rows)
+    if is_cut and len(rows) > _MOST_ROWS:
+        rows[_MOST_ROWS - 4 : -3] = [("..", *([""] * (len(rows[0]) - 1)))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
+    for row in rows:
+        cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        line = "  ".join(cells).rstrip()
+        yield from [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=indent)
+
+
+def _wrapped(text: str) -> list[str]:
+    return wrap(text, WIDTH - 2)
+
+
+def _ends(words: Sequence[str], most: int) -> list[str]:
+    """All of a few; the beginning and the end of many."""
+    return list(words) if len(words) <= most else [*words[: most - most // 3], "..", *words[-(most // 3) :]]
+
+
+def _size(size: float) -> str:
+    """Three digits: "1.25 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.{1 if size >= 10 else 2}f} {unit}"
