@@ -26,8 +26,6 @@ NO_STEP_S, NO_STEP_STEPS = 15.0, 5  # without a step, before the page shows it
 PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases; characters
 
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
-
-
 Parts = dict[str, list[Any]]  # section of an update -> its items, in the order in which static/state.js applies them
 
 

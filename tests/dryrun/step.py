@@ -45,7 +45,7 @@ from parallelisms.mesh import TP, build_mesh
 from parallelisms.parallelize import parallelize
 from tests.dryrun import accelerator
 from tests.dryrun.cases import CONFIGS, Case, settings
-from tools.explain import memory as explain_memory
+from tools.explain import rank as explained_rank
 from training.checkpoint import ModelState, OptimizerState
 from training.data.loader import Batch
 from training.loss import cross_entropy_sum
@@ -56,7 +56,7 @@ drop = lambda *_, **__: None  # noqa: E731
 TOGETHER = 1  # cases of one process: after several torch's engine may end a backward without a result, or a word
 
 
-class Others(explain_memory.Others):
+class Others(explained_rank.Others):
     @classmethod
     def is_infra_mode(cls) -> bool:
         """As accelerator.Traffic."""
@@ -78,7 +78,7 @@ class Run(train.Run):
             model = llama.build(config.model, vocab_size=vocab, max_seq_len=length)
         layout = config.layout(Precision(compute=torch.bfloat16), vocab_size=vocab, device_type=accelerator.NAME)
         compiled = replace(config.compile, backend="aot_eager")
-        self.fake = explain_memory.without_memory(model)
+        self.fake = explained_rank.without_memory(model)
         self.model = parallelize(
             model,
             build_mesh(case.sizes, accelerator.NAME),

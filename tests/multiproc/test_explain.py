@@ -15,8 +15,7 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from tests.multiproc.pool import Pool
-from tools.explain.memory import DeviceType, MeasuredStep, join, measure
-from tools.explain.rank import ExplainedJob, RankProfile, by_axis, ranks
+from tools.explain.rank import DeviceType, ExplainedJob, MeasuredStep, RankProfile, by_axis, join, measure, ranks
 from training.optimizer import OptimizerConfig, build_optimizer
 
 V, T, BATCH = 96, 64, 4

@@ -83,7 +83,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {
     "models/ops.py": (2, "knows of torch alone: a CPU or not"),
     "configs/check.py": (2, "which settings are CUDA's alone"),
-    "tools/explain/memory.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
+    "tools/explain/rank.py": (1, "acts CUDA's kernels out on tensors of the CPU"),
     "tools/explain/command.py": (4, "the values of --device, and advice about GPUs"),
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),

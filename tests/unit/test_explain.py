@@ -16,8 +16,7 @@ from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tools.explain.command import WIDTH, explain, job_of, main, ranks_asked
-from tools.explain.memory import DeviceType, Ruler, Stretch, join
-from tools.explain.rank import ExplainedJob, ranks
+from tools.explain.rank import DeviceType, ExplainedJob, Ruler, Stretch, join, ranks
 
 MIB = 1 << 18  # fp32 elements
 SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)

@@ -11,7 +11,7 @@ from torch import nn
 from ft.memory import memory
 from tests.unit.gradient_groups import Member, finish, open_all
 from tools.explain.command import main
-from tools.explain.memory import Ruler
+from tools.explain.rank import Ruler
 
 SLACK = 1.02  # figures of sizes, and a few bytes of the models' own
 

@@ -32,8 +32,7 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from parallelisms.pipeline_schedule import bubble, picture
-from tools.explain.memory import DeviceType
-from tools.explain.rank import ExplainedJob, RankProfile, plain, ranks, without_devices
+from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
 
