@@ -110,7 +110,7 @@ class Weights:
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     def _add(self, file: Path, expected: set[str] | None) -> None:
-        """The tensors of a file; `expected`: those that the index says are in it."""
+        """Adds the tensors of a file; `expected`: the names that the index gives for it."""
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -153,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def raise_all(problems: Sequence[str]) -> None:
-    """One ValueError for all of them, the first few told."""
+    """Raises one ValueError that names the first few of them."""
     if problems:
         more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
         raise ValueError("; ".join(problems[:_MOST_SHOWN]) + more)
@@ -272,7 +272,7 @@ def landing(out: Path) -> Iterator[Path]:
 
 
 def refuse(out: Path) -> None:
-    """Raises ValueError if there is anything by that name, or the name says nothing."""
+    """Raises ValueError if the path exists, has no name, or lies below a file."""
     if not out.name or out.name == "..":
         raise ValueError(f"{out}: must be the name of a folder that is not there yet")
     if out.exists() or out.is_symlink():

@@ -111,7 +111,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
 
 
 def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
-    """Every check that needs the files. Raises ValueError, which names the file and what is wrong in it."""
+    """Runs every check that needs the files. Raises ValueError, which names the file and the cause."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
     config_json = folder / "config.json"
@@ -184,7 +184,7 @@ class TensorByTensor(FileSystemReader):
         self.tensors = {name: value for name, value in saved.items() if isinstance(value, TensorStorageMetadata)}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what was read once: of a run on hundreds of ranks that takes seconds."""
+        """Returns the metadata, read once: of a run on hundreds of ranks that takes seconds."""
         return self._metadata
 
     def read(self, name: str) -> Tensor:
@@ -257,7 +257,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
 
 
 def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
-    """Every check that needs the checkpoint. `run` is a run's folder or one checkpoint in it. Raises ValueError, Damaged."""
+    """Runs every check that needs the checkpoint. `run` is a run's folder or one checkpoint in it. Raises ValueError, Damaged."""
     path = run if (run / ".metadata").is_file() else None
     # Above a checkpoint: checkpoint.folder, which may be one in another, and the run's
     folders = run.absolute().parents[:3] if path else [run]

@@ -54,7 +54,7 @@ class Watcher:
 
 
 class Feed:
-    """Listener of the lighthouse's service, and what it tells watchers. To be made and used on its loop."""
+    """Listener of the lighthouse's service, which sends updates to watchers. To be made and used on its loop."""
 
     def __init__(self, service: LighthouseService, *, orders: bool) -> None:
         """orders: whether an operator can give some."""
@@ -114,7 +114,7 @@ class Feed:
         self._news = asyncio.Event()
 
     def _bytes(self, parts: Parts) -> bytes:
-        """Events of an update; the last one has its id, so who has that has all those before it."""
+        """Events of an update; the last one has its id, so a watcher that has the id has all of them."""
         *first, last = messages(parts, time.time())
         lines = [*(f"data: {text}\n\n" for text in first), f"id: {self.boot}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()

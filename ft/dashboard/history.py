@@ -1,6 +1,6 @@
 """History of a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
 
-The lighthouse tells it of every step and change, whether anybody watches or not; so it is cheap, O(1) for a report or a tick, and bounded.
+It records every step and change, with or without watchers; so it is cheap, O(1) for a report or a tick, and bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Happening:
 
 @dataclass
 class Point:
-    """The loss of a step as a group's beat told it: at fast steps not of each one, and now and then a step late."""
+    """The loss of a step as a group's beat reports it: at fast steps not of each one, and now and then a step late."""
 
     at_s: float
     step: int
@@ -68,7 +68,7 @@ class Departure(NamedTuple):
 
 
 class History:
-    """History of one lighthouse's life. `changes` grows with all that is told; who has seen it up to some number asks for what is newer."""
+    """History of one lighthouse's life. `changes` counts all changes; `told_between` gives the newer ones."""
 
     def __init__(self, machine: Lighthouse, wall_clock: Callable[[], float] = time.time) -> None:
         self._machine, self._wall_clock = machine, wall_clock
@@ -89,7 +89,7 @@ class History:
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
 
-    # ---- what it is told
+    # ---- input
 
     def saw(self, event: m.Event, out: m.Out) -> None:
         self.clean_leaves = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
@@ -125,7 +125,7 @@ class History:
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
 
     def told(self, replica_id: str, happened: Any) -> None:
-        """A pharos_pb2.Happened. All groups see the same: whoever says it first is named."""
+        """Adds a pharos_pb2.Happened. All groups see the same event: the first group that reports it is named."""
         text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
         if happened.lane == "storage":  # each group's own
             text = f"{replica_id}: {text}"
@@ -142,10 +142,10 @@ class History:
         at_s = round(self._wall_clock(), 1)
         self.events.append(Happening(self._numbers, at_s, number, grade, step, text, 1, self._change()))
 
-    # ---- what it tells
+    # ---- output
 
     def told_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
-        """What has changed after one change and up to another, as the page gets it."""
+        """Items that changed after one change and up to another, as the page gets them."""
         lists: dict[str, Iterable[Any]] = {"points": self.points, "sizes": self.sizes, "events": self.events}
         return {
             name: [list(vars(x).values())[:-1] for x in told if since < x.changed <= until]
@@ -165,7 +165,7 @@ class History:
         (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
 
-    # ---- what it makes of it
+    # ---- changes of the machine
 
     def _see_departures(self) -> None:
         lost = self._machine.roster.lost

@@ -77,7 +77,7 @@ FIGURES = {
 async def serve_http(
     service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
 ) -> AsyncIterator[int]:
-    """The port. must: raise ValueError where it cannot listen; else that is said, and the port is 0."""
+    """Yields the port; 0 where none can be opened, which is logged. must: raises ValueError instead."""
     quiet = logging.getLogger("pharos.http")
     # not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
@@ -108,7 +108,7 @@ async def serve_http(
 
 
 class _Newest:
-    """Makes connections, and drops the oldest for one too many: whoever holds many open and says nothing keeps nobody else out."""
+    """Makes connections, and drops the oldest for one too many, so that a client with many idle ones keeps no other client out."""
 
     def __init__(self, make: Any) -> None:
         self._make, self._open = make, deque[Any]()
@@ -166,7 +166,7 @@ class Orders:
         self._left, self._filled_s = float(BURST), clock()
 
     async def give(self, request: web.Request) -> web.Response:
-        """202: the group was told. Anything else: nothing was done, and the text says why."""
+        """Answers 202 if the group got the order; with another status nothing was done, and the text has the cause."""
         if not self._has_token:
             text = "this job has no token, so it takes no orders: start the lighthouse with --token_file\n"
             raise web.HTTPForbidden(text=text)

@@ -1,6 +1,6 @@
 """The state of the job as the page shows it: a row for each group, its heals, and the few words over them.
 
-feed.Feed asks for it while somebody watches: O(N), some milliseconds for 1,000 groups. Its looks are decided in static/.
+Made while somebody watches: O(N), some milliseconds for 1,000 groups. Its appearance is decided in static/.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class View:
         self._members: dict[str, m.Member] = {}  # of the newest quorum
         self._phase_numbers: dict[str, int] = {"": 0}
         self._phases = ["", "other"]  # the groups' own words, by number
-        # What was told until now
+        # State of the last update
         self.told_changes = self._told_phases = 0
         self._names: dict[str, tuple[Any, ...]] = {}  # ids that are shown; begins with a key: short, not used twice
         self._next_key = 1
@@ -49,7 +49,7 @@ class View:
         self._heals: list[Any] = []
 
     def changes(self) -> Parts:
-        """News since the last call, which are taken for told."""
+        """Returns the changes since the last call."""
         history, since = self._history, self.told_changes
         rows, old = self.rows(), self.told_rows
         gone = [self._names.pop(i)[0] for i in old if i not in rows]
@@ -81,7 +81,7 @@ class View:
         return parts
 
     def whole(self) -> Parts:
-        """State for a watcher that knows nothing: all that was told until now."""
+        """Returns the state up to the last call of `changes`, for a new watcher."""
         return {
             "begin": [self._constants],
             "phases": self._phases[: self._told_phases],
@@ -184,7 +184,7 @@ class View:
     # ---- all of them
 
     def job(self, rows: dict[str, Row]) -> dict[str, Any]:
-        """Figures that are shown above the rows; all of it is told again where any of it has changed."""
+        """Figures that are shown above the rows; all are sent again where one has changed."""
         service, machine, history = self._service, self._machine, self._history
         quorum, saved = machine.quorum, machine.saved
         health = Counter(row[2] for row in rows.values())
@@ -212,7 +212,7 @@ class View:
         }
 
     def _words(self, rows: dict[str, Row], counts: list[int]) -> tuple[str, str, str]:
-        """State (good, busy or bad), headline and reason: what the job does, and why it waits where it does. The first that holds."""
+        """State (good, busy or bad), headline and reason: the first that holds."""
         machine, history = self._machine, self._history
         reason, asking = clean(machine.reason, NOTE_TEXT), len(machine.roster.candidates)
         late = [i for i, row in rows.items() if row[2] == LATE]
@@ -240,7 +240,7 @@ class View:
         return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
 
     def _no_step_s(self) -> float:
-        """Time since a step was seen, where that is too long; 0 where groups tell of none."""
+        """Time since the last step, where that is too long; else, and where no group has reported a step, 0."""
         last_s, reports = self._history.last_step_s, self._service.reports
         if not last_s or not reports:
             return 0.0

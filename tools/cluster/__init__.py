@@ -1,1 +1,1 @@
-"""The parts of scripts/check_cluster.py: what each rank measures, what is made of it, and how it is told."""
+"""The parts of scripts/check_cluster.py: measurements of each rank, findings, and their report."""

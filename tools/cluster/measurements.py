@@ -210,7 +210,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Waits for what the device has been given; a CPU has done it already."""
+    """Waits until the device has done its queue; a CPU has none."""
     if DEVICE_TRAITS[device.type].queues_work:
         torch.accelerator.synchronize(device)
 
@@ -353,7 +353,7 @@ def _noise(rank: int, size_bytes: int) -> Tensor:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Times what this rank writes, to the disk itself (fsync), and has the page cache forget it before it is read."""
+    """Times this rank's write, to the disk itself (fsync), and has the page cache forget the files before they are read."""
 
     seconds = 0.0
 
@@ -368,7 +368,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Times what this rank reads."""
+    """Times this rank's read."""
 
     seconds = 0.0
 

@@ -1,4 +1,4 @@
-"""One rank of a check: its work in a thread, watched from the main thread, and its report, whatever became of the work.
+"""One rank of a check: its work in a thread, watched from the main thread, and its report, also where the work fails or hangs.
 
 Ranks come to each step through the store, never through what is being checked, so a rank that does not come is known by name. Nothing here
 waits without a deadline: a rank that hangs in C code, or a store whose process has stopped, ends this process too.
@@ -261,7 +261,7 @@ class Work(threading.Thread):
         return f"{len(self.settings.sizes)} sizes"
 
     def links(self) -> str:
-        """Every pair by itself; what looks slow is measured again."""
+        """Every pair by itself; slow ones are measured again."""
 
         def suspects(said: list[dict[str, dict[str, float]]]) -> list[tuple[int, int]]:
             rows = {(rank, int(peer)): row for rank, links in enumerate(said) for peer, row in links.items()}
@@ -320,7 +320,7 @@ class Work(threading.Thread):
     def _repeated(
         self, what: str, measure: Callable[[], T], rate: Callable[[T], float], judge: Callable[..., list[Finding]]
     ) -> list[T]:
-        """All measurements: one, or several where some rank looks slow by its best rate."""
+        """Returns all measurements: one, or several where some rank is slow by its best rate."""
 
         def is_slow(rates: list[float]) -> bool:
             return bool(judge(self.names, dict(enumerate(rates)), what=what, unit="", share=self.settings.slow))

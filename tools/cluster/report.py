@@ -1,4 +1,4 @@
-"""The report of what was found: on the console, as JSON, as a picture. The lowest rank that spoke calls `tell`."""
+"""The report: on the console, as JSON, as a picture. The lowest rank that has reported calls `tell`."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _size(size: int) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> str:
-    """An SVG: every link as a square, every operation as a line, every rank as a bar, and what was found in words. In the colours of
+    """An SVG: every link as a square, every operation as a line, every rank as a bar, and the findings in words. In the colours of
     plot_loss.py, so it follows the reader's light or dark theme. `report` as `as_json` makes it."""
     findings = [line for finding in report["findings"] for line in textwrap.wrap(finding["text"], 118)]
     bars_top = TOP + SIDE + 56

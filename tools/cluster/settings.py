@@ -56,7 +56,7 @@ class CheckSettings(argparse.Namespace):
 
     @property
     def op_s(self) -> float:
-        """How long one collective may take, in which a rank went silent, say."""
+        """The longest time of one collective, in which a rank may have gone silent."""
         return 0.4 * self.timeout_s
 
     @staticmethod

@@ -43,7 +43,7 @@ class Names:
 
 
 def silent(names: Names, seen: Mapping[int, str], waited_s: float) -> list[Finding]:
-    """Ranks that said nothing any more; `seen`: what each was last seen at."""
+    """Ranks that no longer report; `seen`: the step at which each was last seen."""
     return [
         Finding("silent", (rank,), f"{names.rank(rank)} said nothing for {waited_s:.0f} s; last seen at: {step}")
         for rank, step in sorted(seen.items())
@@ -51,7 +51,7 @@ def silent(names: Names, seen: Mapping[int, str], waited_s: float) -> list[Findi
 
 
 def failed(names: Names, troubles: Mapping[int, str], silent_ranks: Collection[int]) -> list[Finding]:
-    """Ranks that met with an error. Where others were silent, an error is their doing, and is not told again."""
+    """Ranks that met with an error. Silent ranks cause errors of others, so where there are any, errors are not reported."""
     if silent_ranks:
         return []
     told: dict[str, list[int]] = {}
@@ -86,14 +86,14 @@ def wrong(
 
 
 def needs_pairs(seen: Sequence[tuple[int, int, str]]) -> bool:
-    """True when only a second look, two ranks at a time, can tell whose it is."""
+    """True where only a repetition, two ranks at a time, shows whose fault it is."""
     return len({at for _, at, _ in seen}) > 1 and -1 in {source for source, _, _ in seen}
 
 
 def slow_ranks(
     names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float, notes: Mapping[int, str] = {}
 ) -> list[Finding]:
-    """Ranks whose rate is below `share` of the median; `notes`: what else is known of a rank."""
+    """Ranks whose rate is below `share` of the median; `notes`: further facts about a rank."""
     usual = median(rates.values()) if len(rates) > 1 else 0.0
     return [
         Finding(
@@ -107,7 +107,7 @@ def slow_ranks(
 
 
 def slow_hosts(names: Names, rates: Mapping[int, float], *, what: str, unit: str, share: float) -> list[Finding]:
-    """Hosts whose best rank is below `share` of the median host: for what the ranks of a host share."""
+    """Hosts whose best rank is below `share` of the median host: for a resource that the ranks of a host share."""
     best = {names.hosts[rank]: rank for rank in sorted(rates, key=lambda rank: rates[rank])}
     return slow_ranks(names, {rank: rates[rank] for rank in best.values()}, what=what, unit=unit, share=share)
 

@@ -1,1 +1,1 @@
-"""--explain: what a run would take and do, told before anything is started."""
+"""--explain: the memory, messages and computation of a run, before anything is started."""

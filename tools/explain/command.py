@@ -1,4 +1,4 @@
-"""The prediction of what a run takes and does, before anything is started: its flags, settings and text.
+"""The prediction of a run before anything is started: its flags, settings and text.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
@@ -104,7 +104,7 @@ def ranks_asked(config: ParallelismConfig) -> int:
 
 
 def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
-    """Memory of a rank that groups take. Raises ValueError where the environment says nothing of the groups, or the process group is of
+    """Memory of a rank that groups take. Raises ValueError where the environment has no number of groups, or the process group is of
     another device."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
@@ -129,7 +129,7 @@ def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile]
 
 
 def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
-    """As train.py puts the same parts together. Raises ValueError: no such tokenizer, where nothing else says the vocabulary."""
+    """Builds the job as train.py does. Raises ValueError: no such tokenizer, where no setting has the vocabulary size."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     whole = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
@@ -160,7 +160,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
 
 
 def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
-    """The text: at most WIDTH columns, ends in a newline. `beside`: bytes of a rank that something else takes, each with what for."""
+    """The text: at most WIDTH columns, ends in a newline. `beside`: further bytes of a rank, by purpose."""
     acted, n = ranks(job), job.degrees.world_size
     head = (
         f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "

@@ -73,7 +73,7 @@ class Held:
 
 @dataclass
 class Stretch:
-    """Changes from one mark to the next. Pairs of bytes: what is neither gradient nor held; the same with gradients."""
+    """Changes from one mark to the next. Pairs of bytes: without gradients and what is held; the same with gradients."""
 
     label: str = ""
     change: tuple[int, int] = (0, 0)  # from its beginning to its end
