@@ -138,9 +138,8 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
-    device_found = Device(torch.device(device_type))
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    precision = choose_precision(*dtypes, device_found)
+    precision = choose_precision(*dtypes, Device(torch.device(device_type)))
     sizes = degrees(config.parallelism, world_size)
     at_once = training.local_batch_size * sizes.data_parallel
     return ExplainedJob(
