@@ -475,8 +475,8 @@ def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
     for stretch in step.stretches:
         named: Counter[Collective] = Counter()
         for collective, times in stretch.collectives.items():
-            if axis := axes.get(collective.group):
-                named[replace(collective, group=axis)] += times
+            if name := axes.get(collective.group):
+                named[replace(collective, group=name)] += times
         stretches.append(replace(stretch, collectives=named))
     return replace(step, stretches=tuple(stretches))
 
