@@ -1,8 +1,8 @@
-"""Lines of each package, of its tests, and of the core (`make size`).
+"""Lines of each package, of its tests, and of the core: what a reader has before them (`make size`).
 
-The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, less
-ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a package
-with all its modules where the name is made at run time ("models.{name}").
+The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, wherever it
+lies, less ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a
+package with all its modules where the name is made at run time ("models.{name}").
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "tests
 
 def main() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines, files, longest = Counter[str](), Counter[str](), list[tuple[int, str]]()
+    lines: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    longest: list[tuple[int, str]] = []
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
         transcript = name.startswith("tests/") and path.suffix == ".txt"
@@ -37,6 +39,7 @@ def main() -> None:
     print("longest: " + ", ".join(f"{name} {count}" for count, name in sorted(longest, reverse=True)[:5]))
     core = sorted(modules(ROOTS))
     print(f"{sum(map(length, core)):6d}  {len(core):3d} files  core; {functions(core)}")
+    print(coupling([name for _, name in longest if name.endswith(".py")]))
 
 
 def length(name: str) -> int:
@@ -48,9 +51,10 @@ def modules(roots: tuple[str, ...]) -> set[str]:
     found, left = set[str](), list(roots)
     while left:
         name = left.pop()
-        if name not in found and not name.startswith(NOT_CORE):
-            found.add(name)
-            left += (file for module in _imports(name) for file in _files(module))
+        if name in found or name.startswith(NOT_CORE):
+            continue
+        found.add(name)
+        left += (file for module in _imports(name) for file in _files(module))
     return found
 
 
@@ -89,20 +93,50 @@ def _files(module: str) -> Iterator[str]:
 
 
 def functions(core: list[str]) -> str:
-    """Mean length of the core's functions, its short files, and private functions that are used in one place."""
-    lengths, private, used = list[int](), Counter[str](), Counter[str]()
-    for node in (node for name in core for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8")))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
-            private[node.name] += node.name.startswith("_") and not node.name.startswith("__")
-        elif isinstance(node, ast.Attribute | ast.Name):
-            used[node.attr if isinstance(node, ast.Attribute) else node.id] += 1
+    """Mean length of the core's functions, its short files, and private functions that are called from one place."""
+    lengths, private = list[int](), Counter[str]()
+    used: Counter[str] = Counter()
+    for name in core:
+        tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                if node.name.startswith("_") and not node.name.startswith("__"):
+                    private[node.name] += 1
+            elif isinstance(node, ast.Attribute):
+                used[node.attr] += 1
+            elif isinstance(node, ast.Name):
+                used[node.id] += 1
     once = sum(count for name, count in private.items() if used[name] <= 1)
     short = sum(length(name) < 60 for name in core)
+    mean = sum(lengths) / len(lengths)
     return (
-        f"{len(lengths)} functions, {sum(lengths) / len(lengths):.1f} lines in the mean; {once} of {sum(private.values())} private ones "
-        f"used once; {short} files under 60 lines"
+        f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
+        f"{short} files under 60 lines"
     )
+
+
+def coupling(files: list[str]) -> str:
+    """Uses of the code's private names in tests, and attributes that tests replace (environment and working directory are no code)."""
+    private, uses, patches = set[str](), Counter[str](), Counter[str]()
+    trees = {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in files}
+    for name, tree in trees.items():
+        for node in ast.walk(tree if not name.startswith("tests/") else ast.Module([], [])):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                private.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                private.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
+    for name, tree in trees.items():
+        for node in ast.walk(tree if name.startswith("tests/") else ast.Module([], [])):
+            if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+                uses[name] += node.attr in private
+                patches[name] += node.attr in ("setattr", "setitem", "delattr") and "monkeypatch" in ast.unparse(node)
+                patches[name] += ast.unparse(node).endswith(("mock.patch", "patch.object"))
+            elif isinstance(node, ast.ImportFrom):
+                uses[name] += sum(alias.name in private for alias in node.names)
+    most = ", ".join(f"{name} {count}" for name, count in (uses + patches).most_common(5))
+    return f"{sum(uses.values())} private names and {sum(patches.values())} replaced attributes in tests; most: {most}"
 
 
 if __name__ == "__main__":
