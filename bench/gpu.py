@@ -33,14 +33,13 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_page import page
-from bench.job import ROOT
-from bench.pairs import Failed, Worker, parser
+from bench.job import ROOT, LighthouseProcess, our_lighthouse
+from bench.pairs import Failed, Worker, parser, ratio, spread, table
+from bench.step import start
 
 WORKER = ROOT / "bench" / "gpu_worker.py"
 SIZES = {
@@ -57,10 +56,26 @@ SIDES = (  # the fastest of each first; all bf16, weights and optimizer included
 )
 # Of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
+BEST = {"pharos": SIDES[0][1], "torchtitan": SIDES[1][1]}
 MODEL = {  # our keys and those of SIZES
     "vocab_size": "vocab", "dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv_heads", "hidden_dim": "hidden"
 }  # fmt: skip
+ON_A_CPU = (
+    " compile=aot_eager: torch.compile traces and differentiates as on a GPU, and torch's own kernels run the graphs. gloo stands "
+    "for NCCL. What a CPU cannot run is listed at the end."
+)
+NOT_RUN = "not run"
+# Of the page's tables: columns, and the figures in them
+TESTED = {"passed": "passed", "skipped": "skipped", "failed": "bad"}
+TRAINED = {
+    "steps": "steps", "loss": "loss", "ms a step": "step_ms", "tokens/s": "tokens_per_s", "GiB": "memory_gib", "trace": "trace"
+}  # fmt: skip
+KILLED = {
+    "next step s": "next_step_s", "steps lost": "steps_lost", "bits equal": "bits", "MiB lost": "memory_lost_mib", "watched s": "watched_s",
+    "a sum ms": "sum_ms",
+}  # fmt: skip
 Figures = dict[str, Any]
+Rows = Mapping[str, Figures]  # by key
 
 
 class GpuTurn(NamedTuple):
@@ -110,7 +125,7 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
         if options.write:
-            options.write.write_text(page(rows, SIZES, options.device))
+            options.write.write_text(page(rows, options.device))
     return True
 
 
@@ -123,10 +138,10 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
         for file in files:  # each in a process of its own: an illegal address ends one of them
             yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, env))
     eager = ("--activation_checkpoint.mode=selective",)
-    compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
+    compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
-    for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*eager, *compiled, *trace))):
-        do = partial(_train, options, name, settings)
+    for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*compiled, *trace))):
+        do = partial(_train, options, name, settings, steps=15)
         yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
 
 
@@ -139,12 +154,12 @@ def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
     bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not counts and code not in (0, 5):
         raise Failed(_last_line(text, code))
-    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "bad": bad}
+    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "bad": " ".join(bad) or "none"}
 
 
 def _train(
-    options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int = 15,
-    program: Sequence[str] = ("train.py",), env: Mapping[str, str] = MappingProxyType({}),
+    options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int,
+    program: Sequence[str] = ("train.py",), lighthouse: str = "",
 ) -> Figures:  # fmt: skip
     """train.py to its very end, the sample included: medians of its later steps."""
     sizes, folder = SIZES[options.sizes[0]], options.folder / "runs" / name
@@ -156,7 +171,8 @@ def _train(
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--sample.tokens=8", *settings,
     ]  # fmt: skip
-    code, text = _output(command, {**_env(options.device), **env}, limit_s)
+    group = {"TORCHFT_LIGHTHOUSE": f"http://{lighthouse}", "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
+    code, text = _output(command, {**_env(options.device), **(group if lighthouse else {})}, limit_s)
     if code:
         raise Failed(_last_line(text, code))
     [journal] = folder.glob("**/metrics.jsonl")
@@ -175,22 +191,18 @@ def _train(
 
 
 def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
-    rounds = options.rounds or (2 if options.device == "cuda" else 1)
     backend = f" compile={BACKENDS['cpu']}" if options.device == "cpu" else " compile"
     sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
     for size in options.sizes:  # all of 1B before 8B
-        for round_ in range(rounds):
+        for round_ in range(2 if options.device == "cuda" else 1):
             for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
                 do = partial(_speed, options, size, side, setting)
                 yield GpuTurn(f"2 {size} {round_} {side}: {setting}", 90 if size != "8b" else 180, do)
 
 
 def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limit_s: float) -> Figures:
-    sizes = SIZES[size]
-    arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": []}
-    python = sys.executable if side == "pharos" else options.peer_python
-    command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
-    with closing(Worker(side, command, _env(options.device), limit_s=limit_s)) as worker:
+    sizes, how = SIZES[size], {"peer_python": options.peer_python, "env": _env(options.device), "limit_s": limit_s}
+    with closing(start(side, setting, sizes, options.device, **how)) as worker:
         worker.answer()
         worker.ask({"do": "run", "steps": 1})
         answer = worker.ask({"do": "run", "steps": options.steps})
@@ -218,16 +230,9 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
     train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(str(WORKER), "train"))
     if kind == "none":
         return train(())
-    try:
-        from ft.compat.lighthouse_server import LighthouseServer
-    except ImportError as error:
-        raise Failed(str(error)) from None
-    lighthouse = LighthouseServer("127.0.0.1:0", 1)
-    try:
-        env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), env=env)
-    finally:
-        lighthouse.shutdown()
+    with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
+        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
+        return train(settings, lighthouse=lighthouse.address)
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
@@ -281,7 +286,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser(
         __doc__,
         minutes=(9.5, "a turn that may not fit any more is left to the next call"),
-        rounds=(int, "of part 2; default 2, on a CPU 1"),
         steps=(5, "of a turn of part 2 that count"),
         only=("*", "turns whose key fits this pattern, such as '2 1b *'"),
         again=(False, "take turns that failed once more"),
@@ -295,6 +299,115 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=words)
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return flags.parse_args(argv)
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page(rows: Sequence[Figures], device: str) -> str:
+    """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
+    a key counts."""
+    newest = {row["key"]: row for row in rows}
+    good = {key: row for key, row in newest.items() if "failed" not in row}
+    versions = good.get("1 versions", {})
+    days = sorted({row["day"] for row in newest.values()})
+    where = versions.get("device", "a CPU: no figure here says anything of a GPU" if device == "cpu" else "a GPU")
+    speeds = _speeds(good, str(versions.get("device", "")))
+
+    def cells(begins: str | tuple[str, ...], columns: Mapping[str, str]) -> list[list[str]]:
+        taken = ((key[2:], row) for key, row in good.items() if key.startswith(begins))
+        return [[what, *(str(row.get(figure, "")) for figure in columns.values())] for what, row in taken]
+
+    def figures(key: str) -> list[tuple[str, str]]:
+        return [(name, str(x)) for name, x in good.get(key, {}).items() if name not in ("key", "day", "took_s")]
+
+    throughput = []
+    for name, side in speeds.items():
+        middle, _, between = spread(side["speeds"], ",.0f").rstrip(")").partition(" (")
+        mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
+        throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
+    others = [(f"{key[2:]}: {name}", x) for key in ("3 healing", "3 stall") for name, x in figures(key)]
+    left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
+    measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
+    blocks = ["# One GPU", f"{measured} Ranges are over rounds or repetitions.{ON_A_CPU if device == 'cpu' else ''}"]
+    for title, header, found in (
+        ("Bounds", ("bound", "seen", "verdict"), verdicts(good, speeds, device)),
+        ("Versions", ("of", "is"), figures("1 versions")),
+        ("Tests", ("turn", *TESTED), cells("1 tests", TESTED)),
+        ("train.py to its end", ("run", *TRAINED), cells(("1 train", "3 steady"), TRAINED)),
+        ("Throughput", ("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), throughput),
+        ("Two members on one device", ("turn", *KILLED), cells("3 kill", KILLED)),
+        ("Healing and checkpoints", ("what", "figures"), others),
+        ("Left out", ("turn", "why"), left_out),
+    ):
+        blocks.append(f"## {title}\n\n" + (f"```\n{table(header, found)}\n```" if found else f"{NOT_RUN}."))
+    return "\n\n".join(blocks) + "\n"
+
+
+def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tuple[str, str, str]]:
+    """Each bound once, what was seen, and the verdict; a CPU reaches none, whatever the figure."""
+    found: list[tuple[str, str, str]] = []
+
+    def bound(name: str, seen: Any, holds: Callable[[Any], bool], form: Callable[[Any], str] = str) -> None:
+        """`seen`: None where a turn is missing."""
+        verdict = NOT_RUN if seen is None else "no verdict" if device == "cpu" else "reached" if holds(seen) else "not"
+        found.append((name, "" if seen is None else form(seen), verdict))
+
+    for size in ("1b", "8b"):
+        ours, theirs = (speeds.get(f"{size} {side}: {setting}") for side, setting in BEST.items())
+        rounds = sorted(ours["by_round"].keys() & theirs["by_round"].keys()) if ours and theirs else []
+        pair = ratio(*([side["by_round"][r] for r in rounds] for side in (ours, theirs) if side)) if rounds else None
+        bound(f"{size}: 1.05x torchtitan's tokens/s", pair, lambda pair: pair.median >= 1.05)
+        memory = ours["memory"] / theirs["memory"] if ours and theirs else None
+        bound(f"{size}: no more memory than torchtitan", memory, lambda memory: memory <= 1, "{:.3f}x".format)
+    percent = 100 * speeds.get(f"8b pharos: {BEST['pharos']}", {}).get("mfu", 0) or None
+    bound("8b: 45 % MFU", percent, lambda percent: percent >= 45, "{:.1f} %".format)
+    for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
+        names = (kind, kind.replace("nccl", "gloo"))  # gloo stands for it on a CPU
+        both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
+        pairs = [(one["step_ms"], none["step_ms"]) for one, none in both if one and none]
+        step = ratio(*zip(*pairs, strict=True)) if pairs else None
+        bound(f"a step by {kind}: at most {limit}x", step, lambda step, limit=limit: step.median <= limit)
+    kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
+    for name, figure, most in (
+        ("the next commit within 1 s of a kill", "next_step_s", 1),
+        ("no step lost", "steps_lost", 0),
+        ("equal bits", "bits", None),
+        ("no memory lost (64 MiB of slack), MiB", "memory_lost_mib", 64),
+    ):
+        seen = [row[figure] for row in kills.values()]
+        holds = all(seen) if most is None else all(x <= most for x in seen)
+        three = ", ".join(map(str, seen)) if len(seen) == 3 else None
+        bound(name, three, lambda _, holds=holds: holds)
+    lived_s = [kills[key]["watched_s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
+    bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
+    healing, stall = (good.get(key, {}).get("share") for key in ("3 healing", "3 stall"))
+    bound("healing: 80 % of a pinned copy over the same wire", healing, lambda x: x >= 0.8, "{:.2f}x".format)
+    bound("an async checkpoint stalls 1.1x of a copy", stall, lambda x: x <= 1.1, "{:.2f}x".format)
+    return found
+
+
+def _speeds(good: Rows, name: str) -> dict[str, Figures]:
+    """By "size side: setting": tokens/s by round, the most memory in MiB, and MFU (0: the device's peak is unknown). MFU counts 6 flops
+    per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
+    from bench.step_worker import our_llama
+    from training.metrics import known_peak_tflops
+
+    found: dict[str, Figures] = {}
+    for key, row in good.items():
+        if not key.startswith("2 "):
+            continue
+        _, size, round_, what = key.split(" ", 3)
+        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
+        side["by_round"][int(round_)] = row["tokens_per_s"]
+        for name_, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
+            side[name_] = max(side[name_], row.get(figure, 0))
+    peak = known_peak_tflops(name) if name else None
+    for side in found.values():
+        side["speeds"], shape = list(side["by_round"].values()), SIZES[side["size"]]
+        flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
+        side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
+    return found
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.job import ROOT, DiaryLine, JobSide, RecoveryJob, ReplicaGroup
-from bench.pairs import Failed, in_turns
+from bench.pairs import Failed, in_turns, ratio
 from bench.step_worker import draw_on_device
 
 STEPS = 6  # of both, before the kill
@@ -67,28 +67,25 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         a, b = job.groups
         living = [a, b] if victim == "child" else [a]
 
-        def start(group: ReplicaGroup) -> None:
-            group.start(NCCL_HOSTID=group.name, NCCL_SOCKET_IFNAME="lo", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30")
+        nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(
-            group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0, more_s: float = 0
-        ) -> DiaryLine:
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
             """The count-th such line since then, of so many groups."""
 
             def there() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
-            return job.until(f"{event} of group {group.name}", there, LIMIT_S + more_s, lives=[a])[0]
+            return job.until(f"{event} of group {group.name}", there, LIMIT_S + watch_s, lives=[a])[0]
 
-        start(a)
+        a.start(NCCL_HOSTID=a.name, **nccl)
         alone = seen(a, "commit", 5, of=1)
-        start(b)
+        b.start(NCCL_HOSTID=b.name, **nccl)
         before = seen(a, "commit", STEPS, of=2)
         b.tell(kill=victim)
         killed_s = seen(b, "kill", after_s=before.at_s).at_s
         after = seen(a, "commit", after_s=killed_s)
-        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s, more_s=watch_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
         ends = job.finish(living)
         sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
         reference = before if victim == "child" else alone
@@ -108,9 +105,9 @@ def healing(device: str, gb: float) -> Event:
     from bench.healing import measure
 
     figures = measure(("raw", "http"), 3, gb, device)
-    raw, http = ([speed for speed, _, _ in figures[kind]] for kind in ("raw", "http"))
-    share = statistics.median(a / b for a, b in zip(http, raw, strict=True))
-    return {"http": [round(x, 2) for x in http], "raw": [round(x, 2) for x in raw], "share": share}
+    speeds = {kind: [turn["speed"] for turn in figures[kind]] for kind in ("http", "raw")}
+    share = ratio(speeds["http"], speeds["raw"]).median
+    return {**{kind: [round(x, 2) for x in all_of] for kind, all_of in speeds.items()}, "share": share}
 
 
 def stall(device: str, megabytes: int) -> Event:
@@ -121,7 +118,7 @@ def stall(device: str, megabytes: int) -> Event:
         bench = Bench(Path(folder), megabytes, device)
         seconds = in_turns({"stall": bench.stall, "copy": bench.copy}, 3, warm=1)
         bench.background.wait()
-    share = statistics.median(a / b for a, b in zip(seconds["stall"], seconds["copy"], strict=True))
+    share = ratio(seconds["stall"], seconds["copy"]).median
     return {**{name: [round(s, 4) for s in spent] for name, spent in seconds.items()}, "share": share}
 
 

@@ -5,16 +5,7 @@
     python bench/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
     python bench/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
 
-The truth is one process with plain modules and the whole batch at once. A case is a layout (bench/parity_layouts.py) with an
-optimizer, with or without gradient accumulation, an odd or even vocabulary, and the loss in chunks or not; its ranks start from
-the truth's seed checkpoint, and the sequences have unequal numbers of targets. Compared are
-
-    in each step    each parameter's gradient, ||g - g1|| / ||g1|| over the whole tensor; the loss, the gradient norm, the number of
-                    targets; and that every parameter is there once, with its shape
-    SGD             3 steps, one after the other
-    AdamW           5 steps, then how far each weight has gone, and the last step once more from the truth's weights
-
-on every rank, in fp32. Prints a line per case, with the gradient that is nearest to its bound; "batches" are those of a step.
+docs/parity.md explains what is compared, and how near it must be. Prints a line per case, with the gradient that is nearest to its bound.
 Exit code 0 if all hold, 1 if not, 2 for bad input.
 """
 
@@ -28,22 +19,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from math import inf, isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 import torch
 
 from bench.job import ROOT
+from bench.pairs import markdown, renew
 from bench.parity_layouts import cases
-from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, ready
+from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside
 from configs.load import load
 from tests.multiproc.pool import Pool, WorkerError
 
@@ -57,8 +47,7 @@ TINY = {  # of configs/llama.toml, where no CONFIG is given
     "--training.seq_len": "32",
 }
 MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
-START_TIMEOUT_S = 600.0  # all workers import torch at once
-CASE_TIMEOUT_S = 300.0
+CASE_TIMEOUT_S = 600.0  # in the first one all workers import torch at once
 
 LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
 NORM_BOUND = 1e-5
@@ -165,13 +154,15 @@ class Proof:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:  # the ranks' output, each line once: their tracebacks are mostly the same
-            said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
-            words = tuple(dict.fromkeys(filter(None, said)))
-            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), words)
+            texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
+            problems = tuple(dict.fromkeys(filter(None, texts)))
+            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
         return replace(found, seconds=time.monotonic() - began)
 
 
-HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
+HEAD = {  # columns of a line, and their widths
+    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "apart": 7, "where most": 38, "bound": 5, "s": 5, "result": 6
+}  # fmt: skip
 
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
@@ -191,9 +182,15 @@ def row(verdict: ParityVerdict) -> tuple[str, ...]:
     )
 
 
+def line(number: str, cells: Iterable[str]) -> str:
+    return "  ".join(
+        cell.ljust(width) for cell, width in zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
+    ).rstrip()
+
+
 def main(argv: Sequence[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
-    options, began = _options(argv[:cut]), time.monotonic()
+    options, began, verdicts = _options(argv[:cut]), time.monotonic(), list[ParityVerdict]()
     with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
         try:
             task = _task(options.config, argv[cut + 1 :], Path(folder))
@@ -205,26 +202,22 @@ def main(argv: Sequence[str]) -> int:
             print(f"parity: {error}", file=sys.stderr)
             return 2
         facts = _facts(task, options.ranks)
-        print("; ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+        print(facts, line("", HEAD), sep="\n", flush=True)
         with closing(Pool(max(options.ranks))) as pool:
-            pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
-            verdicts = list[ParityVerdict]()
-            for verdict in _run(Proof(task, pool), chosen):
-                verdicts.append(verdict)
-                if options.write:  # each time: what is stopped leaves what it has seen
-                    options.write.write_text(_page(verdicts, facts, _end(verdicts, chosen, began)), encoding="utf-8")
-    failed = [verdict for verdict in verdicts if verdict.problems]
+            proof = Proof(task, pool)
+            for number, case in enumerate(chosen, start=1):
+                verdicts.append(proof.verdict(case))
+                print(line(f"{number}/{len(chosen)}", row(verdicts[-1])), flush=True)
+                failed = [verdict for verdict in verdicts if verdict.problems]
+                left = f"; {len(chosen) - number} more were not reached" if number < len(chosen) else ""
+                end = f"{number - len(failed)} of {number} cases hold, in {time.monotonic() - began:.0f} s{left}"
+                if options.write:  # each time: a proof that is stopped leaves what it has found
+                    lines = ((str(verdict.case.world_size), *row(verdict)) for verdict in verdicts)
+                    renew(options.write, "Cases", f"{facts}. {end}", markdown(("ranks", *HEAD), lines))
     for verdict in failed:
-        print("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
-    end = _end(verdicts, chosen, began)
+        print("\n" + line("", row(verdict)), *verdict.problems, sep="\n  ")
     print(end)
     return 1 if failed else 0
-
-
-def _end(verdicts: Sequence[ParityVerdict], chosen: Sequence[ParityCase], began: float) -> str:
-    held = sum(not verdict.problems for verdict in verdicts)
-    left = f"; {len(chosen) - len(verdicts)} more were not reached" if len(verdicts) < len(chosen) else ""
-    return f"{held} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s{left}"
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -270,32 +263,11 @@ def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
     return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
 
 
-def _run(proof: Proof, chosen: Sequence[ParityCase]) -> Iterator[ParityVerdict]:
-    """Prints a line for each as it is done."""
-    longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
-    blank = [row(ParityVerdict(case, longest, ())) for case in chosen]
-    widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
-    print(_line("", HEAD, widths), flush=True)
-    for number, case in enumerate(chosen, start=1):
-        verdict = proof.verdict(case)
-        print(_line(f"{number}/{len(chosen)}", row(verdict), widths), flush=True)
-        yield verdict
-
-
-def _line(number: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    return f"{number:>8}  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
+def _facts(task: Task, ranks: Sequence[int]) -> str:
     """Facts that are needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
-    try:
-        source = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        source = "unknown"
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": source,
+    facts = {
+        "commit": subprocess.run(git, stdout=subprocess.PIPE, text=True).stdout.strip() or "unknown",
         "seed": task.seed,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
@@ -304,24 +276,7 @@ def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
         "sequences": task.global_batch_size,
         "seq_len": task.seq_len,
     }
-
-
-def _page(verdicts: Sequence[ParityVerdict], facts: dict[str, Any], end: str) -> str:
-    """docs/parity.md."""
-    doc = [text.strip() for text in (__doc__ or "").split("\n\n")]
-    table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]
-    table += [f"| {verdict.case.world_size} | {' | '.join(row(verdict))} |" for verdict in verdicts]
-    bounds = (
-        f"Allowed, relative: {GRADIENT_BOUND:.0e} for a gradient and {NORM_BOUND:.0e} for the gradient norm, {LOSS_BOUND['SGD']:.0e} for "
-        f"a loss under SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW. After AdamW's first step the weights are no longer the same: where "
-        "a gradient is near 0, the sign of a rounding error decides about a whole step. So gradients on its way, and how far each "
-        f"weight has gone, may be {ADAMW_BOUND:.0e} apart, even one process from another; from the same weights it is "
-        f"{GRADIENT_BOUND:.0e} again."
-    )
-    seen = "; ".join(f"{key} {value}" for key, value in facts.items())
-    usage, compared = (f"```\n    {doc[number]}\n```" for number in (1, 3))
-    parts = ["# Parity", doc[0], usage, doc[2], compared, doc[4], bounds, f"Seen: {seen}. {end}.", "\n".join(table)]
-    return "\n\n".join(parts) + "\n"
+    return "; ".join(f"{key} {value}" for key, value in facts.items())
 
 
 if __name__ == "__main__":

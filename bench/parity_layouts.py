@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, architecture
+from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, build
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
@@ -106,7 +105,7 @@ def _check(task: Task, case: ParityCase) -> None:
     config, degrees = case.layout.parallelism, case.degrees
     task.model.check_tensor_parallel(degrees.tp)
     with torch.device("meta"):
-        model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+        model = build(task, case.vocab_size)
     if degrees.tp > 1:
         check_plan(model, degrees)
     local_batch_size = case.local_batch_size(task.global_batch_size)
@@ -138,8 +137,13 @@ def _case(
     for option in options:
         config = replace(config, **option.parallelism)
         recomputation = option.activation_checkpoint or recomputation
-    if config.pipeline_parallel_schedule_csv == BACKWARDS_CSV:
-        path = _write_backwards(task.folder, degrees.pp, microbatches)
+    if (
+        config.pipeline_parallel_schedule_csv == BACKWARDS_CSV
+    ):  # all forwards, then the backwards from the last microbatch to the first
+        path = task.folder / f"backwards-{degrees.pp}-{microbatches}.csv"
+        orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
+        stages = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(degrees.pp))
+        path.write_text("\n".join(stages) + "\n")
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
     return ParityCase(
         title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
@@ -153,17 +157,7 @@ def _case(
 
 def _title(degrees: Degrees) -> str:
     """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
-    names = {"pp": "pp", "dp_replicate": "ddp", "dp_shard": "fsdp", "cp": "cp", "tp": "tp"}
-    parts = [f"{word} {getattr(degrees, axis)}" for axis, word in names.items() if getattr(degrees, axis) > 1]
-    text = " + ".join(parts) or "one rank"
-    both = (degrees.dp_replicate, degrees.dp_shard)
-    return text.replace("ddp {} + fsdp {}".format(*both), "hsdp {}x{}".format(*both))
-
-
-def _write_backwards(folder: Path, pp: int, microbatches: int) -> Path:
-    """A schedule that no name has: all forwards, then the backwards from the last microbatch to the first."""
-    path = folder / f"backwards-{pp}-{microbatches}.csv"
-    orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
-    rows = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(pp))
-    path.write_text("\n".join(rows) + "\n")
-    return path
+    replicas, shards = degrees.dp_replicate, degrees.dp_shard
+    ranks = {"pp": degrees.pp, "ddp": replicas, "fsdp": shards, "cp": degrees.cp, "tp": degrees.tp}
+    text = " + ".join(f"{name} {count}" for name, count in ranks.items() if count > 1) or "one rank"
+    return text.replace(f"ddp {replicas} + fsdp {shards}", f"hsdp {replicas}x{shards}")

@@ -104,16 +104,11 @@ class Seen:
     again: StepSeen | None = None  # AdamW: the last step, from the weights that the truth had before it
 
 
-def ready() -> None:
-    """A worker that has come here has imported what it needs."""
-
-
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels [B, T] of a step. Sequences have unequal numbers of targets: one has none, one has all."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     shape = (task.global_batch_size, task.seq_len)
-    inputs = torch.randint(0, vocab_size, shape, generator=draws)
-    labels = torch.randint(0, vocab_size, shape, generator=draws)
+    inputs, labels = (torch.randint(0, vocab_size, shape, generator=draws) for _ in range(2))
     # of each sequence, at its head
     ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
@@ -123,7 +118,7 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSeen, ...]:
     """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
-    model = architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
+    model = build(task, vocab_size)
     model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
     steps, gradients = list[StepSeen](), list[dict[str, Tensor]]()
@@ -178,11 +173,10 @@ class Rank:
 
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
-        self.group = dist.group.WORLD if case.world_size > 1 else None
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
-            model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+            model = build(task, case.vocab_size)
         self.parallel = parallelize(  # as train.py does
             model,
             build_mesh(case.degrees, "cpu"),
@@ -197,9 +191,8 @@ class Rank:
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
-        folders = (self.folder(step) for step in (0, len(self.truth)))
-        before, after = map(checkpoint_values, folders)
-        moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
+        before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
+        moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
 
     def folder(self, step: int) -> Path:
@@ -211,11 +204,11 @@ class Rank:
         state = ModelState(self.parallel.parts)
         live = state.state_dict()
         for value in live.values():
-            local(value).fill_(nan)  # what the checkpoint does not fill will be seen
-        folder = self.folder(step)
+            local(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
+        folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=self.group):
+        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
         state.load_state_dict(filled["model"])
 
@@ -236,7 +229,7 @@ class Rank:
         parameters = [parameter for _, parameter in self._parameters()]
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
-        gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
+        gradients = ((name, _whole(p.grad)) for name, p in self._parameters() if p.grad is not None)
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -254,11 +247,9 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors, on every rank that holds a piece."""
-    for name, value in named:
-        value = value.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+def _whole(value: Tensor) -> Tensor:
+    """The whole tensor, on every rank that holds a piece."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> Iterator[Compared]:
@@ -270,10 +261,10 @@ def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> I
 
 
 def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    if name == "AdamW":
-        return build_optimizer(task.optimizer, parts)
-    return torch.optim.SGD([p for part in parts for p in part.parameters()], lr=SGD_RATE)
+    parameters = [p for part in parts for p in part.parameters()]
+    return build_optimizer(task.optimizer, parts) if name == "AdamW" else torch.optim.SGD(parameters, lr=SGD_RATE)
 
 
-def architecture(task: Task) -> Any:
-    return importlib.import_module(f"models.{task.model.name}")
+def build(task: Task, vocab_size: int) -> Any:
+    module = importlib.import_module(f"models.{task.model.name}")
+    return module.build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
