@@ -34,6 +34,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -92,10 +93,14 @@ def main(argv: Sequence[str]) -> int:
     default = ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
     options.folder = (options.folder or default).resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.wheels:
-        _install(options.wheels, options.folder / "wheels")
     turns = {1: part_1, 2: part_2, 3: part_3}[options.part](options)
-    whole = run(turns, options.folder / "results.jsonl", options)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), _installed(options) if options.wheels else ""]
+    env = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}),
+    }
+    with patch.dict(os.environ, env):
+        whole = run(turns, options.folder / "results.jsonl", options)
     print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
     return 0
 
@@ -134,9 +139,8 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
         how = f"expandable_segments:{expandable}"
-        env = {**_env(options.device), "PYTORCH_CUDA_ALLOC_CONF": how}
         for file in files:  # each in a process of its own: an illegal address ends one of them
-            yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, env))
+            yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, how))
     eager = ("--activation_checkpoint.mode=selective",)
     compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
@@ -145,11 +149,11 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
         yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
 
 
-def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
+def _tests(path: Path, allocation: str, limit_s: float) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", str(path)]
     if find_spec("pytest_timeout") is None:  # the settings of pyproject.toml name it
         command += ["-o", "addopts=--import-mode=importlib"]
-    code, text = _output(command, env, limit_s)
+    code, text = _output(command, limit_s, PYTORCH_CUDA_ALLOC_CONF=allocation)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-500:])}
     bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not counts and code not in (0, 5):
@@ -159,7 +163,7 @@ def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
 
 def _train(
     options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int,
-    program: Sequence[str] = ("train.py",), lighthouse: str = "",
+    program: Sequence[str] = ("train.py",), **env: str,
 ) -> Figures:  # fmt: skip
     """train.py to its very end, the sample included: medians of its later steps."""
     sizes, folder = SIZES[options.sizes[0]], options.folder / "runs" / name
@@ -171,8 +175,7 @@ def _train(
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--sample.tokens=8", *settings,
     ]  # fmt: skip
-    group = {"TORCHFT_LIGHTHOUSE": f"http://{lighthouse}", "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-    code, text = _output(command, {**_env(options.device), **(group if lighthouse else {})}, limit_s)
+    code, text = _output(command, limit_s, **env)
     if code:
         raise Failed(_last_line(text, code))
     [journal] = folder.glob("**/metrics.jsonl")
@@ -201,8 +204,8 @@ def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
 
 
 def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limit_s: float) -> Figures:
-    sizes, how = SIZES[size], {"peer_python": options.peer_python, "env": _env(options.device), "limit_s": limit_s}
-    with closing(start(side, setting, sizes, options.device, **how)) as worker:
+    sizes, peer = SIZES[size], options.peer_python
+    with closing(start(side, setting, sizes, options.device, peer_python=peer, limit_s=limit_s)) as worker:
         worker.answer()
         worker.ask({"do": "run", "steps": 1})
         answer = worker.ask({"do": "run", "steps": options.steps})
@@ -231,19 +234,22 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
     if kind == "none":
         return train(())
     with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
-        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
-        return train(settings, lighthouse=lighthouse.address)
+        group = {
+            "TORCHFT_LIGHTHOUSE": f"http://{lighthouse.address}",
+            "REPLICA_GROUP_ID": "0",
+            "NUM_REPLICA_GROUPS": "1",
+        }
+        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), **group)
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
     """The one answer of gpu_worker.py."""
-    env = {**_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), what, json.dumps(arguments)]
-    with closing(Worker(what, command, env, limit_s=limit_s)) as worker:
+    with closing(Worker(what, command, {"OMP_NUM_THREADS": "1"}, limit_s=limit_s)) as worker:
         return dict(worker.answer())
 
 
-def _output(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
+def _output(command: Sequence[str], limit_s: float, **env: str) -> tuple[int, str]:
     """Exit code, and stdout and stderr. Raises Failed when the time is up; whatever the command started ends with it."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **env}, text=True, start_new_session=True,
@@ -265,21 +271,17 @@ def _last_line(text: str, code: int) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
 
 
-def _env(device: str) -> dict[str, str]:
-    """PYTHONPATH with this tree before what is there, and no GPU where the device is a CPU."""
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return {**paths, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-
-
-def _install(wheels: Path, target: Path) -> None:
-    """Installs those of `wheels` into `target`, last in PYTHONPATH: there they hide what the machine has of the same name."""
-    found = sorted(map(str, wheels.glob("*.whl")))
-    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(target)]
-    command = [sys.executable, *install, *found]
-    if found and (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+def _installed(options: argparse.Namespace) -> str:
+    """Installs the wheels into a folder, and returns it; last in PYTHONPATH, it hides what the machine has of the same name."""
+    target, found = str(options.folder / "wheels"), sorted(map(str, options.wheels.glob("*.whl")))
+    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", target]
+    if (
+        found
+        and (done := subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)).returncode
+    ):
         print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(target)])
-    sys.path.append(str(target))
+    sys.path.append(target)
+    return target
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:

@@ -31,25 +31,17 @@ def versions(device: str) -> Event:
     """Versions of everything that a figure may depend on, and the operator that attention runs."""
     from importlib.metadata import distributions
 
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from models import ops
-
-    class Names(TorchDispatchMode):
-        seen: set[str] = set()  # noqa: RUF012
-
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen.add(str(op))
-            return op(*args, **(kwargs or {}))
 
     found: Event = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
     found |= {package: installed.get(package, "not installed") for package in packages}
     q, k, v = (torch.randn(1, 256, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    with Names() as names:
+    with torch.profiler.profile() as profile:
         ops.causal_attention(q, k, v)
-    found["attention"] = " ".join(sorted(name for name in names.seen if "attention" in name))
+    names = {event.key for event in profile.key_averages()}
+    found["attention"] = " ".join(sorted(name for name in names if "attention" in name))
     found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"

@@ -37,13 +37,13 @@ SETTINGS = {OURS: ("bf16", "bf16 compile", "fp32"), "torchtitan": PEER_SETTINGS,
 
 
 def start(
-    side: str, setting: str, sizes: Mapping[str, int], device: str, *, peer_python: str, env: Mapping[str, str],
+    side: str, setting: str, sizes: Mapping[str, int], device: str, *, peer_python: str, env: Mapping[str, str] | None = None,
     cpus: Sequence[int] = (), limit_s: float | None = None,
 ) -> Worker:  # fmt: skip
     """The process of a side, not ready yet."""
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": device, "cpus": cpus}
     python, program = sys.executable if side == OURS else peer_python, str(ROOT / "bench" / "step_worker.py")
-    return Worker(f"{side} {setting}", [python, program, json.dumps(arguments)], env, limit_s=limit_s)
+    return Worker(f"{side} {setting}", [python, program, json.dumps(arguments)], env or {}, limit_s=limit_s)
 
 
 def main() -> None:
