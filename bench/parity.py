@@ -38,14 +38,10 @@ from configs.load import load
 from tests.multiproc.pool import Pool, WorkerError
 
 SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
-TINY = {  # of configs/llama.toml, where no CONFIG is given
-    "--model.dim": "64",
-    "--model.n_layers": "8",
-    "--model.n_heads": "8",
-    "--model.n_kv_heads": "4",
-    "--model.hidden_dim": "128",
-    "--training.seq_len": "32",
-}
+# Of configs/llama.toml, where no CONFIG is given
+TINY = """
+--model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.hidden_dim=128 --training.seq_len=32
+"""
 MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
 CASE_TIMEOUT_S = 600.0  # in the first one all workers import torch at once
 
@@ -235,10 +231,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def _ranks(text: str) -> list[int]:
     """Powers of two, so that batch and sequence can be shared."""
     legal = [2**power for power in range(SEQUENCES.bit_length() - 1)]
-    try:
-        ranks = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4') from None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4')
+    ranks = [int(word) for word in text.split(",")]
     for number in ranks:
         if number not in legal:
             words = f"a step of {SEQUENCES} sequences is shared by {legal}"
@@ -256,7 +251,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
     """Raises ValueError."""
-    tiny = [word for key, value in TINY.items() if key not in settings for word in (key, value)]
+    tiny = [option for option in TINY.split() if option.partition("=")[0] not in settings]
     config = load([path, *settings] if path else [str(ROOT / "configs" / "llama.toml"), *tiny, *settings])
     config.model.check()
     training = config.training
