@@ -389,7 +389,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
     return found
 
 
-def _speeds(good: Rows, name: str) -> dict[str, Figures]:
+def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     """By "size side: setting": tokens/s by round, the most memory in MiB, and MFU (0: the device's peak is unknown). MFU counts 6 flops
     per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
     from bench.step_worker import our_llama
@@ -402,9 +402,9 @@ def _speeds(good: Rows, name: str) -> dict[str, Figures]:
         _, size, round_, what = key.split(" ", 3)
         side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
         side["by_round"][int(round_)] = row["tokens_per_s"]
-        for name_, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
-            side[name_] = max(side[name_], row.get(figure, 0))
-    peak = known_peak_tflops(name) if name else None
+        for name, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
+            side[name] = max(side[name], row.get(figure, 0))
+    peak = known_peak_tflops(device) if device else None
     for side in found.values():
         side["speeds"], shape = list(side["by_round"].values()), SIZES[side["size"]]
         flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0

@@ -15,7 +15,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -62,29 +61,24 @@ def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
 
 
 def connect(address: str, channels: int) -> list[Any]:
-    options = [("grpc.max_receive_message_length", 1 << 30), ("grpc.use_local_subchannel_pool", 1)]
-    return [grpc.aio.insecure_channel(address, options=options) for _ in range(channels)]
+    options = {"max_receive_message_length": 1 << 30, "use_local_subchannel_pool": 1, "enable_http_proxy": 0}
+    given = [(f"grpc.{name}", value) for name, value in options.items()]
+    return [grpc.aio.insecure_channel(address, options=given) for _ in range(channels)]
 
 
-@dataclass
 class LoadSide:
     """A lighthouse and its groups, of which each asks for a quorum once a round. `requests(n)` makes those of round n beforehand."""
 
-    server: LighthouseProcess
-    path: str
-    requests: Callable[[int], list[bytes]]
-    channels: list[Any] = field(default_factory=list)
-    answer: bytes = b""
-    rounds: int = 0
-
-    def __post_init__(self) -> None:
-        self.channels = connect(self.server.address, 8)
+    def __init__(self, server: LighthouseProcess, path: str, requests: Callable[[int], list[bytes]]) -> None:
+        self.server, self.path, self.requests = server, path, requests
+        self.answer = b""  # the last one of the first group
+        self._channels, self._rounds = connect(server.address, 8), 0
 
     async def round(self) -> float:
         """Seconds until everybody has the answer."""
-        self.rounds += 1
-        requests = self.requests(self.rounds)
-        calls = [channel.unary_unary(self.path) for channel in self.channels]
+        self._rounds += 1
+        requests = self.requests(self._rounds)
+        calls = [channel.unary_unary(self.path) for channel in self._channels]
         began = time.perf_counter()
         answers = await asyncio.gather(*(calls[i % 8](one, timeout=120) for i, one in enumerate(requests)))
         took_s = time.perf_counter() - began
@@ -102,7 +96,7 @@ class LoadSide:
         return statistics.median(took_s), used_s / rounds, load_s / rounds, load_s / sum(took_s)
 
     async def close(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self.channels))
+        await asyncio.gather(*(channel.close() for channel in self._channels))
         self.server.close()
 
 

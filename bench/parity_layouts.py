@@ -20,7 +20,7 @@ from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, build
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
-from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
+from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan
 
 VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
@@ -90,30 +90,23 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Optio
 
 def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     """True when model and batch can be shared like that, by the checks of a run's settings."""
-    if task.global_batch_size % (2 * degrees.data_parallel):
+    pieces = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
+    if task.global_batch_size % (2 * degrees.data_parallel) or task.seq_len % pieces:
         return False
     try:
-        for optimizer in STEPS:
-            _check(task, _case(task, degrees, options, optimizer, 0))
+        task.model.check_tensor_parallel(degrees.tp)
+        for case in (_case(task, degrees, options, optimizer, 0) for optimizer in STEPS):
+            config, local_batch_size = case.layout.parallelism, case.local_batch_size(task.global_batch_size)
+            with torch.device("meta"):
+                model = build(task, case.vocab_size)
+            if degrees.tp > 1:
+                check_plan(model, degrees)
+            check_pipeline(config, layers=list(model.layers), local_batch_size=local_batch_size, compiled_blocks=False)
+            if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
+                return False
     except ValueError:
         return False
     return True
-
-
-def _check(task: Task, case: ParityCase) -> None:
-    """Raises ValueError."""
-    config, degrees = case.layout.parallelism, case.degrees
-    task.model.check_tensor_parallel(degrees.tp)
-    with torch.device("meta"):
-        model = build(task, case.vocab_size)
-    if degrees.tp > 1:
-        check_plan(model, degrees)
-    local_batch_size = case.local_batch_size(task.global_batch_size)
-    check_pipeline(config, layers=list(model.layers), local_batch_size=local_batch_size, compiled_blocks=False)
-    if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
-        raise ValueError(f"activation_checkpoint.mode: not with {schedule_of(config)}")
-    if task.seq_len % (degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)):
-        raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
 
 
 def _case(

@@ -18,6 +18,7 @@ the calls and answers with as many bytes. To be run on an idle machine (Linux).
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import sys
 import tempfile
@@ -180,19 +181,21 @@ async def idle() -> None:
     page = await asyncio.to_thread(server.line)
     groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(GROUPS)]
 
-    async def seen() -> list[float]:
-        """So far: beats, messages that are no answer to one, quorums; seconds of the clock, of the server's CPU, of the load's."""
+    def seen() -> list[float]:
+        """So far: quorums, beats, messages that answer none; seconds of the clock, of the server's CPU, of the load's."""
+        with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
+            [quorums] = re.findall(r"(?m)^pharos_quorums_total\S* (\S+)", answer.read().decode())
         beats, notices = (sum(getattr(group, of) for group in groups) for of in ("beats", "notices"))
-        clocks = time.perf_counter(), cpu_s(server.pid), time.process_time()
-        return [beats, notices, await asyncio.to_thread(_scrape, page), *clocks]
+        return [float(quorums), beats, notices, time.perf_counter(), cpu_s(server.pid), time.process_time()]
 
     try:
         for begin in range(0, GROUPS, 20):
             await asyncio.gather(*(group.begin() for group in groups[begin : begin + 20]))
         await asyncio.gather(*(group.ask() for group in groups))
-        before = await seen()
+        before = await asyncio.to_thread(seen)
         await asyncio.sleep(SECONDS)
-        beats, notices, quorums, took_s, used_s, load_s = (b - a for a, b in zip(before, await seen(), strict=True))
+        since = (b - a for a, b in zip(before, await asyncio.to_thread(seen), strict=True))
+        quorums, beats, notices, took_s, used_s, load_s = since
     finally:
         await asyncio.gather(*(group.close() for group in groups))
         memory_mb = memory_bytes("VmRSS", server.pid) / 2**20
@@ -203,13 +206,6 @@ async def idle() -> None:
     bound = f"(bound {IDLE_BOUND:.0%}: {'reached' if share < IDLE_BOUND else 'missed'})"
     print(f"lighthouse: {1e6 * used_s / beats:.0f} us a beat, {share:.1%} of a core {bound}, {memory_mb:.0f} MB")
     print(f"the load: {load_s / took_s:.0%} of a core")
-
-
-def _scrape(page: str) -> float:
-    """Quorums answered so far. A GET on loopback, once before and once after."""
-    with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
 
 
 async def churn() -> None:
