@@ -66,16 +66,7 @@ ON_A_CPU = (
     "for NCCL. What a CPU cannot run is listed at the end."
 )
 NOT_RUN = "not run"
-# Of the page's tables: columns, and the figures in them
-TESTED = {"passed": "passed", "skipped": "skipped", "failed": "bad"}
-TRAINED = {
-    "steps": "steps", "loss": "loss", "ms a step": "step_ms", "tokens/s": "tokens_per_s", "GiB": "memory_gib", "trace": "trace"
-}  # fmt: skip
-KILLED = {
-    "next step s": "next_step_s", "steps lost": "steps_lost", "bits equal": "bits", "MiB lost": "memory_lost_mib", "watched s": "watched_s",
-    "a sum ms": "sum_ms",
-}  # fmt: skip
-Figures = dict[str, Any]
+Figures = dict[str, Any]  # by the columns of the page
 Rows = Mapping[str, Figures]  # by key
 
 
@@ -158,7 +149,7 @@ def _tests(path: Path, allocation: str, limit_s: float) -> Figures:
     bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not counts and code not in (0, 5):
         raise Failed(_last_line(text, code))
-    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "bad": " ".join(bad) or "none"}
+    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "failures": " ".join(bad) or "none"}
 
 
 def _train(
@@ -184,9 +175,9 @@ def _train(
     figures: Figures = {
         "steps": rows[-1]["step"],
         "loss": round(rows[-1]["loss"], 3),
-        "step_ms": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
-        "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in later)),
-        "memory_gib": round(max(row["memory_gib"] for row in rows), 2),
+        "ms a step": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
+        "tokens/s": round(statistics.median(row["tokens_per_s"] for row in later)),
+        "GiB": round(max(row["memory_gib"] for row in rows), 2),
     }
     if traces := list(folder.glob("**/rank-0.json.gz")):
         figures["trace"] = str(traces[-1].relative_to(options.folder))
@@ -309,36 +300,37 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def page(rows: Sequence[Figures], device: str) -> str:
     """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
     a key counts."""
-    newest = {row["key"]: row for row in rows}
-    good = {key: row for key, row in newest.items() if "failed" not in row}
+    newest, about = {row["key"]: row for row in rows}, ("key", "day", "took_s")
+    whole = {key: row for key, row in newest.items() if "failed" not in row}
+    good = {key: {name: value for name, value in row.items() if name not in about} for key, row in whole.items()}
     versions = good.get("1 versions", {})
     days = sorted({row["day"] for row in newest.values()})
     where = versions.get("device", "a CPU: no figure here says anything of a GPU" if device == "cpu" else "a GPU")
     speeds = _speeds(good, str(versions.get("device", "")))
 
-    def cells(begins: str | tuple[str, ...], columns: Mapping[str, str]) -> list[list[str]]:
-        taken = ((key[2:], row) for key, row in good.items() if key.startswith(begins))
-        return [[what, *(str(row.get(figure, "")) for figure in columns.values())] for what, row in taken]
-
-    def figures(key: str) -> list[tuple[str, str]]:
-        return [(name, str(x)) for name, x in good.get(key, {}).items() if name not in ("key", "day", "took_s")]
+    def columns(*begins: str) -> tuple[list[str], list[list[str]]]:
+        taken = {key[2:]: row for key, row in good.items() if key.startswith(begins)}
+        names = list(dict.fromkeys(name for row in taken.values() for name in row))
+        return ["turn", *names], [[what, *(str(row.get(name, "")) for name in names)] for what, row in taken.items()]
 
     throughput = []
     for name, side in speeds.items():
         middle, _, between = spread(side["speeds"], ",.0f").rstrip(")").partition(" (")
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
         throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
-    others = [(f"{key[2:]}: {name}", x) for key in ("3 healing", "3 stall") for name, x in figures(key)]
+    others = [
+        (f"{key[2:]}: {name}", str(x)) for key in ("3 healing", "3 stall") for name, x in good.get(key, {}).items()
+    ]
     left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
     measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
     blocks = ["# One GPU", f"{measured} Ranges are over rounds or repetitions.{ON_A_CPU if device == 'cpu' else ''}"]
     for title, header, found in (
         ("Bounds", ("bound", "seen", "verdict"), verdicts(good, speeds, device)),
-        ("Versions", ("of", "is"), figures("1 versions")),
-        ("Tests", ("turn", *TESTED), cells("1 tests", TESTED)),
-        ("train.py to its end", ("run", *TRAINED), cells(("1 train", "3 steady"), TRAINED)),
+        ("Versions", ("of", "is"), [(name, str(x)) for name, x in versions.items()]),
+        ("Tests", *columns("1 tests")),
+        ("train.py to its end", *columns("1 train", "3 steady")),
         ("Throughput", ("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), throughput),
-        ("Two members on one device", ("turn", *KILLED), cells("3 kill", KILLED)),
+        ("Two members on one device", *columns("3 kill")),
         ("Healing and checkpoints", ("what", "figures"), others),
         ("Left out", ("turn", "why"), left_out),
     ):
@@ -367,21 +359,21 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
     for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
         names = (kind, kind.replace("nccl", "gloo"))  # gloo stands for it on a CPU
         both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
-        pairs = [(one["step_ms"], none["step_ms"]) for one, none in both if one and none]
+        pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
         bound(f"a step by {kind}: at most {limit}x", step, lambda step, limit=limit: step.median <= limit)
     kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
     for name, figure, most in (
-        ("the next commit within 1 s of a kill", "next_step_s", 1),
-        ("no step lost", "steps_lost", 0),
-        ("equal bits", "bits", None),
-        ("no memory lost (64 MiB of slack), MiB", "memory_lost_mib", 64),
+        ("the next commit within 1 s of a kill", "next step s", 1),
+        ("no step lost", "steps lost", 0),
+        ("equal bits", "bits equal", None),
+        ("no memory lost (64 MiB of slack), MiB", "MiB lost", 64),
     ):
         seen = [row[figure] for row in kills.values()]
         holds = all(seen) if most is None else all(x <= most for x in seen)
         three = ", ".join(map(str, seen)) if len(seen) == 3 else None
         bound(name, three, lambda _, holds=holds: holds)
-    lived_s = [kills[key]["watched_s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
+    lived_s = [kills[key]["watched s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
     bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
     healing, stall = (good.get(key, {}).get("share") for key in ("3 healing", "3 stall"))
     bound("healing: 80 % of a pinned copy over the same wire", healing, lambda x: x >= 0.8, "{:.2f}x".format)

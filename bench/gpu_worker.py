@@ -83,12 +83,12 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         reference = before if victim == "child" else alone
         right = all(end.weight == -end.step / 1024 for end in ends) and len({end.state for end in ends}) == 1
         return {
-            "next_step_s": round(after.at_s - killed_s, 3),
-            "steps_lost": len(a.since(killed_s, "abort")),
-            "bits": right,
-            "memory_lost_mib": round((reference.free - last.free) / 2**20, 1),
-            "watched_s": round(last.at_s - killed_s, 1),
-            "sum_ms": round(1e3 * statistics.median(sums), 1),
+            "next step s": round(after.at_s - killed_s, 3),
+            "steps lost": len(a.since(killed_s, "abort")),
+            "bits equal": right,
+            "MiB lost": round((reference.free - last.free) / 2**20, 1),
+            "watched s": round(last.at_s - killed_s, 1),
+            "a sum ms": round(1e3 * statistics.median(sums), 1),
         }
 
 

@@ -23,13 +23,13 @@ BOUNDS = {
     "no step lost", "equal bits", "no memory lost (64 MiB of slack), MiB", "the survivor lives three minutes",
     "healing: 80 % of a pinned copy over the same wire", "an async checkpoint stalls 1.1x of a copy",
 }  # fmt: skip
-TRAINED = {"steps": 15, "loss": 6.0, "step_ms": 1.0, "tokens_per_s": 9, "memory_gib": 1.0}
+TRAINED = {"steps": 15, "loss": 6.0, "ms a step": 1.0, "tokens/s": 9, "GiB": 1.0}
 FIGURES: dict[str, dict[str, Any]] = {  # of each kind of turn
     "1 versions": dict.fromkeys(VERSIONS, "x"),
-    "1 tests": {"passed": 1, "skipped": 0, "bad": "none"},
+    "1 tests": {"passed": 1, "skipped": 0, "failures": "none"},
     "1 train": TRAINED,
     "2 ": {"tokens_per_s": 9.0, "memory_mib": 1.0, "graphs": 1},
-    "3 kill": {"next_step_s": 0.1, "steps_lost": 0, "bits": True, "memory_lost_mib": 0, "watched_s": 181, "sum_ms": 1},
+    "3 kill": {"next step s": 0.1, "steps lost": 0, "bits equal": True, "MiB lost": 0, "watched s": 181, "a sum ms": 1},
     "3 steady": TRAINED,
     "3 healing": {"http": [1.0], "raw": [1.0], "share": 1.0},
     "3 stall": {"stall": [1.0], "copy": [1.0], "share": 1.0},
