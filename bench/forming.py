@@ -38,8 +38,8 @@ HEADER = ["kind", "members", "form, s", "anew, s", "descriptors", "RSS of a chil
 
 
 def main(argv: Sequence[str]) -> int:
-    words = "draws the curves (SVG)"
-    options = parser(__doc__, sizes="2,4,8,16,32,64", write=(Path, words)).parse_args(argv)
+    write = (Path, "draws the curves (SVG)")
+    options = parser(__doc__, sizes="2,4,8,16,32,64", write=write).parse_args(argv)
     sizes = sorted(int(size) for size in options.sizes.split(","))
 
     from ft.process_groups.store import serve
@@ -129,7 +129,7 @@ class FormingMember:
         self.group.prepare()
 
     def do(self, what: str, *about: Any) -> Any:
-        """A result, or in words why no group forms."""
+        """The result, or the reason why no group forms."""
         try:
             return {"form": self.form, "drop": self.drop}[what](*about)
         except RuntimeError as error:

@@ -287,9 +287,9 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         folder=(Path, "of the results; default: outputs/gpu/<device>-<sizes>"),
         write=(Path, "the page"),
     )
-    words = "the first is trained in parts 1 and 3"
+    text = "the first is trained in parts 1 and 3"
     flags.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
-    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=words)
+    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=text)
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return flags.parse_args(argv)
 

@@ -87,12 +87,12 @@ def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> 
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
     gradients, others = list[Deviation](), list[Deviation]()
-    looks = [(f"step {number + 1}", [rank.steps[number] for rank in seen], step) for number, step in enumerate(truth)]
+    records = [(f"step {number + 1}", [rank.steps[number] for rank in seen], step) for number, step in enumerate(truth)]
     if adamw:
         again = [rank.again for rank in seen if rank.again is not None]
         assert len(again) == len(seen)
-        looks.append(("again", again, truth[-1]))
-    for number, (when, steps, expected) in enumerate(looks):
+        records.append(("again", again, truth[-1]))
+    for number, (when, steps, expected) in enumerate(records):
         bound = ADAMW_BOUND if adamw and 0 < number < len(truth) else GRADIENT_BOUND
         counts = {step.tokens for step in steps} - {expected.tokens}
         problems += [f"{when}: {count:.0f} targets, not {expected.tokens:.0f}" for count in counts]
@@ -220,10 +220,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
     )
-    words = "a regular expression over layout and optimizer"
+    text = "a regular expression over layout and optimizer"
     parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
     parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=words)
+    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=text)
     parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
     return parser.parse_args(argv)
 
@@ -236,9 +236,9 @@ def _ranks(text: str) -> list[int]:
     ranks = [int(word) for word in text.split(",")]
     for number in ranks:
         if number not in legal:
-            words = f"a step of {SEQUENCES} sequences is shared by {legal}"
+            shared = f"a step of {SEQUENCES} sequences is shared by {legal}"
             nearest = min(legal, key=lambda size: abs(size - number))
-            raise argparse.ArgumentTypeError(f"{number}: {words}; nearest: {nearest}")
+            raise argparse.ArgumentTypeError(f"{number}: {shared}; nearest: {nearest}")
     return ranks
 
 

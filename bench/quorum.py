@@ -50,8 +50,8 @@ def main() -> None:
     kind = flags.add_mutually_exclusive_group()
     for what in (heartbeats, idle, churn):
         kind.add_argument(f"--{what.__name__}", dest="what", action="store_const", const=what)
-    words = "pages that are open; 0: what the machine itself makes of two equal sides"
-    kind.add_argument("--watchers", type=int, metavar="N", help=words)
+    text = "pages that are open; 0: what the machine itself makes of two equal sides"
+    kind.add_argument("--watchers", type=int, metavar="N", help=text)
     options = flags.parse_args()
     if options.what:
         asyncio.run(options.what())

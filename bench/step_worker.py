@@ -1,6 +1,6 @@
 """One side of bench/step.py and gpu.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
 
-A setting is words: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the products and all
+A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the products and all
 of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
 chunked=8192 (the logits of so many tokens exist at once). Our weights are drawn on the device: nothing here depends on their bits.
 
@@ -57,13 +57,13 @@ def pharos(
     from training.progress import Progress
 
     cleanup.enter_context(process_group(CommConfig()))
-    words, backend = _words(setting), _backend(setting)
+    flags, backend = _flags(setting), _backend(setting)
     layout = Layout(
         ParallelismConfig(),
-        ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
+        ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
         CompileConfig(enable=bool(backend), backend=backend or "inductor"),
-        precision=Precision(*(torch.bfloat16 if word in words else torch.float32 for word in ("weights", "bf16"))),
-        loss_chunk_tokens=int(words.get("chunked", 0)),
+        precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
+        loss_chunk_tokens=int(flags.get("chunked", 0)),
     )
     with patch("models.llama.normal_", draw_on_device):
         parallel = parallelize(
@@ -90,19 +90,19 @@ def pharos(
     return step
 
 
-def _words(setting: str) -> dict[str, str]:
-    """The value of each word, "" where it has none."""
-    return dict(word.partition("=")[::2] for word in setting.split())
+def _flags(setting: str) -> dict[str, str]:
+    """The value of each flag, "" where it has none."""
+    return dict(flag.partition("=")[::2] for flag in setting.split())
 
 
 def _backend(setting: str) -> str:
     """The backend of torch.compile; "": the setting does not compile."""
-    words = _words(setting)
-    return words["compile"] or "inductor" if "compile" in words else ""
+    flags = _flags(setting)
+    return flags["compile"] or "inductor" if "compile" in flags else ""
 
 
 def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
-    """Stands for models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    """Replaces models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
     torch.nn.init.normal_(parameter, std=std)
 
 
