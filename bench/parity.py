@@ -82,17 +82,14 @@ class ParityVerdict:
 
 def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
     """`truth` by step, `seen` by rank."""
-    assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
-    adamw, stages = case.optimizer == "AdamW", [rank.coordinate.pp_rank for rank in seen]
+    adamw, stages = case.optimizer == "AdamW", [rank.stage for rank in seen]
+    names = [*(f"step {number + 1}" for number in range(len(truth))), *(["again"] if adamw else [])]
+    assert len(seen) == case.world_size and all(len(rank.steps) == len(names) for rank in seen)
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
     gradients, others = list[Deviation](), list[Deviation]()
-    records = [(f"step {number + 1}", [rank.steps[number] for rank in seen], step) for number, step in enumerate(truth)]
-    if adamw:
-        again = [rank.again for rank in seen if rank.again is not None]
-        assert len(again) == len(seen)
-        records.append(("again", again, truth[-1]))
-    for number, (when, steps, expected) in enumerate(records):
+    for number, when in enumerate(names):
+        steps, expected = [rank.steps[number] for rank in seen], truth[min(number, len(truth) - 1)]
         bound = ADAMW_BOUND if adamw and 0 < number < len(truth) else GRADIENT_BOUND
         counts = {step.tokens for step in steps} - {expected.tokens}
         problems += [f"{when}: {count:.0f} targets, not {expected.tokens:.0f}" for count in counts]

@@ -96,12 +96,12 @@ def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     try:
         task.model.check_tensor_parallel(degrees.tp)
         for case in (_case(task, degrees, options, optimizer, 0) for optimizer in STEPS):
-            config, local_batch_size = case.layout.parallelism, case.local_batch_size(task.global_batch_size)
+            config, size = case.layout.parallelism, case.local_batch_size
             with torch.device("meta"):
                 model = build(task, case.vocab_size)
             if degrees.tp > 1:
                 check_plan(model, degrees)
-            check_pipeline(config, layers=list(model.layers), local_batch_size=local_batch_size, compiled_blocks=False)
+            check_pipeline(config, layers=list(model.layers), local_batch_size=size, compiled_blocks=False)
             if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
                 return False
     except ValueError:
@@ -144,6 +144,7 @@ def _case(
         world_size=degrees.world_size,
         optimizer=optimizer,
         microsteps=microsteps,
+        local_batch_size=local_batch_size,
         vocab_size=VOCABULARIES[even],
     )
 

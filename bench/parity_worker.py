@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
 from parallelisms.layout import Layout
-from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
+from parallelisms.mesh import Degrees, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
 from training.checkpoint import ModelState, plain_name
@@ -63,15 +63,12 @@ class ParityCase:
     world_size: int
     optimizer: OptimizerName
     microsteps: int  # forward-backwards of a step: gradient accumulation
+    local_batch_size: int  # sequences of one forward-backward of one rank
     vocab_size: int
 
     @property
     def degrees(self) -> Degrees:
         return degrees(self.layout.parallelism, self.world_size)
-
-    def local_batch_size(self, global_batch_size: int) -> int:
-        """Sequences of one forward-backward of one rank."""
-        return global_batch_size // (self.degrees.data_parallel * self.microsteps)
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,12 @@ class StepSeen:
 class Seen:
     """One rank's record of a case."""
 
-    coordinate: MeshCoordinate
+    stage: int  # of the pipeline
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
-    steps: tuple[StepSeen, ...]
+    steps: tuple[
+        StepSeen, ...
+    ]  # AdamW: the last step is there once more, from the weights that the truth had before it
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
-    again: StepSeen | None = None  # AdamW: the last step, from the weights that the truth had before it
 
 
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
@@ -160,12 +158,12 @@ def beside(task: Task, case: ParityCase) -> Seen:
         steps.append(rank.forward_backward(step))
         rank.optimizer.step()
         rank.optimizer.zero_grad()
-    seen = Seen(rank.coordinate, drawn_differently, tuple(steps))
-    if case.optimizer == "SGD":
-        return seen
-    moves = tuple(rank.moves())
-    rank.load_weights(len(steps) - 1)
-    return replace(seen, moves=moves, again=rank.forward_backward(len(steps) - 1))
+    moves, last = tuple[Compared, ...](), len(steps) - 1
+    if case.optimizer == "AdamW":
+        moves = tuple(rank.moves())
+        rank.load_weights(last)
+        steps.append(rank.forward_backward(last))
+    return Seen(rank.coordinate.pp_rank, drawn_differently, tuple(steps), moves)
 
 
 class Rank:
@@ -182,7 +180,7 @@ class Rank:
             build_mesh(case.degrees, "cpu"),
             cross_entropy_sum,
             case.layout,
-            local_batch_size=case.local_batch_size(task.global_batch_size),
+            local_batch_size=case.local_batch_size,
             seq_len=task.seq_len,
             device=torch.device("cpu"),
             seed=task.seed,
@@ -218,7 +216,7 @@ class Rank:
         inputs, labels = batch(task, case.vocab_size, step)
         rows = task.global_batch_size // case.degrees.data_parallel
         mine = slice(self.coordinate.dp_rank * rows, (self.coordinate.dp_rank + 1) * rows)
-        size = case.local_batch_size(task.global_batch_size)
+        size = case.local_batch_size
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
