@@ -259,7 +259,7 @@ def _facts(task: Task, ranks: Sequence[int]) -> str:
     """Facts that are needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
     facts = {
-        "commit": subprocess.run(git, stdout=subprocess.PIPE, text=True).stdout.strip() or "unknown",
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
         "seed": task.seed,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
