@@ -87,7 +87,9 @@ async def measure(count: int, *, each: bool) -> tuple[float, float, float, float
         a_step = (cpu_s(server.pid) - before_s - idle * wall_s) / steps
         before_s = cpu_s(server.pid)
         await ranks.report(each=each)
-        return a_step, wall_s / steps, idle, (cpu_s(server.pid) - before_s) / SECONDS
+        reports = (cpu_s(server.pid) - before_s) / SECONDS
+        await ranks.streams[0].call("Leave", pharos_pb2.Leave(clean=True, reason="done").SerializeToString())
+        return a_step, wall_s / steps, idle, reports
     finally:
         await asyncio.gather(*(one.close() for one in ranks.streams))
         server.close()
