@@ -33,14 +33,14 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_page import page
-from bench.job import ROOT
-from bench.pairs import Failed, Worker, parser
+from bench.job import ROOT, LighthouseProcess, our_lighthouse
+from bench.pairs import Failed, Worker, parser, ratio, spread, table
+from bench.step import start
 
 WORKER = ROOT / "bench" / "gpu_worker.py"
 SIZES = {
@@ -57,10 +57,17 @@ SIDES = (  # the fastest of each first; all bf16, weights and optimizer included
 )
 # Of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
+BEST = {"pharos": SIDES[0][1], "torchtitan": SIDES[1][1]}
 MODEL = {  # our keys and those of SIZES
     "vocab_size": "vocab", "dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv_heads", "hidden_dim": "hidden"
 }  # fmt: skip
-Figures = dict[str, Any]
+ON_A_CPU = (
+    " compile=aot_eager: torch.compile traces and differentiates as on a GPU, and torch's own kernels run the graphs. gloo stands "
+    "for NCCL. What a CPU cannot run is listed at the end."
+)
+NOT_RUN = "not run"
+Figures = dict[str, Any]  # by the columns of the page
+Rows = Mapping[str, Figures]  # by key
 
 
 class GpuTurn(NamedTuple):
@@ -77,10 +84,14 @@ def main(argv: Sequence[str]) -> int:
     default = ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
     options.folder = (options.folder or default).resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.wheels:
-        _install(options.wheels, options.folder / "wheels")
     turns = {1: part_1, 2: part_2, 3: part_3}[options.part](options)
-    whole = run(turns, options.folder / "results.jsonl", options)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), _installed(options) if options.wheels else ""]
+    env = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}),
+    }
+    with patch.dict(os.environ, env):
+        whole = run(turns, options.folder / "results.jsonl", options)
     print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
     return 0
 
@@ -110,7 +121,7 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
         if options.write:
-            options.write.write_text(page(rows, SIZES, options.device))
+            options.write.write_text(page(rows, options.device))
     return True
 
 
@@ -119,32 +130,31 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
         how = f"expandable_segments:{expandable}"
-        env = {**_env(options.device), "PYTORCH_CUDA_ALLOC_CONF": how}
         for file in files:  # each in a process of its own: an illegal address ends one of them
-            yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, env))
+            yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, how))
     eager = ("--activation_checkpoint.mode=selective",)
-    compiled = ("--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
+    compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
-    for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*eager, *compiled, *trace))):
-        do = partial(_train, options, name, settings)
+    for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*compiled, *trace))):
+        do = partial(_train, options, name, settings, steps=15)
         yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
 
 
-def _tests(path: Path, env: dict[str, str], limit_s: float) -> Figures:
+def _tests(path: Path, allocation: str, limit_s: float) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", str(path)]
     if find_spec("pytest_timeout") is None:  # the settings of pyproject.toml name it
         command += ["-o", "addopts=--import-mode=importlib"]
-    code, text = _output(command, env, limit_s)
+    code, text = _output(command, limit_s, PYTORCH_CUDA_ALLOC_CONF=allocation)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", text[-500:])}
     bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not counts and code not in (0, 5):
         raise Failed(_last_line(text, code))
-    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "bad": bad}
+    return {"passed": counts.get("passed", 0), "skipped": counts.get("skipped", 0), "failures": " ".join(bad) or "none"}
 
 
 def _train(
-    options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int = 15,
-    program: Sequence[str] = ("train.py",), env: Mapping[str, str] = MappingProxyType({}),
+    options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int,
+    program: Sequence[str] = ("train.py",), **env: str,
 ) -> Figures:  # fmt: skip
     """train.py to its very end, the sample included: medians of its later steps."""
     sizes, folder = SIZES[options.sizes[0]], options.folder / "runs" / name
@@ -156,7 +166,7 @@ def _train(
         "--validation.enable=false", "--checkpoint.enable=false", "--metrics.enable_tensorboard=false", "--metrics.log_freq=1",
         "--sample.tokens=8", *settings,
     ]  # fmt: skip
-    code, text = _output(command, {**_env(options.device), **env}, limit_s)
+    code, text = _output(command, limit_s, **env)
     if code:
         raise Failed(_last_line(text, code))
     [journal] = folder.glob("**/metrics.jsonl")
@@ -165,9 +175,9 @@ def _train(
     figures: Figures = {
         "steps": rows[-1]["step"],
         "loss": round(rows[-1]["loss"], 3),
-        "step_ms": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
-        "tokens_per_s": round(statistics.median(row["tokens_per_s"] for row in later)),
-        "memory_gib": round(max(row["memory_gib"] for row in rows), 2),
+        "ms a step": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
+        "tokens/s": round(statistics.median(row["tokens_per_s"] for row in later)),
+        "GiB": round(max(row["memory_gib"] for row in rows), 2),
     }
     if traces := list(folder.glob("**/rank-0.json.gz")):
         figures["trace"] = str(traces[-1].relative_to(options.folder))
@@ -175,22 +185,18 @@ def _train(
 
 
 def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
-    rounds = options.rounds or (2 if options.device == "cuda" else 1)
     backend = f" compile={BACKENDS['cpu']}" if options.device == "cpu" else " compile"
     sides = [(side, setting.replace(" compile", backend)) for side, setting in SIDES]
     for size in options.sizes:  # all of 1B before 8B
-        for round_ in range(rounds):
+        for round_ in range(2 if options.device == "cuda" else 1):
             for side, setting in sides if round_ % 2 == 0 else sides[::-1]:
                 do = partial(_speed, options, size, side, setting)
                 yield GpuTurn(f"2 {size} {round_} {side}: {setting}", 90 if size != "8b" else 180, do)
 
 
 def _speed(options: argparse.Namespace, size: str, side: str, setting: str, limit_s: float) -> Figures:
-    sizes = SIZES[size]
-    arguments = {"side": side, "setting": setting, "sizes": sizes, "device": options.device, "cpus": []}
-    python = sys.executable if side == "pharos" else options.peer_python
-    command = [python, str(ROOT / "bench" / "step_worker.py"), json.dumps(arguments)]
-    with closing(Worker(side, command, _env(options.device), limit_s=limit_s)) as worker:
+    sizes, peer = SIZES[size], options.peer_python
+    with closing(start(side, setting, sizes, options.device, peer_python=peer, limit_s=limit_s)) as worker:
         worker.answer()
         worker.ask({"do": "run", "steps": 1})
         answer = worker.ask({"do": "run", "steps": options.steps})
@@ -218,27 +224,23 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
     train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(str(WORKER), "train"))
     if kind == "none":
         return train(())
-    try:
-        from ft.compat.lighthouse_server import LighthouseServer
-    except ImportError as error:
-        raise Failed(str(error)) from None
-    lighthouse = LighthouseServer("127.0.0.1:0", 1)
-    try:
-        env = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}
-        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), env=env)
-    finally:
-        lighthouse.shutdown()
+    with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
+        group = {
+            "TORCHFT_LIGHTHOUSE": f"http://{lighthouse.address}",
+            "REPLICA_GROUP_ID": "0",
+            "NUM_REPLICA_GROUPS": "1",
+        }
+        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), **group)
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
     """The one answer of gpu_worker.py."""
-    env = {**_env(arguments["device"]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), what, json.dumps(arguments)]
-    with closing(Worker(what, command, env, limit_s=limit_s)) as worker:
+    with closing(Worker(what, command, {"OMP_NUM_THREADS": "1"}, limit_s=limit_s)) as worker:
         return dict(worker.answer())
 
 
-def _output(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int, str]:
+def _output(command: Sequence[str], limit_s: float, **env: str) -> tuple[int, str]:
     """Exit code, and stdout and stderr. Raises Failed when the time is up; whatever the command started ends with it."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **env}, text=True, start_new_session=True,
@@ -260,28 +262,23 @@ def _last_line(text: str, code: int) -> str:
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
 
 
-def _env(device: str) -> dict[str, str]:
-    """PYTHONPATH with this tree before what is there, and no GPU where the device is a CPU."""
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    return {**paths, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-
-
-def _install(wheels: Path, target: Path) -> None:
-    """Installs those of `wheels` into `target`, last in PYTHONPATH: there they hide what the machine has of the same name."""
-    found = sorted(map(str, wheels.glob("*.whl")))
-    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", str(target)]
-    command = [sys.executable, *install, *found]
-    if found and (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+def _installed(options: argparse.Namespace) -> str:
+    """Installs the wheels into a folder, and returns it; last in PYTHONPATH, it hides what the machine has of the same name."""
+    target, found = str(options.folder / "wheels"), sorted(map(str, options.wheels.glob("*.whl")))
+    install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", target]
+    if (
+        found
+        and (done := subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)).returncode
+    ):
         print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
-    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(target)])
-    sys.path.append(str(target))
+    sys.path.append(target)
+    return target
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser(
         __doc__,
         minutes=(9.5, "a turn that may not fit any more is left to the next call"),
-        rounds=(int, "of part 2; default 2, on a CPU 1"),
         steps=(5, "of a turn of part 2 that count"),
         only=("*", "turns whose key fits this pattern, such as '2 1b *'"),
         again=(False, "take turns that failed once more"),
@@ -290,11 +287,121 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         folder=(Path, "of the results; default: outputs/gpu/<device>-<sizes>"),
         write=(Path, "the page"),
     )
-    words = "the first is trained in parts 1 and 3"
+    text = "the first is trained in parts 1 and 3"
     flags.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
-    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=words)
+    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=text)
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return flags.parse_args(argv)
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page(rows: Sequence[Figures], device: str) -> str:
+    """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
+    a key counts."""
+    newest, about = {row["key"]: row for row in rows}, ("key", "day", "took_s")
+    whole = {key: row for key, row in newest.items() if "failed" not in row}
+    good = {key: {name: value for name, value in row.items() if name not in about} for key, row in whole.items()}
+    versions = good.get("1 versions", {})
+    days = sorted({row["day"] for row in newest.values()})
+    where = versions.get("device", "a CPU: no figure here says anything of a GPU" if device == "cpu" else "a GPU")
+    speeds = _speeds(good, str(versions.get("device", "")))
+
+    def columns(*begins: str) -> tuple[list[str], list[list[str]]]:
+        taken = {key[2:]: row for key, row in good.items() if key.startswith(begins)}
+        names = list(dict.fromkeys(name for row in taken.values() for name in row))
+        return ["turn", *names], [[what, *(str(row.get(name, "")) for name in names)] for what, row in taken.items()]
+
+    throughput = []
+    for name, side in speeds.items():
+        middle, _, between = spread(side["speeds"], ",.0f").rstrip(")").partition(" (")
+        mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
+        throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
+    others = [
+        (f"{key[2:]}: {name}", str(x)) for key in ("3 healing", "3 stall") for name, x in good.get(key, {}).items()
+    ]
+    left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
+    measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
+    blocks = ["# One GPU", f"{measured} Ranges are over rounds or repetitions.{ON_A_CPU if device == 'cpu' else ''}"]
+    for title, header, found in (
+        ("Bounds", ("bound", "seen", "verdict"), verdicts(good, speeds, device)),
+        ("Versions", ("of", "is"), [(name, str(x)) for name, x in versions.items()]),
+        ("Tests", *columns("1 tests")),
+        ("train.py to its end", *columns("1 train", "3 steady")),
+        ("Throughput", ("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), throughput),
+        ("Two members on one device", *columns("3 kill")),
+        ("Healing and checkpoints", ("what", "figures"), others),
+        ("Left out", ("turn", "why"), left_out),
+    ):
+        blocks.append(f"## {title}\n\n" + (f"```\n{table(header, found)}\n```" if found else f"{NOT_RUN}."))
+    return "\n\n".join(blocks) + "\n"
+
+
+def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tuple[str, str, str]]:
+    """Each bound once, what was seen, and the verdict; a CPU reaches none, whatever the figure."""
+    found: list[tuple[str, str, str]] = []
+
+    def bound(name: str, seen: Any, holds: Callable[[Any], bool], form: Callable[[Any], str] = str) -> None:
+        """`seen`: None where a turn is missing."""
+        verdict = NOT_RUN if seen is None else "no verdict" if device == "cpu" else "reached" if holds(seen) else "not"
+        found.append((name, "" if seen is None else form(seen), verdict))
+
+    for size in ("1b", "8b"):
+        ours, theirs = (speeds.get(f"{size} {side}: {setting}") for side, setting in BEST.items())
+        rounds = sorted(ours["by_round"].keys() & theirs["by_round"].keys()) if ours and theirs else []
+        pair = ratio(*([side["by_round"][r] for r in rounds] for side in (ours, theirs) if side)) if rounds else None
+        bound(f"{size}: 1.05x torchtitan's tokens/s", pair, lambda pair: pair.median >= 1.05)
+        memory = ours["memory"] / theirs["memory"] if ours and theirs else None
+        bound(f"{size}: no more memory than torchtitan", memory, lambda memory: memory <= 1, "{:.3f}x".format)
+    percent = 100 * speeds.get(f"8b pharos: {BEST['pharos']}", {}).get("mfu", 0) or None
+    bound("8b: 45 % MFU", percent, lambda percent: percent >= 45, "{:.1f} %".format)
+    for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
+        names = (kind, kind.replace("nccl", "gloo"))  # gloo stands for it on a CPU
+        both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
+        pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
+        step = ratio(*zip(*pairs, strict=True)) if pairs else None
+        bound(f"a step by {kind}: at most {limit}x", step, lambda step, limit=limit: step.median <= limit)
+    kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
+    for name, figure, most in (
+        ("the next commit within 1 s of a kill", "next step s", 1),
+        ("no step lost", "steps lost", 0),
+        ("equal bits", "bits equal", None),
+        ("no memory lost (64 MiB of slack), MiB", "MiB lost", 64),
+    ):
+        seen = [row[figure] for row in kills.values()]
+        holds = all(seen) if most is None else all(x <= most for x in seen)
+        three = ", ".join(map(str, seen)) if len(seen) == 3 else None
+        bound(name, three, lambda _, holds=holds: holds)
+    lived_s = [kills[key]["watched s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
+    bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
+    healing, stall = (good.get(key, {}).get("share") for key in ("3 healing", "3 stall"))
+    bound("healing: 80 % of a pinned copy over the same wire", healing, lambda x: x >= 0.8, "{:.2f}x".format)
+    bound("an async checkpoint stalls 1.1x of a copy", stall, lambda x: x <= 1.1, "{:.2f}x".format)
+    return found
+
+
+def _speeds(good: Rows, device: str) -> dict[str, Figures]:
+    """By "size side: setting": tokens/s by round, the most memory in MiB, and MFU (0: the device's peak is unknown). MFU counts 6 flops
+    per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
+    from bench.step_worker import our_llama
+    from training.metrics import known_peak_tflops
+
+    found: dict[str, Figures] = {}
+    for key, row in good.items():
+        if not key.startswith("2 "):
+            continue
+        _, size, round_, what = key.split(" ", 3)
+        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
+        side["by_round"][int(round_)] = row["tokens_per_s"]
+        for name, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
+            side[name] = max(side[name], row.get(figure, 0))
+    peak = known_peak_tflops(device) if device else None
+    for side in found.values():
+        side["speeds"], shape = list(side["by_round"].values()), SIZES[side["size"]]
+        flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
+        side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
+    return found
 
 
 if __name__ == "__main__":

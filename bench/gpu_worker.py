@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.job import ROOT, DiaryLine, JobSide, RecoveryJob, ReplicaGroup
-from bench.pairs import Failed, in_turns
+from bench.pairs import Failed, in_turns, ratio
 from bench.step_worker import draw_on_device
 
 STEPS = 6  # of both, before the kill
@@ -31,25 +31,17 @@ def versions(device: str) -> Event:
     """Versions of everything that a figure may depend on, and the operator that attention runs."""
     from importlib.metadata import distributions
 
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     from models import ops
-
-    class Names(TorchDispatchMode):
-        seen: set[str] = set()  # noqa: RUF012
-
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.seen.add(str(op))
-            return op(*args, **(kwargs or {}))
 
     found: Event = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": torch.version.cuda or "none"}
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
     found |= {package: installed.get(package, "not installed") for package in packages}
     q, k, v = (torch.randn(1, 256, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    with Names() as names:
+    with torch.profiler.profile() as profile:
         ops.causal_attention(q, k, v)
-    found["attention"] = " ".join(sorted(name for name in names.seen if "attention" in name))
+    names = {event.key for event in profile.key_averages()}
+    found["attention"] = " ".join(sorted(name for name in names if "attention" in name))
     found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"
@@ -67,39 +59,36 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         a, b = job.groups
         living = [a, b] if victim == "child" else [a]
 
-        def start(group: ReplicaGroup) -> None:
-            group.start(NCCL_HOSTID=group.name, NCCL_SOCKET_IFNAME="lo", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30")
+        nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(
-            group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0, more_s: float = 0
-        ) -> DiaryLine:
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
             """The count-th such line since then, of so many groups."""
 
             def there() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
-            return job.until(f"{event} of group {group.name}", there, LIMIT_S + more_s, lives=[a])[0]
+            return job.until(f"{event} of group {group.name}", there, LIMIT_S + watch_s, lives=[a])[0]
 
-        start(a)
+        a.start(NCCL_HOSTID=a.name, **nccl)
         alone = seen(a, "commit", 5, of=1)
-        start(b)
+        b.start(NCCL_HOSTID=b.name, **nccl)
         before = seen(a, "commit", STEPS, of=2)
         b.tell(kill=victim)
         killed_s = seen(b, "kill", after_s=before.at_s).at_s
         after = seen(a, "commit", after_s=killed_s)
-        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s, more_s=watch_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
         ends = job.finish(living)
         sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
         reference = before if victim == "child" else alone
         right = all(end.weight == -end.step / 1024 for end in ends) and len({end.state for end in ends}) == 1
         return {
-            "next_step_s": round(after.at_s - killed_s, 3),
-            "steps_lost": len(a.since(killed_s, "abort")),
-            "bits": right,
-            "memory_lost_mib": round((reference.free - last.free) / 2**20, 1),
-            "watched_s": round(last.at_s - killed_s, 1),
-            "sum_ms": round(1e3 * statistics.median(sums), 1),
+            "next step s": round(after.at_s - killed_s, 3),
+            "steps lost": len(a.since(killed_s, "abort")),
+            "bits equal": right,
+            "MiB lost": round((reference.free - last.free) / 2**20, 1),
+            "watched s": round(last.at_s - killed_s, 1),
+            "a sum ms": round(1e3 * statistics.median(sums), 1),
         }
 
 
@@ -108,9 +97,9 @@ def healing(device: str, gb: float) -> Event:
     from bench.healing import measure
 
     figures = measure(("raw", "http"), 3, gb, device)
-    raw, http = ([speed for speed, _, _ in figures[kind]] for kind in ("raw", "http"))
-    share = statistics.median(a / b for a, b in zip(http, raw, strict=True))
-    return {"http": [round(x, 2) for x in http], "raw": [round(x, 2) for x in raw], "share": share}
+    speeds = {kind: [turn["speed"] for turn in figures[kind]] for kind in ("http", "raw")}
+    share = ratio(speeds["http"], speeds["raw"]).median
+    return {**{kind: [round(x, 2) for x in all_of] for kind, all_of in speeds.items()}, "share": share}
 
 
 def stall(device: str, megabytes: int) -> Event:
@@ -121,7 +110,7 @@ def stall(device: str, megabytes: int) -> Event:
         bench = Bench(Path(folder), megabytes, device)
         seconds = in_turns({"stall": bench.stall, "copy": bench.copy}, 3, warm=1)
         bench.background.wait()
-    share = statistics.median(a / b for a, b in zip(seconds["stall"], seconds["copy"], strict=True))
+    share = ratio(seconds["stall"], seconds["copy"]).median
     return {**{name: [round(s, 4) for s in spent] for name, spent in seconds.items()}, "share": share}
 
 

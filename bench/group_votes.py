@@ -14,130 +14,98 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import cpu_s
+from bench.lighthouse_load import LoadStream
 from bench.pairs import parser, table
 from ft.compat.lighthouse_server import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.access import Access
 from ft.rpc.clients import GroupProcess
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.group_server import Settings
-from ft.rpc.lighthouse_link import channel
+from ft.telemetry import SELDOM_S
 
 STEP_BOUND_MS, REPORTS_BOUND = 1.0, 0.01  # of a core
-SELDOM_S = 30.0  # ft/telemetry.py
+STEPS, VOTES = 1000, 20_000  # of one vote each; of each rank, in all
+SECONDS = 30.0  # of reports, and of rest before
 
 
 class VotingRanks:
     """Stubs of all ranks of a group."""
 
     def __init__(self, address: str, count: int) -> None:
-        self._channels = [channel(address, Access(), aio=True) for _ in range(count)]
-        self._streams: list[Any] = []
-        self._reading: list[asyncio.Task[None]] = []
-        self.quorum_id = 0
+        service = address.removeprefix("http://"), "pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown
+        self.streams = [LoadStream(*service) for _ in range(count)]
+        self._quorum_id = 0
 
-    async def __aenter__(self) -> VotingRanks:
-        for rank, one in enumerate(self._channels):
-            stream = one.stream_stream("/pharos.Group/Watch")()
-            await stream.write(self._up(hello=pharos_pb2.RankHello(group_rank=rank)))
-            self._streams.append(stream)
-            self._reading.append(asyncio.ensure_future(_read(stream)))
-        calls = [m.RankCall(rank, m.Member(""), number=1) for rank in range(len(self._channels))]
-        asked = (self._call(rank, "Quorum", codec.to_message(call)) for rank, call in enumerate(calls))
-        replies = await asyncio.gather(*asked)
-        self.quorum_id = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._call(0, "Leave", pharos_pb2.Leave(clean=True, reason="done"))
-        for task in self._reading:
-            task.cancel()
-        await asyncio.gather(*(one.close() for one in self._channels))
+    async def open(self) -> None:
+        for rank, stream in enumerate(self.streams):
+            await stream.open(pharos_pb2.RankHello(group_rank=rank))
+        calls = (codec.to_message(m.RankCall(rank, m.Member(""), number=1)) for rank in range(len(self.streams)))
+        asked = zip(self.streams, calls, strict=True)
+        replies = await asyncio.gather(*(one.call("Quorum", call.SerializeToString()) for one, call in asked))
+        self._quorum_id = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
 
     async def step(self, step: int, *, each: bool) -> None:
-        vote = m.Vote(0, "commit", self.quorum_id, 0, step, "yes", **({} if each else {"whole": True}))
-        votes = [replace(vote, group_rank=rank) for rank in range(len(self._channels))] if each else [vote]
-        await asyncio.gather(*(self._call(v.group_rank, "CastVote", codec.to_message(v)) for v in votes))
+        ranks = enumerate(self.streams if each else self.streams[:1])
+        votes = ((one, m.Vote(rank, "commit", self._quorum_id, 0, step, "yes", whole=not each)) for rank, one in ranks)
+        await asyncio.gather(*(one.call("CastVote", codec.to_message(v).SerializeToString()) for one, v in votes))
 
-    async def report(self, rank: int, *, waiting: bool = False) -> None:
-        report = pharos_pb2.Report(step=7, waiting=waiting, median_step_s=0.3, phase="forward", mean_loss=2.5)
-        await self._streams[rank].write(self._up(report=report))
-
-    async def report_for(self, seconds: float, *, each: bool) -> None:
-        """Spread over each beat, as ranks are that began at different times."""
-        count, until_s, beat = len(self._channels), time.monotonic() + seconds, 0
+    async def report(self, *, each: bool) -> None:
+        """Reports for SECONDS, spread over each beat, as ranks are that began at different times."""
+        count, until_s, beat = len(self.streams), time.monotonic() + SECONDS, 0
+        report = pharos_pb2.Report(step=7, median_step_s=0.3, phase="forward", mean_loss=2.5)
         while (began_s := time.monotonic()) < until_s:
             due = [rank for rank in range(count) if each or rank == 0 or rank % SELDOM_S == beat % SELDOM_S]
             for place, rank in enumerate(due):
-                await self.report(rank)
+                await self.streams[rank].write(report=report)
                 if place % 16 == 15:
                     await asyncio.sleep(0.9 / len(due) * 16)
             beat += 1
             await asyncio.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
 
-    def _call(self, rank: int, method: str, message: Any) -> Any:
-        return self._channels[rank].unary_unary(f"/pharos.Group/{method}")(message.SerializeToString(), timeout=60)
 
-    @staticmethod
-    def _up(**what: Any) -> bytes:
-        return bytes(pharos_pb2.RankUp(**what).SerializeToString())
-
-
-async def _read(stream: Any) -> None:
-    async for _ in stream:
-        pass
-
-
-async def measure(count: int, *, each: bool, steps: int, seconds: float) -> tuple[float, float, float, float]:
+async def measure(count: int, *, each: bool) -> tuple[float, float, float, float]:
     """Seconds of CPU and of the clock a step; of CPU a second without reports, and with them."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     server = GroupProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
+    ranks, steps = VotingRanks(server.address, count), max(20, VOTES // count) if each else STEPS
     try:
-        async with VotingRanks(server.address, count) as ranks:
-            await ranks.step(0, each=each)
-            before_s = cpu_s(server.pid)
-            await asyncio.sleep(seconds)
-            idle = (cpu_s(server.pid) - before_s) / seconds
-            before_s, began_s = cpu_s(server.pid), time.monotonic()
-            for step in range(1, steps + 1):
-                await ranks.step(step, each=each)
-            wall_s = time.monotonic() - began_s
-            a_step = (cpu_s(server.pid) - before_s - idle * wall_s) / steps
-            before_s = cpu_s(server.pid)
-            await ranks.report_for(seconds, each=each)
-            reports = (cpu_s(server.pid) - before_s) / seconds
-            return a_step, wall_s / steps, idle, reports
+        await ranks.open()
+        await ranks.step(0, each=each)
+        before_s = cpu_s(server.pid)
+        await asyncio.sleep(SECONDS)
+        idle = (cpu_s(server.pid) - before_s) / SECONDS
+        before_s, began_s = cpu_s(server.pid), time.monotonic()
+        for step in range(1, steps + 1):
+            await ranks.step(step, each=each)
+        wall_s = time.monotonic() - began_s
+        a_step = (cpu_s(server.pid) - before_s - idle * wall_s) / steps
+        before_s = cpu_s(server.pid)
+        await ranks.report(each=each)
+        reports = (cpu_s(server.pid) - before_s) / SECONDS
+        await ranks.streams[0].call("Leave", pharos_pb2.Leave(clean=True, reason="done").SerializeToString())
+        return a_step, wall_s / steps, idle, reports
     finally:
+        await asyncio.gather(*(one.close() for one in ranks.streams))
         server.close()
         lighthouse.shutdown()
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parser(
-        __doc__,
-        ranks="1,64,256,512",
-        each=(False, "each rank votes, and reports once a beat"),
-        steps=(int, "default: 1,000; --each: 20,000 votes in all"),
-        seconds=(30.0, "of reports, and of idleness before"),
-    ).parse_args(argv)
-    header = ["ranks", "CPU a step", "a step takes", "CPU at rest", "CPU with reports", "of reports"]
-    rows, good, each = list[list[str]](), True, options.each
+    flags = parser(__doc__, ranks="1,64,256,512", each=(False, "each rank votes, and reports once a beat"))
+    options, rows, good = flags.parse_args(argv), list[list[str]](), True
     for count in map(int, options.ranks.split(",")):
-        steps = options.steps or (max(20, 20_000 // count) if each else 1000)
-        a_step, wall, idle, reports = asyncio.run(measure(count, each=each, steps=steps, seconds=options.seconds))
+        a_step, wall, idle, reports = asyncio.run(measure(count, each=options.each))
         shares = (f"{x:.2%}" for x in (idle, reports, reports - idle))
         rows.append([f"{count}", f"{1e3 * a_step:.2f} ms", f"{1e3 * wall:.2f} ms", *shares])
-        good = good and (each or (1e3 * a_step < STEP_BOUND_MS and reports - idle < REPORTS_BOUND))
-    print(table(header, rows))
-    if not each:
+        good = good and (options.each or (1e3 * a_step < STEP_BOUND_MS and reports - idle < REPORTS_BOUND))
+    print(table(["ranks", "CPU a step", "a step takes", "CPU at rest", "CPU with reports", "of reports"], rows))
+    if not options.each:
         met = "met" if good else "not met"
         print(f"bounds: {STEP_BOUND_MS:g} ms a step, {REPORTS_BOUND:.0%} of a core for reports: {met}")
     return 0 if good else 1

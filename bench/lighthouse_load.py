@@ -1,4 +1,4 @@
-"""For bench/quorum.py: groups that only speak and never train.
+"""For bench/quorum.py and group_votes.py: groups and ranks that send messages and never train.
 
 Requests and answers stay bytes on this side, so that the load costs the same whichever lighthouse it speaks to. What it costs is measured
 as well: on few cores a load that is busy all the time sets the pace, and not the lighthouse.
@@ -15,7 +15,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
@@ -29,27 +28,20 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 BARE = """
 import asyncio, sys
 import grpc, grpc.aio
-groups, answer = int(sys.argv[1]), b"x" * int(sys.argv[2])
+groups, answer, service, waiting = int(sys.argv[1]), b"x" * int(sys.argv[2]), sys.argv[3], []
 
-class Router(grpc.GenericRpcHandler):
-    waiting = []
-
-    async def serve(self, data, context):
-        answered = asyncio.get_running_loop().create_future()
-        self.waiting.append(answered)
-        if len(self.waiting) == groups:
-            for one in self.waiting:
-                one.set_result(answer)
-            self.waiting = []
-        return await answered
-
-    def service(self, details):
-        return self.handler
+async def serve(data, context):
+    answered = asyncio.get_running_loop().create_future()
+    waiting.append(answered)
+    if len(waiting) == groups:
+        for one in waiting:
+            one.set_result(answer)
+        waiting.clear()
+    return await answered
 
 async def main():
-    router, server = Router(), grpc.aio.server()
-    router.handler = grpc.unary_unary_rpc_method_handler(router.serve)
-    server.add_generic_rpc_handlers((router,))
+    server, handler = grpc.aio.server(), grpc.unary_unary_rpc_method_handler(serve)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {"Quorum": handler})])
     print(f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     await server.start()
     await server.wait_for_termination()
@@ -59,7 +51,8 @@ asyncio.run(main())
 NEVER_MS = "3600000"
 BEAT_S = 0.1  # how often groups of torchft beat
 TORCHFT_QUORUM, TORCHFT_BEAT = "/torchft.LighthouseService/Quorum", "/torchft.LighthouseService/Heartbeat"
-QUORUM, WATCH = "/pharos.Lighthouse/Quorum", "/pharos.Lighthouse/Watch"
+# Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
+FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
 
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
@@ -68,57 +61,42 @@ def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
 
 
 def connect(address: str, channels: int) -> list[Any]:
-    options = [("grpc.max_receive_message_length", 1 << 30), ("grpc.use_local_subchannel_pool", 1)]
-    return [grpc.aio.insecure_channel(address, options=options) for _ in range(channels)]
+    options = {"max_receive_message_length": 1 << 30, "use_local_subchannel_pool": 1, "enable_http_proxy": 0}
+    given = [(f"grpc.{name}", value) for name, value in options.items()]
+    return [grpc.aio.insecure_channel(address, options=given) for _ in range(channels)]
 
 
-@dataclass
-class LoadTurn:
-    """Some rounds of one side: medians and means per round."""
-
-    round_s: float
-    server_s: float  # CPU seconds
-    load_s: float
-    load_busy: float  # CPU seconds of the load per second of a round: 1.0 is a core
-
-
-@dataclass
 class LoadSide:
     """A lighthouse and its groups, of which each asks for a quorum once a round. `requests(n)` makes those of round n beforehand."""
 
-    server: LighthouseProcess
-    path: str
-    requests: Callable[[int], list[bytes]]
-    channels: list[Any] = field(default_factory=list)
-    answer: bytes = b""
-    rounds: int = 0
-
-    def __post_init__(self) -> None:
-        self.channels = connect(self.server.address, 8)
+    def __init__(self, server: LighthouseProcess, path: str, requests: Callable[[int], list[bytes]]) -> None:
+        self.server, self.path, self.requests = server, path, requests
+        self.answer = b""  # the last one of the first group
+        self._channels, self._rounds = connect(server.address, 8), 0
 
     async def round(self) -> float:
         """Seconds until everybody has the answer."""
-        self.rounds += 1
-        requests = self.requests(self.rounds)
-        calls = [channel.unary_unary(self.path) for channel in self.channels]
+        self._rounds += 1
+        requests = self.requests(self._rounds)
+        calls = [channel.unary_unary(self.path) for channel in self._channels]
         began = time.perf_counter()
         answers = await asyncio.gather(*(calls[i % 8](one, timeout=120) for i, one in enumerate(requests)))
         took_s = time.perf_counter() - began
         self.answer = answers[0]
         return took_s
 
-    async def turn(self, rounds: int) -> LoadTurn:
+    async def turn(self, rounds: int) -> tuple[float, ...]:
+        """Some rounds: FIGURES."""
         server_s, load_s, took_s = cpu_s(self.server.pid), 0.0, []
         for _ in range(rounds):
             load_began_s = time.process_time()
             took_s.append(await self.round())
             load_s += time.process_time() - load_began_s
-        busy = load_s / sum(took_s)
         used_s = cpu_s(self.server.pid) - server_s
-        return LoadTurn(statistics.median(took_s), used_s / rounds, load_s / rounds, busy)
+        return statistics.median(took_s), used_s / rounds, load_s / rounds, load_s / sum(took_s)
 
     async def close(self) -> None:
-        await asyncio.gather(*(channel.close() for channel in self.channels))
+        await asyncio.gather(*(channel.close() for channel in self._channels))
         self.server.close()
 
 
@@ -135,13 +113,10 @@ async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
     roster, quorum_id = "", 0
 
     def requests(step: int) -> list[bytes]:
-        calls = (
-            m.Call(member, known=quorum_id, number=step)
-            for member in members_at(groups, step if quorum_id else 0, quorum_id)
-        )
-        return [pharos_call(call, roster) for call in calls]
+        members = members_at(groups, step if quorum_id else 0, quorum_id)
+        return [pharos_call(m.Call(member, known=quorum_id, number=step), roster) for member in members]
 
-    side = LoadSide(server, QUORUM, requests)
+    side = LoadSide(server, "/pharos.Lighthouse/Quorum", requests)
     await side.round()
     quorum = codec.quorum_from(pharos_pb2.QuorumReply.FromString(side.answer).quorum)
     roster, quorum_id = codec.StaticQuorum.of(quorum).id, quorum.quorum_id
@@ -154,7 +129,8 @@ async def bare_side(groups: int, like: LoadSide) -> LoadSide:
     """The same calls, and answers as long, to a server that does nothing."""
     if not like.answer:
         await like.round()
-    server = LighthouseProcess([sys.executable, "-c", BARE, str(groups), str(len(like.answer))])
+    service = like.path.split("/")[1]
+    server = LighthouseProcess([sys.executable, "-c", BARE, str(groups), str(len(like.answer)), service])
     return LoadSide(server, like.path, like.requests)
 
 
@@ -208,101 +184,106 @@ def read_events(page: str, watchers: int, pipe: Any) -> None:
     pipe.send("each has had its first update")
     while True:
         pipe.recv()
-        pipe.send((sum(count[0] for count in had), sum(count[1] for count in had)))
-
-
-@dataclass(frozen=True)
-class Beaten:
-    """The fate of the beats that were sent."""
-
-    seconds: float
-    answered: int
-    longest_gap_s: float  # between two answered beats of one group
-    cpu_s: float  # of the process that sent them
+        pipe.send([sum(figures) for figures in zip(*had, (0, 0), strict=True)])
 
 
 def beat(address: str, groups: int, pipe: Any) -> None:
-    """Sends heartbeats of each group as torchft does: 100 ms after the last answer. Answers once, with the fate of them, and stops."""
+    """Sends heartbeats of each group as torchft does: 100 ms after the last answer. Answers once, and stops: beats that were answered."""
     asyncio.run(_beat(address, groups, pipe))
 
 
 async def _beat(address: str, groups: int, pipe: Any) -> None:
-    calls = [channel.unary_unary(TORCHFT_BEAT) for channel in connect(address, 8)]
-    last_s: dict[int, float] = {}
-    gaps: list[float] = []
+    calls, answered = [channel.unary_unary(TORCHFT_BEAT) for channel in connect(address, 8)], [0] * groups
 
     async def group(i: int) -> None:
         await asyncio.sleep(BEAT_S * i / groups)
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id(i)).SerializeToString()
         while True:
             await calls[i % 8](request, timeout=60)
-            now_s = time.perf_counter()
-            gaps.append(now_s - last_s.get(i, now_s))
-            last_s[i] = now_s
+            answered[i] += 1
             await asyncio.sleep(BEAT_S)
 
     tasks = [asyncio.ensure_future(group(i)) for i in range(groups)]
-    while len(last_s) < groups:
+    while not all(answered):
         await asyncio.sleep(BEAT_S)
-    gaps.clear()
-    began_s, used_s = time.perf_counter(), time.process_time()
+    before = sum(answered)
     pipe.send("all have beaten once")
     await asyncio.to_thread(pipe.recv)
-    pipe.send(Beaten(time.perf_counter() - began_s, len(gaps), max(gaps), time.process_time() - used_s))
+    pipe.send(sum(answered) - before)
     for task in tasks:
         task.cancel()
 
 
-class LoadGroup:
-    """One of ours, as far as its lighthouse can tell: a stream over a connection of its own, calls, beats."""
+class LoadStream:
+    """A connection of its own to a server, with calls and the stream of that service."""
+
+    def __init__(self, address: str, service: str, up: Any, down: Any) -> None:
+        self._channel, self._service, self._up, self._down = connect(address, 1)[0], service, up, down
+        self.heard: Counter[str] = Counter()  # messages down the stream, by kind
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def open(self, hello: Any, report: Any = None) -> None:
+        """Afterwards the server has heard the hello, where it answers the report."""
+        self._stream = self._channel.stream_stream(f"/{self._service}/Watch")()
+        await self.write(hello=hello)
+        if report is not None:
+            await self.write(report=report)
+            while not self.heard["beat_answered"]:
+                await self._hear()
+        self.tasks.append(asyncio.ensure_future(self._hear_all()))
+
+    def call(self, method: str, request: bytes) -> Any:
+        return self._channel.unary_unary(f"/{self._service}/{method}")(request, timeout=120)
+
+    async def write(self, **up: Any) -> None:
+        await self._stream.write(self._up(**up).SerializeToString())
+
+    async def close(self) -> None:
+        """Ends without a leave, like a process that was killed."""
+        for task in self.tasks:
+            task.cancel()
+        await self._channel.close()
+
+    async def _hear(self) -> bool:
+        if (data := await self._stream.read()) is grpc.aio.EOF:
+            return False
+        self.heard[str(self._down.FromString(data).WhichOneof("down"))] += 1
+        return True
+
+    async def _hear_all(self) -> None:
+        while await self._hear():
+            pass
+
+
+class LoadGroup(LoadStream):
+    """One of ours, as far as its lighthouse can tell: calls, and a beat each second."""
 
     def __init__(self, address: str, name: str) -> None:
-        self.replica_id = name
-        self.down: Counter[str] = Counter()  # how many messages of each kind have come
-        self.beats = 0
-        self._channel, self._number = connect(address, 1)[0], 0
-        self._stream: Any = None
-        self._reader: asyncio.Task[None] | None = None
-        self._more = asyncio.Event()
+        super().__init__(address, "pharos.Lighthouse", pharos_pb2.Up, pharos_pb2.Down)
+        self.replica_id, self.beats, self._number = name, 1, 0
 
-    async def open(self) -> None:
-        """Afterwards the lighthouse has heard the hello."""
-        self._stream = self._channel.stream_stream(WATCH)()
-        await self._write(hello=pharos_pb2.Hello(replica_id=self.replica_id))
-        self._reader = asyncio.ensure_future(self._read())
-        await self.beat()
-        while not self.down["beat_answered"]:
-            self._more.clear()
-            await self._more.wait()
+    async def begin(self) -> None:
+        await self.open(pharos_pb2.Hello(replica_id=self.replica_id), self._report())
+        self.tasks.append(asyncio.ensure_future(self._beat()))
 
     async def ask(self, known: int = 0, *, failed: bool = False) -> int:
         """The id of the quorum that it is in."""
         self._number += 1
         call = m.Call(m.Member(self.replica_id, *addresses(7)), known=known, failed=failed, number=self._number)
-        answer = await self._channel.unary_unary(QUORUM)(pharos_call(call), timeout=120)
-        return int(pharos_pb2.QuorumReply.FromString(answer).quorum.quorum_id)
+        return int(pharos_pb2.QuorumReply.FromString(await self.call("Quorum", pharos_call(call))).quorum.quorum_id)
 
-    async def beat(self) -> None:
-        self.beats += 1
-        await self._write(report=pharos_pb2.Report(step=0, sent_s=time.monotonic()))
+    @property
+    def notices(self) -> int:
+        """Messages that answer no beat."""
+        return sum(self.heard.values()) - self.heard["beat_answered"]
 
-    async def beat_for_ever(self, every_s: float) -> None:
-        due_s = time.perf_counter() + every_s
+    def _report(self) -> Any:
+        return pharos_pb2.Report(step=0, sent_s=time.monotonic())
+
+    async def _beat(self) -> None:
+        due_s = time.perf_counter()
         while True:
+            due_s += 1.0
             await asyncio.sleep(due_s - time.perf_counter())
-            await self.beat()
-            due_s += every_s
-
-    async def close(self) -> None:
-        """Ends without a leave, like a process that was killed."""
-        if self._reader:
-            self._reader.cancel()
-        await self._channel.close()
-
-    async def _write(self, **up: Any) -> None:
-        await self._stream.write(pharos_pb2.Up(**up).SerializeToString())
-
-    async def _read(self) -> None:
-        while (data := await self._stream.read()) is not grpc.aio.EOF:
-            self.down[str(pharos_pb2.Down.FromString(data).WhichOneof("down"))] += 1
-            self._more.set()
+            self.beats += 1
+            await self.write(report=self._report())

@@ -5,16 +5,7 @@
     python bench/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
     python bench/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
 
-The truth is one process with plain modules and the whole batch at once. A case is a layout (bench/parity_layouts.py) with an
-optimizer, with or without gradient accumulation, an odd or even vocabulary, and the loss in chunks or not; its ranks start from
-the truth's seed checkpoint, and the sequences have unequal numbers of targets. Compared are
-
-    in each step    each parameter's gradient, ||g - g1|| / ||g1|| over the whole tensor; the loss, the gradient norm, the number of
-                    targets; and that every parameter is there once, with its shape
-    SGD             3 steps, one after the other
-    AdamW           5 steps, then how far each weight has gone, and the last step once more from the truth's weights
-
-on every rank, in fp32. Prints a line per case, with the gradient that is nearest to its bound; "batches" are those of a step.
+docs/parity.md explains what is compared, and how near it must be. Prints a line per case, with the gradient that is nearest to its bound.
 Exit code 0 if all hold, 1 if not, 2 for bad input.
 """
 
@@ -28,37 +19,31 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from math import inf, isfinite
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 import torch
 
 from bench.job import ROOT
+from bench.pairs import markdown, renew
 from bench.parity_layouts import cases
-from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, ready
+from bench.parity_worker import Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside
 from configs.load import load
 from tests.multiproc.pool import Pool, WorkerError
 
 SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
-TINY = {  # of configs/llama.toml, where no CONFIG is given
-    "--model.dim": "64",
-    "--model.n_layers": "8",
-    "--model.n_heads": "8",
-    "--model.n_kv_heads": "4",
-    "--model.hidden_dim": "128",
-    "--training.seq_len": "32",
-}
+# Of configs/llama.toml, where no CONFIG is given
+TINY = """
+--model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.hidden_dim=128 --training.seq_len=32
+"""
 MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
-START_TIMEOUT_S = 600.0  # all workers import torch at once
-CASE_TIMEOUT_S = 300.0
+CASE_TIMEOUT_S = 600.0  # in the first one all workers import torch at once
 
 LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
 NORM_BOUND = 1e-5
@@ -97,17 +82,14 @@ class ParityVerdict:
 
 def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
     """`truth` by step, `seen` by rank."""
-    assert len(seen) == case.world_size and all(len(rank.steps) == len(truth) for rank in seen)
-    adamw, stages = case.optimizer == "AdamW", [rank.coordinate.pp_rank for rank in seen]
+    adamw, stages = case.optimizer == "AdamW", [rank.stage for rank in seen]
+    names = [*(f"step {number + 1}" for number in range(len(truth))), *(["again"] if adamw else [])]
+    assert len(seen) == case.world_size and all(len(rank.steps) == len(names) for rank in seen)
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
     gradients, others = list[Deviation](), list[Deviation]()
-    looks = [(f"step {number + 1}", [rank.steps[number] for rank in seen], step) for number, step in enumerate(truth)]
-    if adamw:
-        again = [rank.again for rank in seen if rank.again is not None]
-        assert len(again) == len(seen)
-        looks.append(("again", again, truth[-1]))
-    for number, (when, steps, expected) in enumerate(looks):
+    for number, when in enumerate(names):
+        steps, expected = [rank.steps[number] for rank in seen], truth[min(number, len(truth) - 1)]
         bound = ADAMW_BOUND if adamw and 0 < number < len(truth) else GRADIENT_BOUND
         counts = {step.tokens for step in steps} - {expected.tokens}
         problems += [f"{when}: {count:.0f} targets, not {expected.tokens:.0f}" for count in counts]
@@ -165,13 +147,15 @@ class Proof:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:  # the ranks' output, each line once: their tracebacks are mostly the same
-            said = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
-            words = tuple(dict.fromkeys(filter(None, said)))
-            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), words)
+            texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
+            problems = tuple(dict.fromkeys(filter(None, texts)))
+            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
         return replace(found, seconds=time.monotonic() - began)
 
 
-HEAD = ("layout", "optimizer", "batches", "vocabulary", "loss", "apart", "where most", "bound", "s", "result")
+HEAD = {  # columns of a line, and their widths
+    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "apart": 7, "where most": 38, "bound": 5, "s": 5, "result": 6
+}  # fmt: skip
 
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
@@ -191,9 +175,15 @@ def row(verdict: ParityVerdict) -> tuple[str, ...]:
     )
 
 
+def line(number: str, cells: Iterable[str]) -> str:
+    return "  ".join(
+        cell.ljust(width) for cell, width in zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
+    ).rstrip()
+
+
 def main(argv: Sequence[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)
-    options, began = _options(argv[:cut]), time.monotonic()
+    options, began, verdicts = _options(argv[:cut]), time.monotonic(), list[ParityVerdict]()
     with tempfile.TemporaryDirectory(prefix="pharos-parity-") as folder:
         try:
             task = _task(options.config, argv[cut + 1 :], Path(folder))
@@ -205,36 +195,32 @@ def main(argv: Sequence[str]) -> int:
             print(f"parity: {error}", file=sys.stderr)
             return 2
         facts = _facts(task, options.ranks)
-        print("; ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+        print(facts, line("", HEAD), sep="\n", flush=True)
         with closing(Pool(max(options.ranks))) as pool:
-            pool.run(max(options.ranks), ready, timeout_s=START_TIMEOUT_S)
-            verdicts = list[ParityVerdict]()
-            for verdict in _run(Proof(task, pool), chosen):
-                verdicts.append(verdict)
-                if options.write:  # each time: what is stopped leaves what it has seen
-                    options.write.write_text(_page(verdicts, facts, _end(verdicts, chosen, began)), encoding="utf-8")
-    failed = [verdict for verdict in verdicts if verdict.problems]
+            proof = Proof(task, pool)
+            for number, case in enumerate(chosen, start=1):
+                verdicts.append(proof.verdict(case))
+                print(line(f"{number}/{len(chosen)}", row(verdicts[-1])), flush=True)
+                failed = [verdict for verdict in verdicts if verdict.problems]
+                left = f"; {len(chosen) - number} more were not reached" if number < len(chosen) else ""
+                end = f"{number - len(failed)} of {number} cases hold, in {time.monotonic() - began:.0f} s{left}"
+                if options.write:  # each time: a proof that is stopped leaves what it has found
+                    lines = ((str(verdict.case.world_size), *row(verdict)) for verdict in verdicts)
+                    renew(options.write, "Cases", f"{facts}. {end}", markdown(("ranks", *HEAD), lines))
     for verdict in failed:
-        print("\n" + _line("", row(verdict), [0] * len(HEAD)), *verdict.problems, sep="\n  ")
-    end = _end(verdicts, chosen, began)
+        print("\n" + line("", row(verdict)), *verdict.problems, sep="\n  ")
     print(end)
     return 1 if failed else 0
-
-
-def _end(verdicts: Sequence[ParityVerdict], chosen: Sequence[ParityCase], began: float) -> str:
-    held = sum(not verdict.problems for verdict in verdicts)
-    left = f"; {len(chosen) - len(verdicts)} more were not reached" if len(verdicts) < len(chosen) else ""
-    return f"{held} of {len(verdicts)} cases hold, in {time.monotonic() - began:.0f} s{left}"
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
     )
-    words = "a regular expression over layout and optimizer"
+    text = "a regular expression over layout and optimizer"
     parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
     parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=words)
+    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=text)
     parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
     return parser.parse_args(argv)
 
@@ -242,15 +228,14 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 def _ranks(text: str) -> list[int]:
     """Powers of two, so that batch and sequence can be shared."""
     legal = [2**power for power in range(SEQUENCES.bit_length() - 1)]
-    try:
-        ranks = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4') from None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4')
+    ranks = [int(word) for word in text.split(",")]
     for number in ranks:
         if number not in legal:
-            words = f"a step of {SEQUENCES} sequences is shared by {legal}"
+            shared = f"a step of {SEQUENCES} sequences is shared by {legal}"
             nearest = min(legal, key=lambda size: abs(size - number))
-            raise argparse.ArgumentTypeError(f"{number}: {words}; nearest: {nearest}")
+            raise argparse.ArgumentTypeError(f"{number}: {shared}; nearest: {nearest}")
     return ranks
 
 
@@ -263,39 +248,18 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
     """Raises ValueError."""
-    tiny = [word for key, value in TINY.items() if key not in settings for word in (key, value)]
+    tiny = [option for option in TINY.split() if option.partition("=")[0] not in settings]
     config = load([path, *settings] if path else [str(ROOT / "configs" / "llama.toml"), *tiny, *settings])
     config.model.check()
     training = config.training
     return Task(config.model, config.optimizer, training.seq_len, SEQUENCES, training.seed, folder)
 
 
-def _run(proof: Proof, chosen: Sequence[ParityCase]) -> Iterator[ParityVerdict]:
-    """Prints a line for each as it is done."""
-    longest = Deviation("step 1: layers.0.attention_norm.weight", 0.0, GRADIENT_BOUND)
-    blank = [row(ParityVerdict(case, longest, ())) for case in chosen]
-    widths = [max(map(len, column)) for column in zip(HEAD, *blank, strict=True)]
-    print(_line("", HEAD, widths), flush=True)
-    for number, case in enumerate(chosen, start=1):
-        verdict = proof.verdict(case)
-        print(_line(f"{number}/{len(chosen)}", row(verdict), widths), flush=True)
-        yield verdict
-
-
-def _line(number: str, cells: Sequence[str], widths: Sequence[int]) -> str:
-    return f"{number:>8}  " + "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
+def _facts(task: Task, ranks: Sequence[int]) -> str:
     """Facts that are needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
-    try:
-        source = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        source = "unknown"
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": source,
+    facts = {
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
         "seed": task.seed,
         "torch": torch.__version__,
         "cores": os.cpu_count(),
@@ -304,24 +268,7 @@ def _facts(task: Task, ranks: Sequence[int]) -> dict[str, Any]:
         "sequences": task.global_batch_size,
         "seq_len": task.seq_len,
     }
-
-
-def _page(verdicts: Sequence[ParityVerdict], facts: dict[str, Any], end: str) -> str:
-    """docs/parity.md."""
-    doc = [text.strip() for text in (__doc__ or "").split("\n\n")]
-    table = [f"| ranks | {' | '.join(HEAD)} |", f"|---|{'---|' * len(HEAD)}"]
-    table += [f"| {verdict.case.world_size} | {' | '.join(row(verdict))} |" for verdict in verdicts]
-    bounds = (
-        f"Allowed, relative: {GRADIENT_BOUND:.0e} for a gradient and {NORM_BOUND:.0e} for the gradient norm, {LOSS_BOUND['SGD']:.0e} for "
-        f"a loss under SGD and {LOSS_BOUND['AdamW']:.0e} under AdamW. After AdamW's first step the weights are no longer the same: where "
-        "a gradient is near 0, the sign of a rounding error decides about a whole step. So gradients on its way, and how far each "
-        f"weight has gone, may be {ADAMW_BOUND:.0e} apart, even one process from another; from the same weights it is "
-        f"{GRADIENT_BOUND:.0e} again."
-    )
-    seen = "; ".join(f"{key} {value}" for key, value in facts.items())
-    usage, compared = (f"```\n    {doc[number]}\n```" for number in (1, 3))
-    parts = ["# Parity", doc[0], usage, doc[2], compared, doc[4], bounds, f"Seen: {seen}. {end}.", "\n".join(table)]
-    return "\n\n".join(parts) + "\n"
+    return "; ".join(f"{key} {value}" for key, value in facts.items())
 
 
 if __name__ == "__main__":

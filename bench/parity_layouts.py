@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, architecture
+from bench.parity_worker import STEPS, OptimizerName, ParityCase, Task, build
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import AXES, Degrees, ParallelismConfig
-from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
+from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan
 
 VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
@@ -91,30 +90,23 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Optio
 
 def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     """True when model and batch can be shared like that, by the checks of a run's settings."""
-    if task.global_batch_size % (2 * degrees.data_parallel):
+    pieces = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
+    if task.global_batch_size % (2 * degrees.data_parallel) or task.seq_len % pieces:
         return False
     try:
-        for optimizer in STEPS:
-            _check(task, _case(task, degrees, options, optimizer, 0))
+        task.model.check_tensor_parallel(degrees.tp)
+        for case in (_case(task, degrees, options, optimizer, 0) for optimizer in STEPS):
+            config, size = case.layout.parallelism, case.local_batch_size
+            with torch.device("meta"):
+                model = build(task, case.vocab_size)
+            if degrees.tp > 1:
+                check_plan(model, degrees)
+            check_pipeline(config, layers=list(model.layers), local_batch_size=size, compiled_blocks=False)
+            if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
+                return False
     except ValueError:
         return False
     return True
-
-
-def _check(task: Task, case: ParityCase) -> None:
-    """Raises ValueError."""
-    config, degrees = case.layout.parallelism, case.degrees
-    task.model.check_tensor_parallel(degrees.tp)
-    with torch.device("meta"):
-        model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
-    if degrees.tp > 1:
-        check_plan(model, degrees)
-    local_batch_size = case.local_batch_size(task.global_batch_size)
-    check_pipeline(config, layers=list(model.layers), local_batch_size=local_batch_size, compiled_blocks=False)
-    if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
-        raise ValueError(f"activation_checkpoint.mode: not with {schedule_of(config)}")
-    if task.seq_len % (degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)):
-        raise ValueError(f"training.seq_len = {task.seq_len}: cannot be shared by {degrees}")
 
 
 def _case(
@@ -138,8 +130,13 @@ def _case(
     for option in options:
         config = replace(config, **option.parallelism)
         recomputation = option.activation_checkpoint or recomputation
-    if config.pipeline_parallel_schedule_csv == BACKWARDS_CSV:
-        path = _write_backwards(task.folder, degrees.pp, microbatches)
+    if (
+        config.pipeline_parallel_schedule_csv == BACKWARDS_CSV
+    ):  # all forwards, then the backwards from the last microbatch to the first
+        path = task.folder / f"backwards-{degrees.pp}-{microbatches}.csv"
+        orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
+        stages = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(degrees.pp))
+        path.write_text("\n".join(stages) + "\n")
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
     return ParityCase(
         title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
@@ -147,23 +144,14 @@ def _case(
         world_size=degrees.world_size,
         optimizer=optimizer,
         microsteps=microsteps,
+        local_batch_size=local_batch_size,
         vocab_size=VOCABULARIES[even],
     )
 
 
 def _title(degrees: Degrees) -> str:
     """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
-    names = {"pp": "pp", "dp_replicate": "ddp", "dp_shard": "fsdp", "cp": "cp", "tp": "tp"}
-    parts = [f"{word} {getattr(degrees, axis)}" for axis, word in names.items() if getattr(degrees, axis) > 1]
-    text = " + ".join(parts) or "one rank"
-    both = (degrees.dp_replicate, degrees.dp_shard)
-    return text.replace("ddp {} + fsdp {}".format(*both), "hsdp {}x{}".format(*both))
-
-
-def _write_backwards(folder: Path, pp: int, microbatches: int) -> Path:
-    """A schedule that no name has: all forwards, then the backwards from the last microbatch to the first."""
-    path = folder / f"backwards-{pp}-{microbatches}.csv"
-    orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
-    rows = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(pp))
-    path.write_text("\n".join(rows) + "\n")
-    return path
+    replicas, shards = degrees.dp_replicate, degrees.dp_shard
+    ranks = {"pp": degrees.pp, "ddp": replicas, "fsdp": shards, "cp": degrees.cp, "tp": degrees.tp}
+    text = " + ".join(f"{name} {count}" for name, count in ranks.items() if count > 1) or "one rank"
+    return text.replace(f"ddp {replicas} + fsdp {shards}", f"hsdp {replicas}x{shards}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from bench.resume import checkpoint_values
 from models.contract import ModelConfig
 from parallelisms.layout import Layout
-from parallelisms.mesh import Degrees, MeshCoordinate, build_mesh, degrees
+from parallelisms.mesh import Degrees, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
 from training.checkpoint import ModelState, plain_name
@@ -63,15 +63,12 @@ class ParityCase:
     world_size: int
     optimizer: OptimizerName
     microsteps: int  # forward-backwards of a step: gradient accumulation
+    local_batch_size: int  # sequences of one forward-backward of one rank
     vocab_size: int
 
     @property
     def degrees(self) -> Degrees:
         return degrees(self.layout.parallelism, self.world_size)
-
-    def local_batch_size(self, global_batch_size: int) -> int:
-        """Sequences of one forward-backward of one rank."""
-        return global_batch_size // (self.degrees.data_parallel * self.microsteps)
 
 
 @dataclass(frozen=True)
@@ -97,23 +94,19 @@ class StepSeen:
 class Seen:
     """One rank's record of a case."""
 
-    coordinate: MeshCoordinate
+    stage: int  # of the pipeline
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
-    steps: tuple[StepSeen, ...]
+    steps: tuple[
+        StepSeen, ...
+    ]  # AdamW: the last step is there once more, from the weights that the truth had before it
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
-    again: StepSeen | None = None  # AdamW: the last step, from the weights that the truth had before it
-
-
-def ready() -> None:
-    """A worker that has come here has imported what it needs."""
 
 
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Inputs and labels [B, T] of a step. Sequences have unequal numbers of targets: one has none, one has all."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     shape = (task.global_batch_size, task.seq_len)
-    inputs = torch.randint(0, vocab_size, shape, generator=draws)
-    labels = torch.randint(0, vocab_size, shape, generator=draws)
+    inputs, labels = (torch.randint(0, vocab_size, shape, generator=draws) for _ in range(2))
     # of each sequence, at its head
     ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
@@ -123,7 +116,7 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSeen, ...]:
     """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
-    model = architecture(task).build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)
+    model = build(task, vocab_size)
     model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
     steps, gradients = list[StepSeen](), list[dict[str, Tensor]]()
@@ -165,12 +158,12 @@ def beside(task: Task, case: ParityCase) -> Seen:
         steps.append(rank.forward_backward(step))
         rank.optimizer.step()
         rank.optimizer.zero_grad()
-    seen = Seen(rank.coordinate, drawn_differently, tuple(steps))
-    if case.optimizer == "SGD":
-        return seen
-    moves = tuple(rank.moves())
-    rank.load_weights(len(steps) - 1)
-    return replace(seen, moves=moves, again=rank.forward_backward(len(steps) - 1))
+    moves, last = tuple[Compared, ...](), len(steps) - 1
+    if case.optimizer == "AdamW":
+        moves = tuple(rank.moves())
+        rank.load_weights(last)
+        steps.append(rank.forward_backward(last))
+    return Seen(rank.coordinate.pp_rank, drawn_differently, tuple(steps), moves)
 
 
 class Rank:
@@ -178,17 +171,16 @@ class Rank:
 
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
-        self.group = dist.group.WORLD if case.world_size > 1 else None
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
-            model = architecture(task).build(task.model, vocab_size=case.vocab_size, max_seq_len=task.seq_len)
+            model = build(task, case.vocab_size)
         self.parallel = parallelize(  # as train.py does
             model,
             build_mesh(case.degrees, "cpu"),
             cross_entropy_sum,
             case.layout,
-            local_batch_size=case.local_batch_size(task.global_batch_size),
+            local_batch_size=case.local_batch_size,
             seq_len=task.seq_len,
             device=torch.device("cpu"),
             seed=task.seed,
@@ -197,9 +189,8 @@ class Rank:
 
     def moves(self) -> list[Compared]:
         """The way from the seed checkpoint to the weights as they are."""
-        folders = (self.folder(step) for step in (0, len(self.truth)))
-        before, after = map(checkpoint_values, folders)
-        moved = ((name, whole - before[f"model.{name}"]) for name, whole in _gathered(self._parameters()))
+        before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
+        moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
 
     def folder(self, step: int) -> Path:
@@ -211,11 +202,11 @@ class Rank:
         state = ModelState(self.parallel.parts)
         live = state.state_dict()
         for value in live.values():
-            local(value).fill_(nan)  # what the checkpoint does not fill will be seen
-        folder = self.folder(step)
+            local(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
+        folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
-        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=self.group):
+        if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
             raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
         state.load_state_dict(filled["model"])
 
@@ -225,7 +216,7 @@ class Rank:
         inputs, labels = batch(task, case.vocab_size, step)
         rows = task.global_batch_size // case.degrees.data_parallel
         mine = slice(self.coordinate.dp_rank * rows, (self.coordinate.dp_rank + 1) * rows)
-        size = case.local_batch_size(task.global_batch_size)
+        size = case.local_batch_size
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
         for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
@@ -236,7 +227,7 @@ class Rank:
         parameters = [parameter for _, parameter in self._parameters()]
         norm = gradient_norm(parameters).item() / divisor
         scale_gradients(parameters, 1 / divisor)
-        gradients = _gathered((name, p.grad) for name, p in self._parameters() if p.grad is not None)
+        gradients = ((name, _whole(p.grad)) for name, p in self._parameters() if p.grad is not None)
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -254,11 +245,9 @@ def local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _gathered(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors, on every rank that holds a piece."""
-    for name, value in named:
-        value = value.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+def _whole(value: Tensor) -> Tensor:
+    """The whole tensor, on every rank that holds a piece."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> Iterator[Compared]:
@@ -270,10 +259,10 @@ def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> I
 
 
 def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
-    if name == "AdamW":
-        return build_optimizer(task.optimizer, parts)
-    return torch.optim.SGD([p for part in parts for p in part.parameters()], lr=SGD_RATE)
+    parameters = [p for part in parts for p in part.parameters()]
+    return build_optimizer(task.optimizer, parts) if name == "AdamW" else torch.optim.SGD(parameters, lr=SGD_RATE)
 
 
-def architecture(task: Task) -> Any:
-    return importlib.import_module(f"models.{task.model.name}")
+def build(task: Task, vocab_size: int) -> Any:
+    module = importlib.import_module(f"models.{task.model.name}")
+    return module.build(task.model, vocab_size=vocab_size, max_seq_len=task.seq_len)

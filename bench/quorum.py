@@ -18,12 +18,12 @@ the calls and answers with as many bytes. To be run on an idle machine (Linux).
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -31,52 +31,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 from bench import lighthouse_load as load
 from bench.job import LighthouseProcess, cpu_s, memory_bytes, their_lighthouse
-from bench.pairs import Ratio, parser, ratio, table
+from bench.pairs import Ratio, in_turns, parser, ratio, table
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.serving import room_for_connections
 
-BOUNDS = {
-    "ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42},
-    "known": {1000: 0.25},
-}  # of a round beside torchft's
+# Of a round of so many groups beside torchft's: ours over torchft's wire, and over our own
+BOUNDS = {"ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42}, "known": {1000: 0.25}}
+BEATING = (256, 384, 512, 768, 1000)  # groups, until one size does not hold
 BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB, WATCHED_BOUND = 1.5, 0.20, 5.0, 1.1
+SECONDS = 60.0  # of beats or idleness
 ROUND_EVERY_S = 0.5  # beside beats: a quick step
-IDLE_GROUPS = 1000
-FIGURES = ("a round", "median ms", "server CPU ms", "load CPU ms", "load busy")
+GROUPS = 1000  # idle, or watched
 CHANGES = (1_000, 10_000)
 
 
 def main() -> None:
-    flags = parser(
-        __doc__,
-        peer=(str, "a Python that has torchft"),
-        groups=(str, "default: 2,8,64,256,1000; --heartbeats: 256,384,512,768,1000 until one fails"),
-        pairs=(9, "of turns of the two sides"),
-        seconds=(60.0, "of beats or idleness"),
-    )
+    flags = parser(__doc__, peer=(str, "a Python that has torchft"), pairs=(9, "of turns of the two sides"))
     kind = flags.add_mutually_exclusive_group()
-    for name in ("heartbeats", "idle", "churn"):
-        kind.add_argument(f"--{name}", action="store_true")
-    words = "pages that are open; --groups: 1000; 0: what the machine itself makes of two equal sides"
-    kind.add_argument("--watchers", type=int, metavar="N", help=words)
+    for what in (heartbeats, idle, churn):
+        kind.add_argument(f"--{what.__name__}", dest="what", action="store_const", const=what)
+    text = "pages that are open; 0: what the machine itself makes of two equal sides"
+    kind.add_argument("--watchers", type=int, metavar="N", help=text)
     options = flags.parse_args()
-    default = "256,384,512,768,1000" if options.heartbeats else "2,8,64,256,1000"
-    groups = [int(n) for n in (options.groups or default).split(",")]
-    if options.heartbeats:
-        asyncio.run(heartbeats(groups, options.seconds))
-    elif options.idle:
-        asyncio.run(idle(options.seconds))
-    elif options.churn:
-        asyncio.run(churn())
+    if options.what:
+        asyncio.run(options.what())
     elif options.watchers is not None:
-        asyncio.run(watched(int(options.groups or 1000), options.watchers, options.pairs))
+        asyncio.run(watched(options.watchers, options.pairs))
     else:
-        asyncio.run(rounds(groups, options.pairs, options.peer))
+        asyncio.run(rounds(options.pairs, options.peer))
 
 
-async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> None:
+async def rounds(pairs: int, peer: str | None) -> None:
     rows = []
-    for groups in sizes:
+    for groups in BOUNDS["ours"]:
         sides = {
             "ours": load.torchft_side(load.ours(groups), groups),
             "known": await load.known_side(load.ours(groups), groups),
@@ -85,98 +72,96 @@ async def rounds(sizes: Sequence[int], pairs: int, peer: str | None) -> None:
             sides[f"bare, as {name}"] = await load.bare_side(groups, sides[name])
         if peer:
             sides["torchft"] = load.torchft_side(LighthouseProcess(their_lighthouse(groups, peer)), groups)
-        turns = await in_turns(sides, pairs, max(5, min(100, 4000 // groups)))
-        theirs = [turn.round_s for turn in turns.get("torchft", [])]
+        turns = await taken(sides, pairs, max(5, min(100, 4000 // groups)))
         for name, side in turns.items():
-            beside = ratio([turn.round_s for turn in side], theirs) if theirs and name != "torchft" else None
-            answer, bound = str(len(sides[name].answer)), BOUNDS.get(name, {}).get(groups)
+            theirs = turns["torchft"]["median ms"] if peer and name != "torchft" else []
+            beside, bound = ratio(side["median ms"], theirs) if theirs else None, BOUNDS.get(name, {}).get(groups)
             verdict = f"{bound:g}x {_reached(beside, bound)}" if beside and bound else ""
+            answer = str(len(sides[name].answer))
             rows.append([f"{groups} groups, {name}", *_figures(side), answer, str(beside or ""), verdict])
         print(f"{groups} groups done", file=sys.stderr)
-    print(table([*FIGURES, "bytes an answer", "beside torchft's", "bound"], rows))
+    print(table(["a round", *load.FIGURES, "bytes an answer", "beside torchft's", "bound"], rows))
 
 
-async def in_turns(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, list[load.LoadTurn]]:
-    """Turns of each side; every other pair runs backwards: no side is always first. Closes the sides."""
-    turns: dict[str, list[load.LoadTurn]] = {name: [] for name in sides}
+async def taken(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """FIGURES of each side, by turn; the sides take turns, and are closed."""
+    loop = asyncio.get_running_loop()
+
+    def turn(side: load.LoadSide) -> list[float]:
+        return asyncio.run_coroutine_threadsafe(side.turn(rounds), loop).result()
+
+    asked = {name: partial(turn, side) for name, side in sides.items()}
     try:
-        for side in sides.values():
-            await side.turn(2)
-        for pair in range(pairs):
-            for name in list(sides) if pair % 2 == 0 else reversed(sides):
-                turns[name].append(await sides[name].turn(rounds))
-        return turns
+        turns = await asyncio.to_thread(in_turns, asked, pairs, warm=1)
     finally:
         for side in sides.values():
             await side.close()
+    return {name: dict(zip(load.FIGURES, zip(*of, strict=True), strict=True)) for name, of in turns.items()}
 
 
-async def watched(groups: int, watchers: int, pairs: int) -> None:
+async def watched(watchers: int, pairs: int) -> None:
     """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
-    servers = {name: load.ours(groups, http="127.0.0.1:0") for name in ("watched", "unwatched")}
+    servers = {name: load.ours(GROUPS, http="127.0.0.1:0") for name in ("watched", "unwatched")}
     page = await asyncio.to_thread(servers["watched"].line)
-    sides = {name: await load.known_side(server, groups) for name, server in servers.items()}
+    sides = {name: await load.known_side(server, GROUPS) for name, server in servers.items()}
     with load.beside(load.read_events, page, watchers) as had:
-        # some seconds: pages have an update in each
-        turns = await in_turns(sides, pairs, max(15, min(100, 24000 // groups)))
+        turns = await taken(sides, pairs, 24)  # some seconds: pages have an update in each
         updates, size = had()
-    beside, cpu = (
-        ratio(*([getattr(turn, figure) for turn in turns[name]] for name in ("watched", "unwatched")))
-        for figure in ("round_s", "server_s")
-    )
-    print(table(FIGURES, [[f"{groups} groups, {name}", *_figures(side)] for name, side in turns.items()]))
+    beside, cpu = (ratio(*(turns[name][of] for name in servers)) for of in load.FIGURES[:2])
+    rows = [[f"{GROUPS} groups, {name}", *_figures(side)] for name, side in turns.items()]
+    print(table(["a round", *load.FIGURES], rows))
     verdict = _reached(beside, WATCHED_BOUND)
     print(f"with {watchers} watchers: {beside} of a round (bound {WATCHED_BOUND}x: {verdict}), {cpu} of its CPU")
     print(f"each had {updates / max(1, watchers):.0f} updates of {size / max(1, updates) / 1000:.1f} KB on average")
 
 
-def _figures(turns: list[load.LoadTurn]) -> list[str]:
-    names = ("round_s", "server_s", "load_s")
-    milliseconds = (f"{1e3 * statistics.median(getattr(x, name) for x in turns):.2f}" for name in names)
-    return [*milliseconds, f"{statistics.median(x.load_busy for x in turns):.0%}"]
+def _figures(side: dict[str, list[float]]) -> list[str]:
+    medians = {name: statistics.median(figures) for name, figures in side.items()}
+    return [f"{median:.0%}" if name == "load busy" else f"{1e3 * median:.2f}" for name, median in medians.items()]
 
 
 def _reached(beside: Ratio, bound: float) -> str:
     return "reached" if beside.high <= bound else "in range" if beside.low <= bound else "missed"
 
 
-async def heartbeats(sizes: Sequence[int], seconds: float) -> None:
+async def heartbeats() -> None:
     """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
     rows, largest = [], 0
-    for groups in sizes:
-        row, holds = await _beaten(groups, seconds)
-        rows.append(row)
+    for groups in BEATING:
+        row, holds = await _beaten(groups)
+        rows.append([str(groups), *row])
         print(f"{groups} groups: {'hold' if holds else 'do not hold'}", file=sys.stderr)
         if not holds:
             break
         largest = groups
-    shares = ("server", "beats' load", "lost")
-    print(table(["groups", "beats/s", "of", "longest gap s", "quiet ms", "beaten ms", "ratio", *shares], rows))
-    print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {seconds:g} s of beats): {largest} groups")
+    print(table(["groups", "beats/s", "of", "quiet ms", "beaten ms", "ratio", "server", "lost"], rows))
+    print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {SECONDS:g} s of beats): {largest} groups")
 
 
-async def _beaten(groups: int, seconds: float) -> tuple[list[str], bool]:
+async def _beaten(groups: int) -> tuple[list[str], bool]:
     """Quiet rounds, rounds with beats, quiet rounds again."""
     side = load.torchft_side(load.ours(groups // 2 + 1, heartbeat_timeout_ms=5000), groups)
     beating = partial(load.beside, load.beat, side.server.address, groups)
     try:
         with beating():  # or the first half would be a quorum without the rest
             await side.round()
-        quiet, lost = await _paced(side, groups, seconds / 3)
+        quiet, lost = await _paced(side, groups, SECONDS / 3)
         with beating() as stop:
-            used_s = cpu_s(side.server.pid)
-            beaten, lost_too = await _paced(side, groups, seconds)
-            used_s = cpu_s(side.server.pid) - used_s
-            beats: load.Beaten = stop()
-        again, lost_again = await _paced(side, groups, seconds / 3)
+            began_s, used_s = time.perf_counter(), cpu_s(side.server.pid)
+            beaten, lost_too = await _paced(side, groups, SECONDS)
+            answered, took_s, used_s = stop(), time.perf_counter() - began_s, cpu_s(side.server.pid) - used_s
+        again, lost_again = await _paced(side, groups, SECONDS / 3)
     finally:
         await side.close()
     quiet_s, beaten_s = statistics.median(quiet + again), statistics.median(beaten)
     slower, lost = beaten_s / quiet_s, lost + lost_too + lost_again
-    figures = [f"{beats.answered / beats.seconds:.0f}", f"{groups / load.BEAT_S:.0f}", f"{beats.longest_gap_s:.2f}"]
-    figures += [f"{1e3 * quiet_s:.1f}", f"{1e3 * beaten_s:.1f}", f"{slower:.2f}x"]
-    figures += [f"{used_s / beats.seconds:.0%}", f"{beats.cpu_s / beats.seconds:.0%}", str(lost)]
-    return [str(groups), *figures], slower <= BEATS_BOUND and not lost
+    figures = [
+        f"{answered / took_s:.0f}",
+        f"{groups / load.BEAT_S:.0f}",
+        f"{1e3 * quiet_s:.1f}",
+        f"{1e3 * beaten_s:.1f}",
+    ]
+    return [*figures, f"{slower:.2f}x", f"{used_s / took_s:.0%}", str(lost)], slower <= BEATS_BOUND and not lost
 
 
 async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list[float], int]:
@@ -190,51 +175,38 @@ async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list
     return times, lost
 
 
-async def idle(seconds: float) -> None:
+async def idle() -> None:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
-    server = load.ours(IDLE_GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
+    server = load.ours(GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
     page = await asyncio.to_thread(server.line)
-    groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(IDLE_GROUPS)]
-    hearts = []
+    groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(GROUPS)]
+
+    def seen() -> list[float]:
+        """So far: quorums, beats, messages that answer none; seconds of the clock, of the server's CPU, of the load's."""
+        with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
+            [quorums] = re.findall(r"(?m)^pharos_quorums_total\S* (\S+)", answer.read().decode())
+        beats, notices = (sum(getattr(group, of) for group in groups) for of in ("beats", "notices"))
+        return [float(quorums), beats, notices, time.perf_counter(), cpu_s(server.pid), time.process_time()]
+
     try:
-        for begin in range(0, IDLE_GROUPS, 20):
-            opened = groups[begin : begin + 20]
-            await asyncio.gather(*(group.open() for group in opened))
-            hearts += [asyncio.ensure_future(group.beat_for_ever(1.0)) for group in opened]
+        for begin in range(0, GROUPS, 20):
+            await asyncio.gather(*(group.begin() for group in groups[begin : begin + 20]))
         await asyncio.gather(*(group.ask() for group in groups))
-        quorums, (beats, notices) = await asyncio.to_thread(_scrape, page), _heard(groups)
-        used_s, load_s, began_s = cpu_s(server.pid), time.process_time(), time.perf_counter()
-        await asyncio.sleep(seconds)
-        took_s = time.perf_counter() - began_s
-        used_s, load_s = cpu_s(server.pid) - used_s, time.process_time() - load_s
-        beats, notices = (now - before for now, before in zip(_heard(groups), (beats, notices), strict=True))
-        quorums = await asyncio.to_thread(_scrape, page) - quorums
+        before = await asyncio.to_thread(seen)
+        await asyncio.sleep(SECONDS)
+        since = (b - a for a, b in zip(before, await asyncio.to_thread(seen), strict=True))
+        quorums, beats, notices, took_s, used_s, load_s = since
     finally:
-        for heart in hearts:
-            heart.cancel()
         await asyncio.gather(*(group.close() for group in groups))
         memory_mb = memory_bytes("VmRSS", server.pid) / 2**20
         server.close()
-    told = f"{beats / took_s:.0f} beats/s for {took_s:.0f} s: {quorums:.0f} quorums, {notices} notices"
-    print(f"{IDLE_GROUPS} groups, {told}")
-    share = used_s / beats * IDLE_GROUPS  # at one beat a second from each, should the load have been slower
+    per_s = f"{GROUPS} groups, {beats / took_s:.0f} beats/s for {took_s:.0f} s"
+    print(f"{per_s}: {quorums:.0f} quorums, {notices} notices")
+    share = used_s / beats * GROUPS  # at one beat a second from each, should the load have been slower
     bound = f"(bound {IDLE_BOUND:.0%}: {'reached' if share < IDLE_BOUND else 'missed'})"
     print(f"lighthouse: {1e6 * used_s / beats:.0f} us a beat, {share:.1%} of a core {bound}, {memory_mb:.0f} MB")
     print(f"the load: {load_s / took_s:.0%} of a core")
-
-
-def _heard(groups: Sequence[load.LoadGroup]) -> tuple[int, int]:
-    """Beats, and what came down the streams that is no answer to one."""
-    told = sum(sum(group.down.values()) - group.down["beat_answered"] for group in groups)
-    return sum(group.beats for group in groups), told
-
-
-def _scrape(page: str) -> float:
-    """Quorums answered so far. A GET on loopback, once before and once after."""
-    with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("pharos_quorums_total"))
 
 
 async def churn() -> None:
@@ -245,10 +217,10 @@ async def churn() -> None:
         memory: list[float] = []
         try:
             stays, known = load.LoadGroup(server.address, "stays:1"), 0
-            await stays.open()
+            await stays.begin()
             for change in range(1, CHANGES[-1] + 1):
                 comes = load.LoadGroup(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
-                await comes.open()
+                await comes.begin()
                 known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
                 await comes.close()
                 if change in CHANGES:

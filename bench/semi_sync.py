@@ -1,22 +1,21 @@
 """The cost of a thin link between groups: the same training with gradients summed in every step, and with groups that step by themselves.
 
-    python bench/semi_sync.py [--megabits 20] [--steps 128] [--sync-steps 16] [--groups 2] [--write docs/semi_sync.svg]
+    python bench/semi_sync.py [--steps 128] [--sync-steps 16] [--write docs/semi_sync.svg]
 
-Each group is a machine of its own (a network namespace), whose cable carries --megabits a second each way (tbf). All ways train the same
-model from the same weights on as many tokens, one way after the other. Tokens per second are of the whole job, from its first line of
+Two groups, each a machine of its own (a network namespace), whose cable carries 20 megabits a second each way (tbf). All ways train the
+same model from the same weights on as many tokens, one way after the other. Tokens per second are of the whole job, from its first line of
 figures to its last; the loss is that on held-out text at the end, of the weights that the groups agree on. Needs Linux and root; the
 machine is to be idle otherwise. Exit code: 0 where summing now and then is the faster one; 2 bad input; 1 the rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -32,12 +31,12 @@ MODEL = """
 --fault_tolerance.digest_interval=0 --sample.tokens=0
 """
 CONFIG = ROOT / "bench" / "drill.toml"
+GROUPS, MEGABITS = 2, 20.0
 LIMIT_S = 1800.0
 
 
-@dataclass(frozen=True)
-class Result:
-    name: str
+class Result(NamedTuple):
+    way: str
     tokens: int
     tokens_per_s: float
     over_tokens: Points  # thousands of tokens, loss
@@ -48,18 +47,16 @@ class Result:
 def main(argv: Sequence[str]) -> int:
     flags = parser(
         __doc__,
-        megabits=20.0,
         steps=(128, "optimizer steps of each group; a multiple of --sync-steps"),
         sync_steps=(16, "a multiple of 4"),
-        groups=2,
         write=(Path, "the picture"),
     )
-    arguments = flags.parse_args(argv)
-    if arguments.sync_steps % 4 or arguments.steps % arguments.sync_steps:
-        flags.error(f"--sync-steps {arguments.sync_steps}: must be a multiple of 4, and --steps a multiple of it")
+    options = flags.parse_args(argv)
+    if options.sync_steps % 4 or options.steps % options.sync_steps:
+        flags.error(f"--sync-steps {options.sync_steps}: must be a multiple of 4, and --steps a multiple of it")
     try:
         with tempfile.TemporaryDirectory(prefix="semi-sync-") as folder:
-            results = [run(way, extra, folder, arguments) for way, extra in ways(arguments.sync_steps).items()]
+            results = [run(way, extra, folder, options.steps) for way, extra in ways(options.sync_steps).items()]
     except (Failed, RuntimeError, ValueError) as error:
         print(f"semi_sync: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
@@ -67,14 +64,14 @@ def main(argv: Sequence[str]) -> int:
     lines = []
     for one in results:
         faster = f"{one.tokens_per_s / each.tokens_per_s:.1f}x"
-        lines.append((one.name, f"{one.tokens:,}", f"{one.tokens_per_s:,.0f}", faster, f"{one.held_out:.3f}"))
+        lines.append((one.way, f"{one.tokens:,}", f"{one.tokens_per_s:,.0f}", faster, f"{one.held_out:.3f}"))
     print(table(("way", "tokens", "tokens/s", "beside every step", "held-out loss"), lines))
-    if arguments.write:
-        title = f"{arguments.groups} groups, {arguments.megabits:g} Mbit/s between them"
-        over_tokens = Panel("thousands of tokens", {result.name: result.over_tokens for result in results})
-        over_time = Panel("seconds", {result.name: result.over_time for result in results})
-        arguments.write.write_text(drawing(title, [over_tokens, over_time]), encoding="utf-8")
-        print(f"picture: {arguments.write}")
+    if options.write:
+        axes = {"thousands of tokens": "over_tokens", "seconds": "over_time"}
+        panels = [Panel(axis, {one.way: getattr(one, of) for one in results}) for axis, of in axes.items()]
+        title = f"{GROUPS} groups, {MEGABITS:g} Mbit/s between them"
+        options.write.write_text(drawing(title, panels), encoding="utf-8")
+        print(f"picture: {options.write}")
     return 0 if all(result.tokens_per_s > each.tokens_per_s for result in results[1:]) else 1
 
 
@@ -90,38 +87,28 @@ def ways(sync_steps: int) -> dict[str, tuple[str, ...]]:
     }
 
 
-def run(way: str, extra: Sequence[str], folder: str, arguments: argparse.Namespace) -> Result:
+def run(way: str, extra: Sequence[str], folder: str, steps: int) -> Result:
     """Raises Failed where it does not come to its end."""
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
     argv = [
-        str(CONFIG),
-        *MODEL.split(),
-        *extra,
-        f"--job.dump_folder={folder}",
-        f"--job.name={name}",
-        f"--training.steps={arguments.steps}",
-        f"--validation.freq={arguments.steps}",
-        f"--fault_tolerance.min_replica_size={arguments.groups}",
-    ]
+        str(CONFIG), *MODEL.split(), *extra, f"--job.dump_folder={folder}", f"--job.name={name}", f"--training.steps={steps}",
+        f"--validation.freq={steps}", f"--fault_tolerance.min_replica_size={GROUPS}",
+    ]  # fmt: skip
     print(f"semi_sync: {way}", file=sys.stderr)
-    with closing(Network()) as network, DrillJob(argv, arguments.groups, network=network, drilled=False) as job:
+    with closing(Network()) as network, DrillJob(argv, GROUPS, network=network, drilled=False) as job:
         for group in job.groups:
-            network.narrow(group, arguments.megabits)
+            network.narrow(group, MEGABITS)
         job.gone |= set(job.groups)  # they end by themselves
         job.until(f"the end of {way}", lambda: all(group.code is not None for group in job.groups.values()), LIMIT_S)
-        return result_of(way, job.run)
-
-
-def result_of(way: str, run_folder: Path) -> Result:
-    steps = [row for row in rows(run_folder) if "loss" in row]
-    first, last = steps[0], steps[-1]
-    _, validation = read(run_folder / "metrics.jsonl")
+        lines = [row for row in rows(job.run) if "loss" in row]
+        _, validation = read(job.run / "metrics.jsonl")
+    first, last = lines[0], lines[-1]
     return Result(
         way,
         last["tokens"],
         (last["tokens"] - first["tokens"]) / (last["time"] - first["time"]),
-        thin(smooth([(row["tokens"] / 1000, row["loss"]) for row in steps])),
-        thin(smooth([(row["time"] - first["time"], row["loss"]) for row in steps])),
+        thin(smooth([(row["tokens"] / 1000, row["loss"]) for row in lines])),
+        thin(smooth([(row["time"] - first["time"], row["loss"]) for row in lines])),
         validation[-1][1],
     )
 

@@ -1,9 +1,8 @@
 """One side of bench/step.py and gpu.py: a Llama's training step (forward, loss, backward, clipping, AdamW), here or in a peer.
 
-A setting is words: bf16 (autocast in a peer) or bf16 weights or fp32; compile; checkpoint (half of the products and all of attention are
-kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone: chunked (the
-logits of CHUNK tokens exist at once; chunked=8192: of so many), float8. Our weights are drawn on the
-device: nothing here depends on their bits.
+A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the products and all
+of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
+chunked=8192 (the logits of so many tokens exist at once). Our weights are drawn on the device: nothing here depends on their bits.
 
 It runs under the interpreter of its side, so a peer's side imports torch and that peer alone.
 """
@@ -26,7 +25,6 @@ from torch import Tensor
 
 from bench.pairs import serve
 
-CHUNK = 2048  # tokens whose logits exist at once, by the word chunked
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
@@ -50,7 +48,6 @@ def pharos(
     """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
-    from parallelisms.float8 import Float8Config
     from parallelisms.layout import CompileConfig, Layout, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
@@ -60,17 +57,13 @@ def pharos(
     from training.progress import Progress
 
     cleanup.enter_context(process_group(CommConfig()))
-    words = setting.split()
-    [chunked] = [word for word in words if word.startswith("chunked")] or ["chunked=0"]
-    float8 = Float8Config(enable="float8" in words)
-    float8.check()
+    flags, backend = _flags(setting), _backend(setting)
     layout = Layout(
         ParallelismConfig(),
-        ActivationCheckpointConfig("selective" if "checkpoint" in words else "none", "op"),
-        CompileConfig(enable=bool(backend := _backend(setting)), backend=backend or "inductor"),
-        float8,
-        Precision(*(torch.bfloat16 if word in words else torch.float32 for word in ("weights", "bf16"))),
-        loss_chunk_tokens=int(chunked.partition("=")[2] or CHUNK),
+        ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
+        CompileConfig(enable=bool(backend), backend=backend or "inductor"),
+        precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
+        loss_chunk_tokens=int(flags.get("chunked", 0)),
     )
     with patch("models.llama.normal_", draw_on_device):
         parallel = parallelize(
@@ -97,14 +90,19 @@ def pharos(
     return step
 
 
+def _flags(setting: str) -> dict[str, str]:
+    """The value of each flag, "" where it has none."""
+    return dict(flag.partition("=")[::2] for flag in setting.split())
+
+
 def _backend(setting: str) -> str:
-    """Settings of torch.compile, by the word compile or compile=BACKEND; "": none."""
-    [word] = [word for word in setting.split() if word.startswith("compile")] or [""]
-    return word.partition("=")[2] or ("inductor" if word else "")
+    """The backend of torch.compile; "": the setting does not compile."""
+    flags = _flags(setting)
+    return flags["compile"] or "inductor" if "compile" in flags else ""
 
 
 def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
-    """Stands for models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    """Replaces models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
     torch.nn.init.normal_(parameter, std=std)
 
 

@@ -1,15 +1,17 @@
-"""bench/gpu.py: its page has every row that a first run on a GPU is to fill, on either device; the path, as far as a CPU goes."""
+"""bench/gpu.py: turns are taken once, whatever ends a call; its page has every row that a first run on a GPU is to fill, on either device,
+and a verdict for each bound; the path, as far as a CPU goes."""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import BACKENDS, SIDES, SIZES, main, part_1, part_2, part_3
-from bench.gpu_page import page
+from bench.gpu import BACKENDS, BEST, SIDES, GpuTurn, main, page, part_1, part_2, part_3, run
+from bench.pairs import Failed
 
 VERSIONS = {
     "python", "torch", "cuda", "device", "driver", "memory_gib", "NCCL", "cuDNN", "protobuf", "grpcio", "transformers", "torchtitan",
@@ -21,40 +23,100 @@ BOUNDS = {
     "no step lost", "equal bits", "no memory lost (64 MiB of slack), MiB", "the survivor lives three minutes",
     "healing: 80 % of a pinned copy over the same wire", "an async checkpoint stalls 1.1x of a copy",
 }  # fmt: skip
+TRAINED = {"steps": 15, "loss": 6.0, "ms a step": 1.0, "tokens/s": 9, "GiB": 1.0}
 FIGURES: dict[str, dict[str, Any]] = {  # of each kind of turn
     "1 versions": dict.fromkeys(VERSIONS, "x"),
-    "1 tests": {"passed": 1, "skipped": 0, "bad": []},
-    "1 train": {"steps": 15, "loss": 6.0, "step_ms": 1.0, "tokens_per_s": 9, "memory_gib": 1.0},
+    "1 tests": {"passed": 1, "skipped": 0, "failures": "none"},
+    "1 train": TRAINED,
     "2 ": {"tokens_per_s": 9.0, "memory_mib": 1.0, "graphs": 1},
-    "3 kill": {"next_step_s": 0.1, "steps_lost": 0, "bits": True, "memory_lost_mib": 0, "watched_s": 181, "sum_ms": 1},
-    "3 steady": {"steps": 15, "loss": 6.0, "step_ms": 1.0, "tokens_per_s": 9, "memory_gib": 1.0},
+    "3 kill": {"next step s": 0.1, "steps lost": 0, "bits equal": True, "MiB lost": 0, "watched s": 181, "a sum ms": 1},
+    "3 steady": TRAINED,
     "3 healing": {"http": [1.0], "raw": [1.0], "share": 1.0},
     "3 stall": {"stall": [1.0], "copy": [1.0], "share": 1.0},
 }
 
 
+def settings(folder: Path, device: str = "cpu") -> argparse.Namespace:
+    return argparse.Namespace(
+        minutes=9.5, again=False, only="*", write=folder / "gpu.md", folder=folder, steps=1, peer_python="python", device=device,
+        sizes=["tiny"] if device == "cpu" else ["1b", "8b"],
+    )  # fmt: skip
+
+
+def row(key: str, **figures: Any) -> dict[str, Any]:
+    return {"key": key, "day": "2026-01-02", "took_s": 1.0, **figures}
+
+
+def lines(text: str, section: str) -> list[str]:
+    """Lines of the section's table."""
+    return text.partition(f"\n## {section}\n")[2].partition("```\n")[2].partition("\n```")[0].splitlines()[1:]
+
+
 def rows(text: str, section: str) -> set[str]:
     """First cells of the section's table."""
-    table = text.partition(f"\n## {section}\n")[2].partition("```\n")[2].partition("\n```")[0]
-    return {line.partition("  ")[0] for line in table.splitlines()[1:]}
+    return {line.partition("  ")[0] for line in lines(text, section)}
 
 
-@pytest.mark.parametrize(("device", "sizes"), [("cuda", ["1b", "8b"]), ("cpu", ["tiny"])])
+def taking(keys: list[str], taken: list[str], *, fails: str = "") -> list[GpuTurn]:
+    def do(key: str, limit_s: float) -> dict[str, Any]:
+        taken.append(key)
+        if key == fails:
+            raise Failed("the reason")
+        return FIGURES["1 tests"]
+
+    return [GpuTurn(key, 60, partial(do, key)) for key in keys]
+
+
+def test_a_second_call_goes_on_and_a_turn_that_failed_stops_nothing(tmp_path: Path) -> None:
+    options, results = settings(tmp_path), tmp_path / "results.jsonl"
+    keys, taken = ["1 tests a", "1 tests b", "1 tests c"], list[str]()
+    assert run(iter(taking(keys[:2], taken, fails=keys[0])), results, options)
+    assert "1 tests a" in options.write.read_text() and "the reason" in options.write.read_text()
+    assert run(iter(taking(keys, taken)), results, options)
+    assert taken == keys
+    options.again = True
+    assert run(iter(taking(keys, taken)), results, options)
+    assert taken == [*keys, keys[0]]
+    assert "the reason" not in options.write.read_text()
+
+
+def test_a_turn_that_does_not_fit_is_left_to_the_next_call(tmp_path: Path) -> None:
+    options, taken = settings(tmp_path), list[str]()
+    options.minutes = 0.1
+    assert not run(iter(taking(["1 tests a"], taken)), tmp_path / "results.jsonl", options)
+    assert not taken and not (tmp_path / "results.jsonl").exists()
+
+
+def test_each_bound_has_a_verdict() -> None:
+    ours = row(f"2 8b 0 pharos: {BEST['pharos']}", tokens_per_s=9000.0, memory_mib=60_000.0)
+    theirs = row(f"2 8b 0 torchtitan: {BEST['torchtitan']}", tokens_per_s=8000.0, memory_mib=50_000.0)
+    killed = row("3 kill group, nccl", **FIGURES["3 kill"])
+    text = page([row("1 versions", device="NVIDIA H100 80GB HBM3"), ours, theirs, killed], "cuda")
+    verdicts = {line[: line.index("  ")]: line.split("  ")[-1].strip() for line in lines(text, "Bounds")}
+    assert verdicts["8b: 1.05x torchtitan's tokens/s"] == "reached"
+    assert verdicts["8b: no more memory than torchtitan"] == "not"
+    assert verdicts["the survivor lives three minutes"] == "reached"
+    assert verdicts["no step lost"] == "not run"  # one of three kills is not all
+    assert verdicts["1b: 1.05x torchtitan's tokens/s"] == "not run"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_page_has_every_row(device: str, sizes: list[str], fails: bool, tmp_path: Path) -> None:
-    """A turn that fails, such as that of a side which a machine lacks, has its row at the end."""
-    options = argparse.Namespace(
-        device=device, sizes=sizes, folder=tmp_path, rounds=None, steps=1, peer_python="python"
+def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fails: bool, tmp_path: Path) -> None:
+    """1B comes before 8B. A turn that fails, such as that of a side which a machine lacks, has its row at the end."""
+    options = settings(tmp_path, device)
+    turns = [turn for part in (part_1, part_2, part_3) for turn in part(options)]
+    keys, sizes = [turn.key for turn in turns], options.sizes
+    assert len(set(keys)) == len(keys) and all(turn.limit_s <= 9.5 * 60 for turn in turns)
+    measured = [key.split()[1] for key in keys if key.startswith("2 ")]
+    assert measured == sorted(measured)
+    figures = (
+        {"failed": "why"} if fails else next(f for kind, f in FIGURES.items() if key.startswith(kind)) for key in keys
     )
-    keys = [turn.key for part in (part_1, part_2, part_3) for turn in part(options)]
-    taken = []
-    for key in keys:
-        figures = {"failed": "why"} if fails else next(f for kind, f in FIGURES.items() if key.startswith(kind))
-        taken.append({"key": key, "day": "2026-01-02", "took_s": 1.0, **figures})
-    text = page(taken, SIZES, device)
+    text = page([row(key, **found) for key, found in zip(keys, figures, strict=True)], device)
     assert rows(text, "Bounds") == BOUNDS
+    assert rows(text, "Left out") == (set(keys) if fails else set())
     if fails:
-        assert rows(text, "Left out") == set(keys)
         return
     backend = "" if device == "cuda" else "=aot_eager"
     inline, child = ("nccl", "baby_nccl") if device == "cuda" else ("gloo", "baby_gloo")
@@ -66,15 +128,11 @@ def test_the_page_has_every_row(device: str, sizes: list[str], fails: bool, tmp_
     assert rows(text, "train.py to its end") == {f"train {sizes[0]} eager", f"train {sizes[0]} compiled", *steady}
     sides = {f"{side}: {setting}".replace(" compile", f" compile{backend}") for side, setting in SIDES}
     assert rows(text, "Throughput") == {f"{size} {side}" for size in sizes for side in sides}
-    assert rows(text, "Two members on one device") == {
-        f"kill child, {child}",
-        f"kill group, {inline}",
-        f"kill group, {child}",
-    }
+    kills = {f"kill child, {child}", f"kill group, {inline}", f"kill group, {child}"}
+    assert rows(text, "Two members on one device") == kills
     assert rows(text, "Healing and checkpoints") == {
         *(f"healing: {name}" for name in ("http", "raw", "share")), *(f"stall: {name}" for name in ("stall", "copy", "share")),
     }  # fmt: skip
-    assert rows(text, "Left out") == set()
 
 
 @pytest.mark.timeout(600)
