@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _DistributedSampler
 
@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         outputs = self.module(*inputs, **more)
         self._in_backward = False  # one that raised has not ended
         if self._sums and torch.is_grad_enabled():
-            for tensor in tensors_in(outputs):
+            for tensor in _find_tensors(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
         return outputs
@@ -72,21 +72,6 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd when all gradients are there, before `backward` returns."""
         self._in_backward = False
         self._manager.backward_ended()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Wherever they are in what a module returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 class Optimizer(torch.optim.Optimizer):
