@@ -49,8 +49,7 @@ def groups() -> Iterator[list[Group]]:
     made: list[Group] = []
     yield made
     for group in made:
-        group.process.kill()
-        group.process.wait()
+        group.kill()
 
 
 @pytest.mark.timeout(3 * WAIT_S)

@@ -71,6 +71,11 @@ class Started:
         self.until("its end", lambda _: self.process.poll() is not None)
         return self.process.returncode
 
+    def kill(self) -> None:
+        """May be called twice."""
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
