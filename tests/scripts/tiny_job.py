@@ -91,6 +91,20 @@ def python(*arguments: str | Path, code: int = 0, timeout_s: float = 120) -> str
     return done.stdout
 
 
+PEAK = """
+import sys
+from importlib import import_module
+assert import_module(sys.argv[1]).main(sys.argv[2:]) == 0
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print("peak", peak)
+"""
+
+
+def peak_bytes(module: str, *arguments: object) -> int:
+    """Of a process that runs a script: all that it maps counts, also the files of tensors."""
+    return int(python("-c", PEAK, module, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
+
+
 def write_job(folder: Path, config: str = CONFIG) -> None:
     """tiny.toml and its text."""
     (folder / "text").mkdir(exist_ok=True)
