@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rpc.peer import Peer, Unavailable, install
+from tests.rpc.peer import Peer, install
+from tests.system_packages import Unavailable
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ import pytest
 import ft
 from ft.rpc.clients import GroupProcess
 from ft.rpc.group_server import Settings
-from tests.rpc.peer import SOON, Peer, Unavailable, install
+from tests.rpc.peer import SOON, Peer, install
+from tests.system_packages import Unavailable
 
 LEASE = timedelta(milliseconds=300)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rpc.peer import Unavailable, install
+from tests.rpc.peer import install
 from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.tiny_job import Started, assert_exact, write_job
+from tests.system_packages import Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENT = ROOT / "contrib" / "torchx_component.py"
@@ -44,17 +45,10 @@ def start(folder: Path, component: str, *arguments: str) -> Started:
         packages = install(ROOT / ".venv-torchx", PINS)
     except Unavailable as error:
         pytest.skip(f"no TorchX: {error}")
-    command = [
-        "-m",
-        "torchx.cli.main",
-        "run",
-        "--wait",
-        "--scheduler=local_cwd",
-        f"{COMPONENT}:{component}",
-        *arguments,
-    ]
+    run = ["-m", "torchx.cli.main", "run", "--wait", "--scheduler=local_cwd"]
+    command = [sys.executable, *run, f"{COMPONENT}:{component}", *arguments]
     env = {"PYTHONPATH": str(packages), "PYTHON": sys.executable}
-    return Started([sys.executable, *command], folder / f"{component}.txt", cwd=folder, **env)
+    return Started(command, folder / f"{component}.txt", cwd=folder, **env)
 
 
 @pytest.mark.timeout(600)
