@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -26,10 +25,10 @@ LINE = re.compile(r"^\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)\n", re.MUL
 class Program(Started):
     """One group's process."""
 
-    def __init__(self, folder: Path, number: int, group: int, lighthouse: str) -> None:
+    def __init__(self, folder: Path, group: int, lighthouse: str) -> None:
         command = [sys.executable, ROOT / "examples" / "train_ddp.py", "--steps", "1000000"]
         env = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
-        super().__init__(command, folder / f"{number}.txt", cwd=folder, **env)
+        super().__init__(command, folder / f"{len(list(folder.iterdir()))}.txt", cwd=folder, **env)
 
     @property
     def steps(self) -> dict[int, tuple[int, float, str]]:
@@ -43,23 +42,6 @@ class Program(Started):
             return [at for at, (size, _, _) in self.steps.items() if at >= step and size == groups]
 
         return found(self.until(f"step {step} of {groups} groups", found))[0]
-
-
-@contextmanager
-def job(folder: Path) -> Iterator[Callable[[int], Program]]:
-    """Starts a group."""
-    lighthouse, made = LighthouseServer("127.0.0.1:0", 1), list[Program]()
-
-    def start(group: int) -> Program:
-        made.append(Program(folder, len(made), group, lighthouse.address()))
-        return made[-1]
-
-    try:
-        yield start
-    finally:
-        for program in made:
-            program.kill()
-        lighthouse.shutdown()
 
 
 def losses_without_faults(steps: int) -> list[float]:
@@ -85,7 +67,15 @@ def losses_without_faults(steps: int) -> list[float]:
 
 @pytest.mark.timeout(900)  # three programs start, and a run is computed again
 def test_the_example_outlives_a_kill(tmp_path: Path):
-    with job(tmp_path) as start:
+    with ExitStack() as cleanup:
+        lighthouse = LighthouseServer("127.0.0.1:0", 1)
+        cleanup.callback(lighthouse.shutdown)
+
+        def start(group: int) -> Program:
+            program = Program(tmp_path, group, lighthouse.address())
+            cleanup.callback(program.kill)
+            return program
+
         left, right = start(0), start(1)
         together = left.wait_for(50, groups=2)
         right.kill()
