@@ -100,9 +100,8 @@ class Agent(LocalElasticAgent):
         ranks.first_failed = ranks.first_failed or {rank for rank, pid in ranks.pids.items() if _has_failed(pid)}
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if (
-                ranks.asked_to_stop
-            ):  # torch then returns the result: it neither starts them again nor waits for other nodes
+            if ranks.asked_to_stop:
+                # torch then returns the result: it neither starts them again nor waits for other nodes
                 self._remaining_restarts = 0
                 return result
             # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
