@@ -232,13 +232,7 @@ def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
         stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in "ab"]
         alike = {"init_sync": False, "world_size": 2, "store_addr": "127.0.0.1"}
         ranks = [
-            made.group(
-                name,
-                value,
-                5,
-                body=body,
-                arguments={**alike, "rank": rank, "store_port": store.port},
-            )
+            made.group(name, value, 5, body=body, arguments={**alike, "rank": rank, "store_port": store.port})
             for name, value, store in (("a", A, stores[0]), ("b", B, stores[1]))
             for rank in range(2)
         ]
