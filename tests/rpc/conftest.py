@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rpc.peer import Peer, install
-from tests.system_packages import Unavailable
+from tests.rpc.peer import Peer, Unavailable, install
 
 
 @pytest.fixture(scope="session")
