@@ -12,10 +12,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plot_loss.py"
 
 
 def plot(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    bare = (sys.executable, "-I", "-S")  # -S: no packages, as on a bare machine
-    return subprocess.run(
-        [*bare, SCRIPT, *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=False
-    )
+    command = [sys.executable, "-I", "-S", SCRIPT, *arguments]  # -S: no packages, as on a bare machine
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
 
 
 def write_run(folder: Path, steps: int) -> Path:
