@@ -131,8 +131,7 @@ class ReplicaSupervisor:
 
     def tell(self, number: signal.Signals) -> None:
         if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+            self.process.send_signal(number)
 
     def end(self) -> None:
         if self.process is not None:

@@ -52,6 +52,11 @@ from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
 
 T = TypeVar("T")
+CHANGE_NOTHING = {  # arguments of torchft's, and why
+    "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
+    "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
+    "enable_error_bus": "every group is told at once of a death, always",
+}
 log = logging.getLogger("pharos.torchft")
 
 
@@ -161,19 +166,8 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        for name, value, why in (
-            (
-                "use_async_quorum",
-                use_async_quorum,
-                "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
-            ),
-            (
-                "connect_timeout",
-                connect_timeout,
-                "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
-            ),
-            ("enable_error_bus", enable_error_bus, "every group is told at once of a death, always"),
-        ):
+        given = (use_async_quorum, connect_timeout, enable_error_bus)
+        for value, (name, why) in zip(given, CHANGE_NOTHING.items(), strict=True):
             if value is not None:
                 say_once(f"Manager({name}={value}) changes nothing: {why}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size

@@ -79,14 +79,12 @@ is_complete() {
     answer=$(probe "$PYTHON") && [ "${answer%% *}" = "$minor" ] || return 1
   fi
   for lock; do
-    stamp=$(read_stamp "$lock")
-    [ -n "$stamp" ] && [ "$stamp" = "$(stamp_for "$lock" "${TORCH_INDEX:-$(index_of "$stamp")}")" ] || return 1
+    [ -f "$venv/pharos-$lock" ] && stamp=$(<"$venv/pharos-$lock") || return 1
+    [ "$stamp" = "$(stamp_for "$lock" "${TORCH_INDEX:-$(index_of "$stamp")}")" ] || return 1
   done
 }
 
 stamp_for() { printf 'Python 3.%s, torch from %s\n%s\n' "$minor" "$2" "$(<"$root/$1")"; }
-
-read_stamp() { if [ -f "$venv/pharos-$1" ]; then printf '%s\n' "$(<"$venv/pharos-$1")"; fi; }
 
 index_of() { # the index a stamp names
   local first=${1%%$'\n'*}
