@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -15,25 +17,26 @@ import torch.nn.functional as F
 
 from examples.train_ddp import Images, Net
 from ft import DistributedSampler, LighthouseServer
-from tests.scripts.tiny_job import ROOT, Started
+from tests.scripts.tiny_job import Started
 
+ROOT = Path(__file__).resolve().parents[2]
 BATCH, EVERY = 64, 50  # the example's: images of a group's batch, steps between two lines
 WINDOW = 4 * EVERY  # whose losses are compared
-LINE = re.compile(r"^\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)\n", re.MULTILINE)
+LINE = re.compile(r"\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)\n")
 
 
 class Program(Started):
     """One group's process."""
 
-    def __init__(self, folder: Path, group: int, lighthouse: str) -> None:
+    def __init__(self, group: int, lighthouse: str, out: Path) -> None:
         command = [sys.executable, ROOT / "examples" / "train_ddp.py", "--steps", "1000000"]
-        env = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
-        super().__init__(command, folder / f"{len(list(folder.iterdir()))}.txt", cwd=folder, **env)
+        said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
+        super().__init__(command, out, cwd=ROOT, **said)
 
     @property
     def steps(self) -> dict[int, tuple[int, float, str]]:
-        """The lines that it has printed, by step: groups, loss, weights."""
-        return {int(step): (int(groups), float(loss), sum_) for step, groups, loss, sum_ in LINE.findall(self.text)}
+        """What it has printed, by step: groups, loss, weights."""
+        return {int(found[1]): (int(found[2]), float(found[3]), found[4]) for found in LINE.finditer(self.text)}
 
     def wait_for(self, step: int, groups: int) -> int:
         """The first line of at least that step that so many groups took part in."""
@@ -42,6 +45,22 @@ class Program(Started):
             return [at for at, (size, _, _) in self.steps.items() if at >= step and size == groups]
 
         return found(self.until(f"step {step} of {groups} groups", found))[0]
+
+
+@contextmanager
+def job(folder: Path) -> Iterator[Callable[[int], Program]]:
+    """Starts a group."""
+    with ExitStack() as stack:
+        lighthouse, numbers = LighthouseServer("127.0.0.1:0", 1), itertools.count()
+        stack.callback(lighthouse.shutdown)
+
+        def start(group: int) -> Program:
+            made = Program(group, lighthouse.address(), folder / f"{next(numbers)}.txt")
+            stack.callback(made.process.wait)
+            stack.callback(made.process.kill)
+            return made
+
+        yield start
 
 
 def losses_without_faults(steps: int) -> list[float]:
@@ -67,18 +86,10 @@ def losses_without_faults(steps: int) -> list[float]:
 
 @pytest.mark.timeout(900)  # three programs start, and a run is computed again
 def test_the_example_outlives_a_kill(tmp_path: Path):
-    with ExitStack() as cleanup:
-        lighthouse = LighthouseServer("127.0.0.1:0", 1)
-        cleanup.callback(lighthouse.shutdown)
-
-        def start(group: int) -> Program:
-            program = Program(tmp_path, group, lighthouse.address())
-            cleanup.callback(program.kill)
-            return program
-
+    with job(tmp_path) as start:
         left, right = start(0), start(1)
         together = left.wait_for(50, groups=2)
-        right.kill()
+        right.process.kill()
         alone = left.wait_for(together, groups=1)
         again = start(1)
         met = again.wait_for(alone, groups=2)
