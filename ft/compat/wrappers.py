@@ -81,6 +81,8 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # not torch's: all state is the wrapped one's
         self.manager, self.optim = manager, optim
+        self.state_dict, self.load_state_dict = optim.state_dict, optim.load_state_dict  # type: ignore[method-assign]
+        self.add_param_group = optim.add_param_group  # type: ignore[method-assign]
         self._is_new = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -98,15 +100,6 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("Optimizer.step: a closure would compute again what the groups have agreed on")
         if self.manager.should_commit():
             self.optim.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)  # param_groups, state, defaults, hooks
