@@ -53,7 +53,7 @@ class ErrorSwallowingProcessGroup(Collectives):
         self._group = group
         self._error: Exception | None = None
         # As the group's own
-        self.abandon, self.shutdown = group.abandon, group.shutdown
+        self.abandon, self.shutdown = group.abandon, group.shutdown  # type: ignore[method-assign]
         self.rank, self.size, self.getBackendName = group.rank, group.size, group.getBackendName  # type: ignore[method-assign]
 
     def configure(self, store: str, rank: int, size: int) -> None:
