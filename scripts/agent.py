@@ -15,12 +15,12 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -96,13 +96,15 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks = self._ranks  # those that failed first are remembered before torch ends the others
-        ranks.first_failed = ranks.first_failed or {rank for rank, pid in ranks.pids.items() if _has_failed(pid)}
+        # Those that failed first are remembered before torch ends the others.
+        ranks, processes = self._ranks, cast(SubprocessContext, self._pcontext).subprocess_handlers
+        ranks.first_failed = ranks.first_failed or {
+            worker.global_rank for worker in worker_group.workers if processes[worker.local_rank].proc.poll()
+        }
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if (
-                ranks.asked_to_stop
-            ):  # torch then returns the result: it neither starts them again nor waits for other nodes
+            if ranks.asked_to_stop:
+                # torch then returns the result: it neither starts them again nor waits for other nodes
                 self._remaining_restarts = 0
                 return result
             # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
@@ -287,15 +289,6 @@ def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
         master_port=int(port) if backend == "static" else None,
         local_addr=address,
     )
-
-
-def _has_failed(pid: int) -> bool:
-    """True when a child has ended other than by exit 0; it stays a zombie for the agent to reap."""
-    try:
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return end is not None and end.si_status != 0
 
 
 def _size(path: Path) -> int:

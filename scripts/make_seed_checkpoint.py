@@ -51,17 +51,13 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
         config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
         check_settings(for_any_machine(config), world_size=1)
         check_saved(config, config.run_folder)
-    except ValueError as error:
+        try:
+            make_seed(config, Log(colour=not config.metrics.disable_color_printing), draw=draw)
+        except ValueError as error:
+            raise ValueError(config.origin.explain(str(error))) from None
+    except (ValueError, CheckpointFailed, OSError) as error:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
-        return 2
-    try:
-        make_seed(config, Log(colour=not config.metrics.disable_color_printing), draw=draw)
-    except ValueError as error:
-        print(f"make_seed_checkpoint: {config.origin.explain(str(error))}", file=sys.stderr)
-        return 2
-    except (CheckpointFailed, OSError) as error:
-        print(f"make_seed_checkpoint: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

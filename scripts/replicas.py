@@ -131,8 +131,7 @@ class ReplicaSupervisor:
 
     def tell(self, number: signal.Signals) -> None:
         if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+            self.process.send_signal(number)
 
     def end(self) -> None:
         if self.process is not None:
@@ -326,20 +325,14 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
 
 
 def environment(run_folder: Path, groups: int) -> dict[str, str]:
-    """The environment of a job's lighthouse and groups; writes the token's file. A rank that dies is started again with its whole group."""
-    token = str(token_file(run_folder).resolve())
-    env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "PHAROS_TOKEN_FILE": token, "MAX_RESTARTS": "0"}
-    env.pop("PHAROS_TOKEN", None)
-    return env
-
-
-def token_file(run_folder: Path) -> Path:
-    """A file that only this user may read, with PHAROS_TOKEN or a random token. Never on a command line, where all users see it."""
-    path = run_folder / "groups" / "token"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    """The environment of a job's lighthouse and groups. A rank that dies is started again with its whole group. PHAROS_TOKEN or a random
+    token is in a file that only this user may read, never on a command line, where all users see it."""
+    token = (run_folder / "groups").resolve() / "token"
+    token.unlink(missing_ok=True)
+    with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write((os.environ.get("PHAROS_TOKEN") or secrets.token_urlsafe(24)) + "\n")
-    return path
+    own = {"NUM_REPLICA_GROUPS": str(groups), "PHAROS_TOKEN_FILE": str(token), "MAX_RESTARTS": "0"}
+    return {name: value for name, value in os.environ.items() if name != "PHAROS_TOKEN"} | own
 
 
 def start_lighthouse(

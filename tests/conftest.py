@@ -6,7 +6,8 @@ import fcntl
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ IN_BOTH = (
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
 )
+
+
+@pytest.fixture
+def cleanup() -> Iterator[ExitStack]:
+    """Closes what a test has opened, the newest first."""
+    with ExitStack() as stack:
+        yield stack
+
 
 if find_spec("hypothesis"):  # absent where only tests/gpu run
     from hypothesis import settings

@@ -260,9 +260,8 @@ def read(quorum: m.Quorum) -> m.Quorum:
 def _member(member: m.Member) -> m.Member:
     try:
         ours = json.loads(member.data)[OURS]
-        message = codec.to_message(
-            replace(member, data="", **{name: ours[name] for name in _FIELDS})
-        )  # checks the types
+        # Checks the types
+        message = codec.to_message(replace(member, data="", **{name: ours[name] for name in _FIELDS}))
     except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,16 +28,10 @@ class QuorumMember:
 
 
 @dataclass(frozen=True)
-class Timestamp:
-    seconds: int
-    nanos: int
-
-
-@dataclass(frozen=True)
 class LighthouseQuorum:
     quorum_id: int
-    participants: list[QuorumMember] = field(default_factory=list)
-    created: Timestamp = field(default_factory=lambda: Timestamp(0, 0))
+    participants: list[QuorumMember]
+    created: Any  # protobuf's Timestamp: seconds, nanos
 
 
 class LighthouseClient:
@@ -83,7 +77,7 @@ class LighthouseClient:
             members.append(
                 QuorumMember(x.replica_id, x.address, x.store_address, x.step, x.world_size, x.shrink_only, given)
             )
-        return LighthouseQuorum(quorum.quorum_id, members, Timestamp(quorum.created.seconds, quorum.created.nanos))
+        return LighthouseQuorum(quorum.quorum_id, members, quorum.created)
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")

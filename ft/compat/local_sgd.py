@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,21 +33,20 @@ BUCKET_MB = 32.0
 
 
 class _Syncs:
-    """Sums fragments in turns, each inner_steps steps of `optimizer` another one. A context: outside of it the optimizer is as it was."""
+    """Sums fragments in turns, by `schedule`, with hooks of `optimizer`. A context: outside of it the optimizer is as it was."""
 
     def __init__(
         self,
         manager: Manager,
         fragments: Sequence[Fragment],
         optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
         *,
-        inner_steps: int,
-        delay: int,
-        bucket_mb: float,
+        bucket_mb: float | None = None,
         quantized: bool = False,
     ) -> None:
-        self._manager, self.fragments, self._optimizer = manager, fragments, optimizer
-        self._inner_steps, self._delay, self._bucket_bytes = inner_steps, delay, int(bucket_mb * (1 << 20))
+        self._manager, self.fragments, self._optimizer, self._schedule = manager, fragments, optimizer, schedule
+        self._bucket_bytes = int((BUCKET_MB if bucket_mb is None else bucket_mb) * (1 << 20))
         self.inner_steps_done = 0  # optimizer steps since the last sum
         self._works: list[dist.Work] = []
         self._pieces: list[Tensor] = []  # of the buckets on their way, by parameter
@@ -64,18 +62,16 @@ class _Syncs:
         self._hooks += [before, self._optimizer.register_step_post_hook(lambda *_: self._stepped())]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
     def _stepped(self) -> None:
         self.inner_steps_done += 1
-        if self.inner_steps_done == self._inner_steps - self._delay:
+        if self.inner_steps_done == self._schedule.inner_steps - self._schedule.delay:
             self._manager.start_quorum()
             self._send(self._turn)
-        if self.inner_steps_done == self._inner_steps:
+        if self.inner_steps_done == self._schedule.inner_steps:
             self.inner_steps_done = 0
             self._finish(self.fragments[self._turn])
 
@@ -111,9 +107,9 @@ class LocalSGD(_Syncs):
     Raises ValueError for a `sync_every` below 1."""
 
     def __init__(self, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> None:
-        Schedule(sync_every).check(("sync_every", "", "", ""))
-        fragments = [Fragment(_trained(model), None)]
-        super().__init__(manager, fragments, optimizer, inner_steps=sync_every, delay=0, bucket_mb=BUCKET_MB)
+        schedule = Schedule(sync_every)
+        schedule.check(("sync_every", "", "", ""))
+        super().__init__(manager, [Fragment(_trained(model), None)], optimizer, schedule)
 
 
 class DiLoCo(_Syncs):
@@ -152,13 +148,7 @@ class DiLoCo(_Syncs):
             for module, optimizer in zip(model_fragments, outer, strict=True)
         ]
         super().__init__(
-            manager,
-            fragments,
-            inner_optimizer,
-            inner_steps=schedule.inner_steps,
-            delay=fragment_sync_delay,
-            bucket_mb=BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb,
-            quantized=should_quantize,
+            manager, fragments, inner_optimizer, schedule, bucket_mb=bucket_cap_mb, quantized=should_quantize
         )
 
 

@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
 from functools import lru_cache, partial
@@ -52,6 +52,11 @@ from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
 
 T = TypeVar("T")
+CHANGE_NOTHING = {  # arguments of torchft's, and why
+    "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
+    "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
+    "enable_error_bus": "every group is told at once of a death, always",
+}
 log = logging.getLogger("pharos.torchft")
 
 
@@ -161,19 +166,8 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        for name, value, why in (
-            (
-                "use_async_quorum",
-                use_async_quorum,
-                "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
-            ),
-            (
-                "connect_timeout",
-                connect_timeout,
-                "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
-            ),
-            ("enable_error_bus", enable_error_bus, "every group is told at once of a death, always"),
-        ):
+        given = (use_async_quorum, connect_timeout, enable_error_bus)
+        for value, (name, why) in zip(given, CHANGE_NOTHING.items(), strict=True):
             if value is not None:
                 say_once(f"Manager({name}={value}) changes nothing: {why}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
@@ -182,11 +176,10 @@ class Manager:
         self._error: Exception | None = None  # reported since the step began
         self._body = False  # start_quorum has returned, should_commit was not called
         self._used = False  # the body has sent something
-        self._left = False  # the body has ended too early
         self._over = True  # the step was decided, one way or the other
         self._decided: Commit | None = None
         self._slots = 0  # that this body is for; with none it sends zeros
-        self._pass: AbstractContextManager[None] | None = None  # the backward that sends gradients is under way
+        self._pass = ExitStack()  # holds the backward that sends gradients, while it is under way
         self._user: Any = None  # how its state is loaded, and taken
         self._late = Buffers(shared=pg.IN_CHILD)
         self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
@@ -386,23 +379,23 @@ class Manager:
             )
         self._used = True
         if self._slots:
-            self._pass = self.core.last_pass()
-            self._pass.__enter__()
+            self._pass.enter_context(self.core.last_pass())
 
     def backward_ended(self) -> None:
         """Returns when .grad is the mean, or the step is dropped. Nobody else is at work: the caller of backward waits."""
-        self._end_pass()
+        self._pass.close()
         self._decide()
 
     # ------------------------------------------------------------------------------------------------ the end of a body
 
-    def _decide(self) -> None:
-        """Sums, and the group's vote; with a retry if need be. Afterwards .grad has the mean, if the step holds."""
+    def _decide(self, failure: str = "") -> None:
+        """Sums, and the group's vote; with a retry if need be. Afterwards .grad has the mean, if the step holds. `failure`: the reason for
+        which it cannot hold in this generation."""
         if self._over:
             return
         self._over = True
         # A body is one batch, however many slots it is for.
-        failure, tokens = self._why_it_fails(), (1.0,) + (0.0,) * (self._slots - 1)
+        failure, tokens = failure or self._why_it_fails(), (1.0,) + (0.0,) * (self._slots - 1)
         kept = not failure and self.core.gradients.can_repeat
         totals = self.core.reduce(tokens, 0.0, self._error is None, kept=kept, failure=failure)
         self._decided = self.core.commit(totals)
@@ -415,8 +408,6 @@ class Manager:
     def _why_it_fails(self) -> str:
         """The reason for which this step cannot hold in this generation, if there is one."""
         part = self.core.part
-        if self._left:
-            return "the body was left before its end"
         if not self._slots or part is None:
             return ""
         if len(part.members) < self._min_replica_size:
@@ -427,21 +418,13 @@ class Manager:
 
     def _close_body(self) -> None:
         """start_quorum was called in place of should_commit."""
-        self._end_pass()
-        if not self._over:
-            self._left = True  # what others have sent on this generation may never be met by ours
-            self._decide()
-            self._left = False
+        self._pass.close()
+        self._decide("the body was left before its end")  # what others sent in this generation may never be met by ours
         if self._decided is not None:
             log.warning(
                 "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
             )
         self._decided = None
-
-    def _end_pass(self) -> None:
-        if self._pass is not None:
-            self._pass.__exit__(None, None, None)
-            self._pass = None
 
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
@@ -471,8 +454,7 @@ class ReportingWork(dist.Work):
     def synchronize(self) -> None:
         self.wait()
 
-    def block_current_stream(self) -> None:
-        self.wait()
+    block_current_stream = synchronize
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,14 +52,14 @@ class ErrorSwallowingProcessGroup(Collectives):
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
         self._group = group
         self._error: Exception | None = None
+        # As the group's own
+        self.abandon, self.shutdown = group.abandon, group.shutdown  # type: ignore[method-assign]
+        self.rank, self.size, self.getBackendName = group.rank, group.size, group.getBackendName  # type: ignore[method-assign]
 
     def configure(self, store: str, rank: int, size: int) -> None:
         """As ProcessGroup's."""
         self._error = None
         self._group.configure(store, rank, size)
-
-    def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
-        self._group.abandon(reason, then)
 
     def errored(self) -> Exception | None:
         return self._error or self._group.errored()
@@ -68,10 +67,6 @@ class ErrorSwallowingProcessGroup(Collectives):
     def report(self, error: Exception) -> None:
         """A failure that was seen elsewhere: what follows does nothing."""
         self._error = self._error or error
-
-    def shutdown(self, limit_s: float = 30.0) -> None:
-        """As ProcessGroup's."""
-        self._group.shutdown(limit_s)
 
     def launch(self, operation: Operation) -> dist.Work:
         mine = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
@@ -88,12 +83,3 @@ class ErrorSwallowingProcessGroup(Collectives):
 
         theirs.get_future().add_done_callback(ended)
         return mine
-
-    def rank(self) -> int:
-        return self._group.rank()
-
-    def size(self) -> int:
-        return self._group.size()
-
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return self._group.getBackendName()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _DistributedSampler
 
@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         outputs = self.module(*inputs, **more)
         self._in_backward = False  # one that raised has not ended
         if self._sums and torch.is_grad_enabled():
-            for tensor in tensors_in(outputs):
+            for tensor in _find_tensors(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
         return outputs
@@ -74,21 +74,6 @@ class DistributedDataParallel(nn.Module):
         self._manager.backward_ended()
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Wherever they are in what a module returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
 class Optimizer(torch.optim.Optimizer):
     """Begins a step in zero_grad, and steps only if the step holds. Looks like the optimizer that it wraps, to schedulers too. Closures
     cannot be had: a step is decided once."""
@@ -96,6 +81,8 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
         # not torch's: all state is the wrapped one's
         self.manager, self.optim = manager, optim
+        self.state_dict, self.load_state_dict = optim.state_dict, optim.load_state_dict  # type: ignore[method-assign]
+        self.add_param_group = optim.add_param_group  # type: ignore[method-assign]
         self._is_new = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,15 +100,6 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("Optimizer.step: a closure would compute again what the groups have agreed on")
         if self.manager.should_commit():
             self.optim.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)  # param_groups, state, defaults, hooks

@@ -17,11 +17,9 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf 'pharos: %s\n' "$*" >&2; }
 
-die() { # die CODE MESSAGE
-  local code=$1
-  shift
-  say "$@"
-  exit "$code"
+die() { # die CODE MESSAGE...
+  say "${@:2}"
+  exit "$1"
 }
 
 use_python() {
@@ -79,14 +77,12 @@ is_complete() {
     answer=$(probe "$PYTHON") && [ "${answer%% *}" = "$minor" ] || return 1
   fi
   for lock; do
-    stamp=$(read_stamp "$lock")
-    [ -n "$stamp" ] && [ "$stamp" = "$(stamp_for "$lock" "${TORCH_INDEX:-$(index_of "$stamp")}")" ] || return 1
+    [ -f "$venv/pharos-$lock" ] && stamp=$(<"$venv/pharos-$lock") || return 1
+    [ "$stamp" = "$(stamp_for "$lock" "${TORCH_INDEX:-$(index_of "$stamp")}")" ] || return 1
   done
 }
 
 stamp_for() { printf 'Python 3.%s, torch from %s\n%s\n' "$minor" "$2" "$(<"$root/$1")"; }
-
-read_stamp() { if [ -f "$venv/pharos-$1" ]; then printf '%s\n' "$(<"$venv/pharos-$1")"; fi; }
 
 index_of() { # the index a stamp names
   local first=${1%%$'\n'*}
@@ -153,13 +149,13 @@ install_torch() { # sets torch_from; alone and first, since PyPI's torch for Lin
     index=(-i "$TORCH_INDEX")
   elif [ "$(uname -s)" != Linux ]; then
     size="80 MB"
-  elif ! has_nvidia_driver; then
-    if pip_knows torch "$release+cpu"; then
+  elif [[ $(nvidia-smi -L 2>/dev/null </dev/null) != *GPU* ]]; then # no driver
+    if pip_knows "$release+cpu"; then
       spec="torch==$release+cpu" size="CPU build, 190 MB"
-    elif pip_knows torch "$release+cpu" -i "$torch_cpu_index"; then
+    elif pip_knows "$release+cpu" -i "$torch_cpu_index"; then
       spec="torch==$release+cpu" size="CPU build, 190 MB"
       index=(-i "$torch_cpu_index")
-    elif pip_knows torch "$release"; then
+    elif pip_knows "$release"; then
       say "no CPU build of torch $release for Python 3.$minor at $torch_cpu_index; taking the CUDA build, which runs without a GPU too: 2.7 GB follow"
     fi
   fi
@@ -170,14 +166,11 @@ install_torch() { # sets torch_from; alone and first, since PyPI's torch for Lin
   pip_install $quiet --no-deps ${index[@]+"${index[@]}"} "$spec" || fail_pip "torch $release"
 }
 
-has_nvidia_driver() { case $(nvidia-smi -L 2>/dev/null </dev/null) in *GPU*) return 0 ;; esac; return 1; }
-
-pip_knows() { # pip_knows PACKAGE VERSION [pip options...]: asks the index only, nothing is downloaded
-  local package=$1 version=$2 answer
-  shift 2
-  answer=$("$python" -I -m pip index versions --retries 1 --timeout 15 "$@" "$package" 2>/dev/null </dev/null) || return 1
-  case "${answer//$'\n'/,}," in *[:,]" $version,"*) return 0 ;; esac
-  return 1
+pip_knows() { # pip_knows VERSION [pip options...]: of torch; asks the index only, nothing is downloaded
+  local version=$1 answer
+  shift
+  answer=$("$python" -I -m pip index versions --retries 1 --timeout 15 "$@" torch 2>/dev/null </dev/null) || return 1
+  [[ "${answer//$'\n'/,}," == *[:,]" $version,"* ]]
 }
 
 install_locked() {
@@ -221,10 +214,8 @@ fail() { # the program's own last word, and what was being done
 }
 
 fail_pip() {
-  local log
-  log=$(<"$venv.partial")
   sed -n '/^ERROR/p' "$venv.partial" >&2
-  case $log in
+  case $(<"$venv.partial") in
     *"No space left"*) die 1 "no space left for $1 in $venv or in pip's temporary folder (TMPDIR); PHAROS_VENV=/path/to/a/new/folder puts it elsewhere" ;;
     *"Connection"* | *"Timeout"* | *"timed out"* | *"resolve"* | *"unreachable"* | *"ProxyError"* | *"SSLError"*)
       die 1 "no package index reached for $1; check the network, proxy and pip's settings, or without a network:" \

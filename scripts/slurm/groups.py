@@ -88,9 +88,8 @@ class Nodes:
     def renew(self, group: str) -> str:
         """Puts spares in the place of nodes that are lost. What has happened; nothing where its nodes are all there."""
         mine, job = self.of[group], self._of_the_job()
-        silent = {
-            node for node in mine if "*" in self._ask_again("sinfo", "-h", "-n", node, "-o", "%T")
-        }  # does not respond
+        # A star: it does not respond
+        silent = {node for node in mine if "*" in self._ask_again("sinfo", "-h", "-n", node, "-o", "%T")}
         lost = [node for node in mine if node not in job or node in silent]
         self.spares = [spare for spare in self.spares if spare in job]
         if len(lost) <= len(self.spares):

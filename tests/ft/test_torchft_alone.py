@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,8 +30,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 @pytest.fixture
 def alone(lighthouse: LighthouseServer, request: pytest.FixtureRequest) -> Iterator[Group]:
     """A group of its own job, whose loop is the test's."""
-    name = re.sub(r"\W", "-", request.node.name)[-64:]
-    group = Group(name, A, 0, lighthouse.address(), arguments=getattr(request, "param", {}))
+    group = Group(request.node.name[-64:], A, 0, lighthouse.address())
     group.train()  # of no step
     yield group
     group.manager.shutdown()

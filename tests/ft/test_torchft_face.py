@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ft import (
-    Manager,
-    ProcessGroupGloo,
-    WorldSizeMode,
-)
+from ft import Manager, ProcessGroupGloo, WorldSizeMode
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
 from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves
@@ -234,20 +230,9 @@ def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
 
     with job(min_replicas=2) as made:
         stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in "ab"]
+        alike = {"init_sync": False, "world_size": 2, "store_addr": "127.0.0.1"}
         ranks = [
-            made.group(
-                name,
-                value,
-                5,
-                body=body,
-                arguments={
-                    "init_sync": False,
-                    "rank": rank,
-                    "world_size": 2,
-                    "store_addr": "127.0.0.1",
-                    "store_port": store.port,
-                },
-            )
+            made.group(name, value, 5, body=body, arguments={**alike, "rank": rank, "store_port": store.port})
             for name, value, store in (("a", A, stores[0]), ("b", B, stores[1]))
             for rank in range(2)
         ]
@@ -275,14 +260,6 @@ def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
 def test_arguments_that_are_refused(arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch):
     for variable in ("TORCHFT_LIGHTHOUSE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
+    given = {"min_replica_size": 1, "lighthouse_addr": "http://127.0.0.1:1", **arguments}
     with pytest.raises(ValueError, match=message):
-        Manager(
-            ProcessGroupGloo(),
-            **{
-                "load_state_dict": None,
-                "state_dict": None,
-                "min_replica_size": 1,
-                "lighthouse_addr": "http://127.0.0.1:1",
-                **arguments,
-            },
-        )
+        Manager(ProcessGroupGloo(), None, None, **given)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +29,12 @@ class Sum(nn.Module):
 
     def forward(self, value: float) -> dict[str, Tensor]:
         return {"loss": (self.a * value).sum() + (self.b * value).sum()}
+
+
+def connect(name: str, lighthouse: str, model: nn.Module, **arguments: Any) -> Manager:
+    """torchft's Manager of a group, of one rank unless said otherwise."""
+    settings = {"min_replica_size": 1, "replica_id": name, "lighthouse_addr": lighthouse, "dies_with_group": False}
+    return Manager(ProcessGroupGloo(), model.load_state_dict, model.state_dict, **{**settings, **arguments})
 
 
 @dataclass
@@ -62,20 +67,11 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=self.model.load_state_dict,
-            state_dict=self.model.state_dict,
-            **{
-                "min_replica_size": 1,
-                "replica_id": self.name,
-                "lighthouse_addr": self.lighthouse,
-                "timeout": timedelta(seconds=60),
-                "dies_with_group": False,
-                "seen": lambda now_s, event, out: self.events.append(event),
-                **self.arguments,
-            },
-        )
+
+        def seen(now_s: float, event: m.Event, out: m.Out) -> None:
+            self.events.append(event)
+
+        self.manager = connect(self.name, self.lighthouse, self.model, seen=seen, **self.arguments)
         self.ddp = DistributedDataParallel(self.manager, self.model) if self.wrap else self.model
         self.optimizer = Optimizer(self.manager, self.inner)
         while (before := self.manager.current_step()) < self.steps:

@@ -12,7 +12,6 @@ ScriptedLighthouse is the opposite: no rules at all, so that a group's server ca
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -33,6 +32,7 @@ import grpc
 
 from ft.rpc.generated import torchft_pb2
 from tests.rpc.wire import WAIT_S
+from tests.system_packages import Unavailable, once
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = timedelta(seconds=WAIT_S)
@@ -56,24 +56,12 @@ R = TypeVar("R")
 # ------------------------------------------------------------------------------------------------ the wheel
 
 
-class Unavailable(Exception):
-    """torchft cannot be had here, and why."""
-
-
 def install(cache: Path = ROOT / ".venv-torchft", pins: Sequence[str] = PINS) -> Path:
     """The folder with torchft, or with other `pins`; the first call of this Python fills it. It appears whole or not at all.
     Raises Unavailable."""
     digest = hashlib.sha256("\n".join(pins).encode()).hexdigest()[:8]
     folder = cache / f"{sys.implementation.cache_tag}-{digest}"
-    try:
-        cache.mkdir(exist_ok=True)
-        with (cache / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.is_dir():
-                _fill(folder, pins)
-    except OSError as error:
-        raise Unavailable(f"no place for it: {error}") from None
-    return folder
+    return once(folder, lambda: _fill(folder, pins))
 
 
 def _fill(folder: Path, pins: Sequence[str]) -> None:
@@ -81,17 +69,8 @@ def _fill(folder: Path, pins: Sequence[str]) -> None:
         raise Unavailable("PHAROS_NO_INSTALL=1, and it was not installed before")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         target = Path(temporary, "new")
-        pip = [
-            sys.executable,
-            "-I",
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--no-input",
-            "install",
-            "--no-compile",
-        ]
-        sources = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
+        pip = [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        sources = ["--no-compile", "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
         try:
             done = subprocess.run(
                 [*pip, *sources, "--target", target, *pins], capture_output=True, text=True, timeout=INSTALL_S

@@ -6,7 +6,7 @@ A conversation is a function of an API: `ft` here, or torchft's extension in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,15 +18,10 @@ import pytest
 import ft
 from ft.rpc.clients import GroupProcess
 from ft.rpc.group_server import Settings
-from tests.rpc.peer import SOON, Peer, Unavailable, install
+from tests.rpc.peer import SOON, Peer, install
+from tests.system_packages import Unavailable
 
 LEASE = timedelta(milliseconds=300)
-
-
-@pytest.fixture
-def cleanup() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def our_lighthouse(cleanup: ExitStack, min_replicas: int, **options: int) -> str:

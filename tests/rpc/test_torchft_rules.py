@@ -68,22 +68,20 @@ class Groups:
 
 
 @pytest.fixture
-def lighthouse(whose: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Groups]]:
-    with ExitStack() as stack:
+def lighthouse(whose: str, request: pytest.FixtureRequest, cleanup: ExitStack) -> Callable[..., Groups]:
+    def build(min_replicas: int, **options: int) -> Groups:
+        options = {"join_timeout_ms": FOR_EVER_MS, "quorum_tick_ms": 10, **options}
+        if whose == "torchft":
+            peer: Peer = request.getfixturevalue("peer")
+            groups = Groups(cleanup.enter_context(peer.lighthouse(min_replicas, **options)))
+        else:
+            server = LighthouseServer("127.0.0.1:0", min_replicas, **options)
+            cleanup.callback(server.shutdown)
+            groups = Groups(server.address())
+        cleanup.callback(groups.wire.close)
+        return groups
 
-        def build(min_replicas: int, **options: int) -> Groups:
-            options = {"join_timeout_ms": FOR_EVER_MS, "quorum_tick_ms": 10, **options}
-            if whose == "torchft":
-                peer: Peer = request.getfixturevalue("peer")
-                groups = Groups(stack.enter_context(peer.lighthouse(min_replicas, **options)))
-            else:
-                server = LighthouseServer("127.0.0.1:0", min_replicas, **options)
-                stack.callback(server.shutdown)
-                groups = Groups(server.address())
-            stack.callback(groups.wire.close)
-            return groups
-
-        yield build
+    return build
 
 
 @BOTH

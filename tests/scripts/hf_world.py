@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 
 def run(*arguments: object) -> int:
     """The script in this process; the exit code."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return hf.main([str(argument) for argument in arguments])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return hf.main([str(argument) for argument in arguments])
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

@@ -6,7 +6,6 @@ does, as it starts the steps. Files, keys and sockets are in the test's folder, 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -19,17 +18,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests import system_packages
+from tests.system_packages import Unavailable, once, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("munge", "slurm-client", "slurmctld", "slurmd")
 FETCH_S = 120
 WAIT_S = 120.0
 PLUGINS = "usr/lib/*/slurm-wlm"
-
-
-class Unavailable(Exception):
-    """There can be no Slurm here, and why."""
 
 
 class Cluster:
@@ -49,18 +44,12 @@ class Cluster:
         }
         self.programs: dict[str, subprocess.Popen[bytes]] = {}
         (folder / "slurm.conf").write_text(self._configuration(plugins))
-        (folder / "key").write_bytes(os.urandom(1024))
-        (folder / "key").chmod(0o600)
+        (folder / "key-file").write_bytes(os.urandom(1024))
+        (folder / "key-file").chmod(0o600)
         try:
-            files = {
-                "key-file": "key",
-                "socket": "munge",
-                "pid-file": "pid",
-                "log-file": "munged.log",
-                "seed-file": "seed",
-            }
-            self._start("munged", "-F", "--force", *(f"--{flag}={folder / name}" for flag, name in files.items()))
-            until("munged", lambda: (folder / "munge").exists())
+            flags = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+            self._start("munged", "-F", "--force", *(f"--{flag}={folder / flag}" for flag in flags))
+            until("munged", lambda: (folder / "socket").exists())
             self._start("slurmctld", "-D", "-c")
             for node in nodes:
                 self.boot(node)
@@ -145,7 +134,7 @@ SlurmUser={user}
 AuthType=auth/munge
 CredType=cred/munge
 # A job that was queued again waits for cred_expire, lest a message of its last life be taken for one of this
-AuthInfo=socket={folder}/munge,cred_expire=5
+AuthInfo=socket={folder}/socket,cred_expire=5
 PluginDir={plugins}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -211,19 +200,11 @@ def fetch(cache: Path = ROOT / ".venv-slurm") -> Path:
     for tool in ("apt-get", "dpkg-deb"):
         if not shutil.which(tool):
             raise Unavailable(f"no {tool} here: this takes Debian's packages")
-    try:
-        cache.mkdir(exist_ok=True)
-        with (cache / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (cache / "root").is_dir():
-                _fill(cache)
-    except OSError as error:
-        raise Unavailable(f"no place for it: {error}") from None
-    return cache / "root" / "usr"
+    return once(cache / "root", lambda: _fill(cache)) / "usr"
 
 
 def _fill(cache: Path) -> None:
-    if why := system_packages.refusal():
+    if why := refusal():
         raise Unavailable(f"it was not fetched before: {why}")
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         folder = Path(temporary)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,40 +44,35 @@ class Group(Started):
         return code, self.text.splitlines()[-1]
 
 
-@pytest.fixture
-def groups() -> Iterator[list[Group]]:
-    made: list[Group] = []
-    yield made
-    for group in made:
-        group.process.kill()
-        group.process.wait()
-
-
 @pytest.mark.timeout(3 * WAIT_S)
-def test_each_is_told_why_and_the_job_goes_on(groups: list[Group], tmp_path: Path):
+def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path):
     lighthouse = LighthouseServer("127.0.0.1:0", 1, token=TOKEN)
-    try:
-        at = lighthouse.address()
-        groups.append(good := Group(tmp_path / "good", "0", at))
-        good.until_steps(1)
-        groups.append(twin := Group(tmp_path / "twin", "0", at))
-        groups.append(other := Group(tmp_path / "other", "1", at, "--optimizer.lr=0.5", "--model.hidden_dim=96"))
-        groups.append(stranger := Group(tmp_path / "stranger", "2", at, PHAROS_TOKEN="b" * 32))
-        groups.append(lost := Group(tmp_path / "lost", "3", NOBODY, TORCHFT_CONNECT_TIMEOUT_SEC="1"))
-        code, said = twin.refused()
-        assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with one id: "0" is 0:')
-        code, said = other.refused()
-        assert code == 2
-        assert re.fullmatch(
-            "pharos: group 1 cannot take part: 1:[0-9a-f]+ has another model.hidden_dim and optimizer.lr"
-            " and gradient shapes than the job",
-            said,
-        )
-        told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"
-        assert stranger.refused() == (2, told)
-        code, said = lost.refused()  # not the user's fault for sure: whoever started it may start it again
-        assert code == 1 and f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {NOBODY} within 1 s" in said
-        assert "waiting 1 s for it" in lost.text
-        good.until_steps(good.steps + 3)
-    finally:
-        lighthouse.shutdown()
+    cleanup.callback(lighthouse.shutdown)
+    at = lighthouse.address()
+
+    def start(folder: str, name: str, lighthouse: str, *arguments: str, **env: str) -> Group:
+        group = Group(tmp_path / folder, name, lighthouse, *arguments, **env)
+        cleanup.callback(group.kill)
+        return group
+
+    good = start("good", "0", at)
+    good.until_steps(1)
+    twin = start("twin", "0", at)
+    other = start("other", "1", at, "--optimizer.lr=0.5", "--model.hidden_dim=96")
+    stranger = start("stranger", "2", at, PHAROS_TOKEN="b" * 32)
+    lost = start("lost", "3", NOBODY, TORCHFT_CONNECT_TIMEOUT_SEC="1")
+    code, said = twin.refused()
+    assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with one id: "0" is 0:')
+    code, said = other.refused()
+    assert code == 2
+    assert re.fullmatch(
+        "pharos: group 1 cannot take part: 1:[0-9a-f]+ has another model.hidden_dim and optimizer.lr"
+        " and gradient shapes than the job",
+        said,
+    )
+    told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"
+    assert stranger.refused() == (2, told)
+    code, said = lost.refused()  # not the user's fault for sure: whoever started it may start it again
+    assert code == 1 and f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {NOBODY} within 1 s" in said
+    assert "waiting 1 s for it" in lost.text
+    good.until_steps(good.steps + 3)

@@ -79,15 +79,10 @@ def test_progress_is_told(what: str, capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_of_ours_comes_back_as_the_same_bits_and_gives_the_same_logits(tied: bool, transformers: Any):
-    settings = [
-        "--model.dim=32",
-        "--model.n_heads=4",
-        "--model.n_kv_heads=2",
-        "--model.n_layers=2",
-        f"--model.vocab_size={V}",
-    ]
-    stretched = ["--model.rope_scaling=4", "--model.rope_original_seq_len=24", "--training.seq_len=64"]
-    arguments = ["tiny.toml", *settings, *stretched]
+    model = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": V}
+    stretched = {"rope_scaling": 4, "rope_original_seq_len": 24}
+    settings = [f"--model.{name}={value}" for name, value in {**model, **stretched}.items()]
+    arguments = ["tiny.toml", *settings, "--training.seq_len=64"]
     draw = partial(_tied, make_seed_checkpoint.draw) if tied else make_seed_checkpoint.draw
     assert make_seed_checkpoint.main(arguments, draw=draw) == 0
     ours = Path("outputs/tiny")

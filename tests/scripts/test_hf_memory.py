@@ -13,21 +13,13 @@ import torch
 
 from contrib.interchange.files import INDEX, Planned, index_json, shards, write_file
 from models import llama, llama_hf
-from tests.scripts.tiny_job import python
+from tests.scripts.tiny_job import peak_bytes
 
 pytestmark = [
     pytest.mark.timeout(900),  # the large one, on a slow disk
     pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 MB = 10**6
-MEASURE = """
-import sys
-from scripts.hf import main
-assert main(sys.argv[1:]) == 0
-[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
-print("peak", peak)
-"""
 
 
 def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> int:
@@ -49,17 +41,12 @@ def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: 
     return max((folder / file).stat().st_size for file, _ in parts)
 
 
-def peak_bytes(*arguments: object) -> int:
-    """Of a process that runs the script: all that it maps counts, also the files of tensors."""
-    return int(python("-c", MEASURE, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
-
-
 def both_ways(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> tuple[int, list[int]]:
     """(bytes of the largest file, the peaks of import and export). The weights that come back are those that went in."""
     largest = publish(folder / "source", config, vocab_size=vocab_size, file_bytes=file_bytes)
     peaks = [
-        peak_bytes("import", folder / "source", folder / "ours"),
-        peak_bytes("export", folder / "ours", folder / "back", "--shard-gb", file_bytes / 1e9),
+        peak_bytes("scripts.hf", "import", folder / "source", folder / "ours"),
+        peak_bytes("scripts.hf", "export", folder / "ours", folder / "back", "--shard-gb", file_bytes / 1e9),
     ]
     for file in (folder / "source").glob("*.safetensors"):
         assert (folder / "back" / file.name).read_bytes() == file.read_bytes()

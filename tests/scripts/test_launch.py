@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,7 @@ def stub_torch(tree: Path) -> None:
 
 
 @pytest.fixture
-def start(tree: Path) -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
-
+def start(tree: Path, cleanup: ExitStack) -> Start:
     def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
         drop = {"OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES"}
         process = subprocess.Popen(
@@ -108,13 +107,11 @@ def start(tree: Path) -> Iterator[Start]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        started.append(process)
+        cleanup.callback(process.communicate)
+        cleanup.callback(process.kill)
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    return start
 
 
 # one rank: this very process

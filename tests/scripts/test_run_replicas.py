@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -44,17 +44,9 @@ class Job(Started):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    made: list[Job] = []
-    yield made
-    for job in made:
-        job.close()
-
-
 @pytest.mark.timeout(3 * WAIT_S)
-def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs: list[Job], tmp_path: Path):
-    jobs.append(job := Job(tmp_path, "--groups=2", "--training.steps=100000"))
+def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(cleanup: ExitStack, tmp_path: Path):
+    job = cleanup.enter_context(closing(Job(tmp_path, "--groups=2", "--training.steps=100000")))
     text = job.until(
         "both take part", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))
     )
@@ -78,7 +70,7 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs
     saved = newest(job.run)
     job.make_anew(saved)
     assert job.samples() != before
-    jobs.append(again := Job(tmp_path, "--groups=2", f"--training.steps={last}"))
+    again = cleanup.enter_context(closing(Job(tmp_path, "--groups=2", f"--training.steps={last}")))
     assert again.end() == 0, again.text[-3000:]
     assert again.steps() == list(range(1, last + 1))
     assert assert_exact(again.run, last)[:saved] == before[:saved]
@@ -103,8 +95,8 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(jobs
         ),
     ],
 )
-def test_bad_settings_start_nothing(jobs: list[Job], tmp_path: Path, arguments: list[str], message: str):
-    jobs.append(job := Job(tmp_path, *arguments))
-    assert job.end() == 2
+def test_bad_settings_start_nothing(tmp_path: Path, arguments: list[str], message: str):
+    with closing(Job(tmp_path, *arguments)) as job:
+        assert job.end() == 2
     assert message in job.text and job.text.count("\n") == 1
     assert not (tmp_path / "outputs").exists()

@@ -19,27 +19,17 @@ from configs.load import load
 from models.contract import Model
 from models.init import draw
 from scripts import make_seed_checkpoint as script
-from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
-from tests.scripts.tiny_job import python
+from tests.scripts.tiny_job import ROOT, peak_bytes, python
 from training.checkpoint_files import list_steps, read_manifest, verify
 from training.log import Log
 
-pytestmark = pytest.mark.timeout(300)  # several starts in one test, each with an import of torch
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.chdir(folder)
+# several starts in one test, each with an import of torch
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("in_the_folder")]
 
 
 def seed(*overrides: str, draw: script.Draw = draw) -> int:
     """The script in this process; the exit code."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return script.main(["tiny.toml", *overrides], draw=draw)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return script.main(["tiny.toml", *overrides], draw=draw)
 
 
 def step_0(job: str) -> Path:
@@ -80,19 +70,14 @@ def test_large_tensors_are_cut_into_rows_of_the_same_bits():
     assert all(entry.length <= 1000 + frame for entry in metadata(step_0("cut")).storage_data.values())
 
 
-# Each layer has 14.5 MiB, the largest tensor 4 MiB.
-MEASURE = """
-import sys
-from scripts.make_seed_checkpoint import main
-assert main(["tiny.toml", "--job.name=" + sys.argv[1], "--model.n_layers=" + sys.argv[1], "--model.dim=512",
-             "--model.hidden_dim=2048", "--model.n_heads=8", "--model.n_kv_heads=2"]) == 0
-print([int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")].pop())
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
 def test_memory_is_that_of_a_tensor_not_of_the_model():
-    peaks = [int(python("-c", MEASURE, layers).splitlines()[-1]) << 10 for layers in ("1", "16")]
+    """Each layer has 14.5 MiB, the largest tensor 4 MiB."""
+    model = ("--model.dim=512", "--model.hidden_dim=2048", "--model.n_heads=8", "--model.n_kv_heads=2")
+    peaks = [
+        peak_bytes("scripts.make_seed_checkpoint", "tiny.toml", f"--job.name={n}", f"--model.n_layers={n}", *model)
+        for n in (1, 16)
+    ]
     size_bytes = read_manifest(step_0("16")).size_bytes
     shutil.rmtree("outputs")
     assert size_bytes > 220 << 20

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.slurm_cluster import ROOT, Cluster, Unavailable, fetch, free_ports, until
+from tests.scripts.slurm_cluster import ROOT, Cluster, fetch, free_ports, until
 from tests.scripts.tiny_job import CONFIG, ENV, assert_exact, newest, write_job
+from tests.system_packages import Unavailable
 
 SBATCH = ROOT / "scripts" / "slurm" / "train.sbatch"
 ENDLESS = 100_000

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.rpc.peer import Unavailable, install
+from tests.rpc.peer import install
 from tests.scripts.slurm_cluster import free_ports
 from tests.scripts.tiny_job import Started, assert_exact, write_job
+from tests.system_packages import Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENT = ROOT / "contrib" / "torchx_component.py"
@@ -30,42 +31,35 @@ PINS = (
 )
 
 
-@pytest.fixture
-def torchx(tmp_path: Path) -> Iterator[list[Started]]:
-    made: list[Started] = []
-    yield made
-    for each in made:
-        each.process.send_signal(signal.SIGINT)  # upon which it ends its replicas
-        each.process.wait(60)
+class Component(Started):
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)  # upon which it ends its replicas
+        self.process.wait(60)
 
 
-def start(folder: Path, component: str, *arguments: str) -> Started:
+def start(folder: Path, component: str, *arguments: str) -> Component:
     try:
         packages = install(ROOT / ".venv-torchx", PINS)
     except Unavailable as error:
         pytest.skip(f"no TorchX: {error}")
-    command = [
-        "-m",
-        "torchx.cli.main",
-        "run",
-        "--wait",
-        "--scheduler=local_cwd",
-        f"{COMPONENT}:{component}",
-        *arguments,
-    ]
+    run = ["-m", "torchx.cli.main", "run", "--wait", "--scheduler=local_cwd"]
+    command = [sys.executable, *run, f"{COMPONENT}:{component}", *arguments]
     env = {"PYTHONPATH": str(packages), "PYTHON": sys.executable}
-    return Started([sys.executable, *command], folder / f"{component}.txt", cwd=folder, **env)
+    return Component(command, folder / f"{component}.txt", cwd=folder, **env)
 
 
 @pytest.mark.timeout(600)
-def test_a_lighthouse_and_two_groups(torchx: list[Started], tmp_path: Path):
+def test_a_lighthouse_and_two_groups(tmp_path: Path):
     write_job(tmp_path)
     (tmp_path / "token").write_text("t" * 32)
     [port] = free_ports(1)
     common = ("--token_file", "token", "--root", str(ROOT))
-    torchx.append(start(tmp_path, "lighthouse", *common, "--min_replicas", "2", "--bind", f"127.0.0.1:{port}"))
+    lighthouse = ("--min_replicas", "2", "--bind", f"127.0.0.1:{port}")
     words = ("--config", "tiny.toml", "--lighthouse", f"http://127.0.0.1:{port}", "--groups", "2")
-    torchx.append(groups := start(tmp_path, "groups", *common, *words, "--", "--training.steps=20"))
-    assert groups.end() == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
+    with (
+        closing(start(tmp_path, "lighthouse", *common, *lighthouse)),
+        closing(start(tmp_path, "groups", *common, *words, "--", "--training.steps=20")) as groups,
+    ):
+        assert groups.end() == 0, "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.txt"))
     rows = assert_exact(tmp_path / "outputs" / "tiny", 20)
     assert {owner.partition(":")[0] for row in rows for owner in row.slots.values()} == {"0", "1"}

@@ -71,6 +71,11 @@ class Started:
         self.until("its end", lambda _: self.process.poll() is not None)
         return self.process.returncode
 
+    def kill(self) -> None:
+        """May be called twice."""
+        self.process.kill()
+        self.process.wait()
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
@@ -84,6 +89,20 @@ def python(*arguments: str | Path, code: int = 0, timeout_s: float = 120) -> str
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
+
+
+PEAK = """
+import sys
+from importlib import import_module
+assert import_module(sys.argv[1]).main(sys.argv[2:]) == 0
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print("peak", peak)
+"""
+
+
+def peak_bytes(module: str, *arguments: object) -> int:
+    """Of a process that runs a script: all that it maps counts, also the files of tensors."""
+    return int(python("-c", PEAK, module, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
 
 
 def write_job(folder: Path, config: str = CONFIG) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import socket
 import sys
@@ -24,9 +23,9 @@ from scripts.replicas import (
     LighthouseSupervisor,
     ReplicaSupervisor,
     deal_devices,
+    environment,
     main,
     read_groups,
-    token_file,
     visible_devices,
 )
 from training.appended import RunLock
@@ -120,8 +119,7 @@ class Config:
 
 def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
     config: Any = Config(tmp_path)
-    env = {**os.environ, "PHAROS_TOKEN_FILE": str(token_file(tmp_path))}
-    with closing(LighthouseSupervisor(config, env)) as one:
+    with closing(LighthouseSupervisor(config, environment(tmp_path, 2))) as one:
         assert one.poll(0.0) == ""
         first = one.process
         first.kill()
@@ -164,7 +162,7 @@ def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
     (tmp_path / "a.toml").write_text("[model]\ndim = 32\nn_heads = 2\nn_kv_heads = 2\n")
     groups = tmp_path / "outputs" / "a" / "groups"
     with closing(RunLock(groups)):
-        token = token_file(groups.parent).read_text()
+        token = Path(environment(groups.parent, 2)["PHAROS_TOKEN_FILE"]).read_text()
         assert main(["a.toml", "--groups=2"]) == 2
         assert (groups / "token").read_text() == token
     assert re.fullmatch(
