@@ -54,9 +54,7 @@ class Schedule:
                 f"nearest: {min(max(self.delay, 0), inner - 1)}"
             )
         if not 0 <= self.alpha <= 1:
-            raise ValueError(
-                f"{alpha} = {self.alpha:g}: must be from 0 to 1; nearest: {min(max(self.alpha, 0.0), 1.0):g}"
-            )
+            raise ValueError(f"{alpha} = {self.alpha:g}: must be from 0 to 1; nearest: {int(self.alpha > 0)}")
 
 
 @dataclass(frozen=True)
@@ -168,8 +166,7 @@ class FaultTolerance:
         "<= 1",
     ] = 0.0
     should_quantize: Annotated[
-        bool,
-        "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum",
+        bool, "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum"
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9

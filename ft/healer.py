@@ -83,10 +83,9 @@ class Healer:
         """Fetches the state in a thread of its own, into this rank's tensors, and feeds back HealEnded. Tells the sources of a final
         failure: their commit would wait for a reader that does not read."""
         self.drop()
-        self._over, into = threading.Event(), self._state.snapshot()
-        self._fetching = threading.Thread(
-            target=self._fetch, args=(part, into, self._over), name="ft-heal", daemon=True
-        )
+        self._over = threading.Event()
+        given = part, self._state.snapshot(), self._over
+        self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
         self._fetching.start()
 
     def load(self) -> None:

@@ -73,14 +73,12 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
         raise RuntimeError(
             f"rank {config.group_rank} of {config.world_size} has no store to find its group's server by"
         )
+    limit_s, own = config.contact_s + START_S, PrefixStore(key, store)
     try:
-        own = PrefixStore(key, store)
-        own.wait(["group"], timedelta(seconds=config.contact_s + START_S))
+        own.wait(["group"], timedelta(seconds=limit_s))
         return Membership(**json.loads(own.get("group")))
     except RuntimeError as error:
-        raise RuntimeError(
-            f"rank 0 did not start the group's server within {config.contact_s + START_S:g} s: {error}"
-        ) from None
+        raise RuntimeError(f"rank 0 did not start the group's server within {limit_s:g} s: {error}") from None
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:

@@ -46,9 +46,7 @@ class Feedback:
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
-        self.pending: list[
-            Tensor
-        ] = []  # one, of the latest attempt, once its sum is there, if this group gave anything
+        self.pending: list[Tensor] = []  # one, of the latest attempt whose sum is there, if this group gave anything
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""
@@ -69,9 +67,7 @@ class CollectiveQueue:
         # around the start of an exchange: a group that is given up forms anew, for others
         self._lock = threading.Lock()
         self._error: Exception | None = None  # the first one: what comes later fails with it
-        self._tasks: queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
         self._thread.start()
 

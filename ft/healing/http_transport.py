@@ -336,9 +336,7 @@ class HttpFetch:
             self._lock.notify_all()
         if not self._equal:
             at = next(place for place in range(len(one)) if one[place] != other[place])
-            names = [
-                manifest.entries[index].name for index, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))
-            ]
+            names = [manifest.entries[i].name for i, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))]
             where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
                 "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
@@ -353,12 +351,10 @@ class HttpFetch:
             may = lambda: self._equal or self._chosen in (None, one.source)  # noqa: E731
             idle_since_s = time.monotonic()
             while not self._lock.wait_for(lambda: self._over or (self._open and may()), CHECK_S):
-                for other in self._streams:
+                for other in (stream for stream in self._streams if stream is not one):
                     moved_s = max(other.moved_s, idle_since_s) if not one.chunk_s else idle_since_s
                     waited_s = time.monotonic() - moved_s
-                    if other is not one and is_too_slow(
-                        waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s
-                    ):
+                    if is_too_slow(waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s):
                         other.hang_up("it sends far more slowly than the other")
             self._chosen = self._chosen or one.source
             if self._stopped or not self._open or self._body is None:

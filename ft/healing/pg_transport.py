@@ -25,15 +25,7 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.transport import (
-    SEAL_BYTES,
-    HealConfig,
-    HealFailed,
-    Progress,
-    Sources,
-    StateOffer,
-    Transport,
-)
+from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Sources, StateOffer, Transport
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
@@ -230,9 +222,7 @@ class _Sender:
             for again in range(ROUNDS + 1):
                 while messages:
                     sent = self._send_flight(messages, staging)
-                    offer.sent(
-                        self._name, [chunk for first, last in messages[:sent] for chunk in range(first, last + 1)]
-                    )
+                    offer.sent(self._name, [i for first, last in messages[:sent] for i in range(first, last + 1)])
                     del messages[:sent]
                 if again < ROUNDS:
                     asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)

@@ -427,14 +427,7 @@ class ProcessGroup(Collectives):
         and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
 
     def configure(
-        self,
-        store: str,
-        rank: int,
-        size: int,
-        *,
-        quorum_id: int = 0,
-        shape: Shape = (),
-        holders: Sequence[int] = (),
+        self, store: str, rank: int, size: int, *, quorum_id: int = 0, shape: Shape = (), holders: Sequence[int] = ()
     ) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
@@ -459,11 +452,8 @@ class ProcessGroup(Collectives):
         forming.start()
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
-            with self._state:
-                self._generation = Generation(
-                    forming.wait(0.0), self.timeout_s
-                )  # unless it was given up at this moment
-                self._forming = None
+            with self._state:  # and again, for it may have been given up at this moment
+                self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
             with self._state:
                 self._forming, self._why_none = None, error

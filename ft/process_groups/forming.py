@@ -174,9 +174,7 @@ class Rendezvous:
         """All members come to the same result, and none has connected to another before. A member fails only after those of another shape
         have told the store that they know (`wait`): else a notice of the failure could end their own comparison."""
         if found := shape_mismatches(shapes, holders):
-            reason = "; ".join(
-                f"rank {rank} has another {' and '.join(names)} than the job" for rank, names in found.items()
-            )
+            reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
             self.refuse(tuple(found), reason)
             if self.rank not in found:
                 with suppress(OSError):

@@ -115,9 +115,7 @@ class SharedPoolOwner:
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
         # rounded up to a power of two, or full MiB: buffers are kept by size
         count = tensor.numel() * tensor.element_size()
-        size = (
-            -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << max(0, count - 1).bit_length())
-        )
+        size = -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << (count - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else _memory(size)

@@ -28,7 +28,7 @@ from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access, this_host
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.lighthouse_link import channel
+from ft.rpc.lighthouse_link import channel, status_of
 from ft.seam import GroupEnded
 
 if TYPE_CHECKING:
@@ -200,19 +200,14 @@ class GroupClient:
         self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
 
     def watch(
-        self,
-        on_notice: Callable[[m.Notice], None],
-        on_end: Callable[[str], None],
-        *,
-        pid: int | None = None,
+        self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
     ) -> None:
         """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
         server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
         killed when the group ends, by default this one; 0: none."""
         assert self._thread is None, "one stream a rank"
-        hello = pharos_pb2.RankHello(
-            group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
-        )
+        pid = os.getpid() if pid is None else pid
+        hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host())
         self._send(pharos_pb2.RankUp(hello=hello))
         sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
@@ -340,9 +335,7 @@ def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes
         if error.code() in _TIMED_OUT:
             raise TimeoutError(str(error.details())) from None
         kind = _KINDS.get(error.code(), RuntimeError)
-        raise kind(
-            str(error.details()) if issubclass(kind, Refused) else f"{error.code().name}: {error.details()}"
-        ) from None
+        raise kind(str(error.details()) if issubclass(kind, Refused) else status_of(error)) from None
 
 
 _KINDS: dict[grpc.StatusCode, type[RuntimeError]] = {

@@ -33,9 +33,8 @@ from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
-RECHECK_S = (
-    0.05  # after a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat
-)
+# After a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat.
+RECHECK_S = 0.05
 END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
 log = logging.getLogger("pharos.group")
 

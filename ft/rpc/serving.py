@@ -175,8 +175,7 @@ async def _deny(_: Any, context: Any) -> None:
 
 
 def room_for_connections(
-    limits: tuple[int, int] | None = None,
-    set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit,
+    limits: tuple[int, int] | None = None, set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit
 ) -> int:
     """The number of connections that this process can hold, after raising its limit of descriptors (`limits`: soft and hard)."""
     wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY
