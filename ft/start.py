@@ -42,12 +42,11 @@ def open_manager(
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
     from ft.addresses import advertised
-    from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
-    from ft.semi_sync_manager import SemiSyncManager
+    from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     config = ReplicaGroupConfig(
@@ -79,6 +78,9 @@ def open_manager(
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
     group = process_group(settings, device_type)
+    gradients = None
+    if settings.semi_sync_method != "none":
+        gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize)
     manager = make(
         group,
         config,
@@ -86,16 +88,12 @@ def open_manager(
         store=store,
         agreement=agreement,
         shape=shape,
-        gradients=None
-        if settings.semi_sync_method == "none"
-        else FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize),
+        gradients=gradients,
         restore=restore,
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    if settings.semi_sync_method == "none":
-        return manager
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings))
+    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if gradients is not None else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:

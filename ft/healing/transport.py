@@ -93,6 +93,7 @@ class Transport(ABC):
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: StateOffer | None = None
+        self.shown: StateOffer | None = None  # the newest, also when it is withdrawn: its readers are told why
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -145,7 +146,7 @@ class Transport(ABC):
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
-        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = self.shown = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         return self._offer
 
     @property

@@ -70,7 +70,8 @@ def form_gloo(
     gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on.
     """
     before = _threads_of_gloo()
-    device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.store.host))
+    by = {"interface": interface} if interface else {"hostname": sockets.towards(rendezvous.store.host)}
+    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(**by, lazy_init=False))
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
     rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))
@@ -302,9 +303,3 @@ class _Waiters:
                     return
                 self._free += 1
             task = self._tasks.get()
-
-
-def _gloo_device(interface: str | None, towards: str) -> Any:
-    """By its interface, or by the address of this machine that leads to that host."""
-    by = {"interface": interface} if interface else {"hostname": sockets.towards(towards)}
-    return c10d.ProcessGroupGloo.create_device(**by, lazy_init=False)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,12 +30,6 @@ _settings_lock = threading.Lock()
 Export = tuple[Any, ...]
 _COUNTER = slice(4, 6)
 _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandleType of CUDACachingAllocator.cpp; "e": expandable
-
-
-class Tell(Protocol):
-    """Sends a command to the child (a method of SharedPoolClient's, or baby.py's ChildGroup), with descriptors as its last arguments."""
-
-    def __call__(self, command: str, arguments: tuple[Any, ...], descriptors: Sequence[int] = ()) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -94,9 +88,10 @@ class PoolLease:
 
 
 class SharedPoolOwner:
-    """The parent's side, for one child. `release` gives an export's count back."""
+    """The parent's side, for one child. `tell`: sends it a command (a method of SharedPoolClient's, or baby.py's ChildGroup), its arguments
+    and descriptors. `release` gives an export's count back."""
 
-    def __init__(self, tell: Tell, release: Callable[..., None] = _map._release_ipc_counter) -> None:
+    def __init__(self, tell: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
         self._tell, self._release = tell, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
