@@ -109,8 +109,6 @@ class Healer:
         self.drop()
         self.transport.close()
 
-    # ---- the fetch's thread
-
     def _fetch(self, part: m.Part, into: StateSnapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
         names = tuple([part.members[source.replica_rank] for source in part.sources])

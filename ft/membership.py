@@ -82,7 +82,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    torchfts, tls = is_torchfts(config.lighthouse, config.access, config.contact_s), config.access.tls
+    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
     if torchfts and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
@@ -96,9 +96,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         wire="torchft" if torchfts else "pharos",
         host=config.host,
         port=config.port,
-        token=config.access.token,
-        insecure=config.access.insecure,
-        tls=(str(tls.cert or ""), str(tls.key or ""), str(tls.ca or "")) if tls else None,
+        access=config.access,
         times=config.times,
         retries=config.retries,
         spares_above=config.spares_above,

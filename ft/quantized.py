@@ -93,8 +93,6 @@ class CollectiveQueue:
         """After it nothing writes to any tensor. Comes when the queue is closed and the group has ended."""
         self._thread.join()
 
-    # ------------------------------------------------------------------------------------------------ the thread
-
     def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
         work = GroupWork("AllReduce", [tensor])
         streams = streams_of(tensor.device)
@@ -169,9 +167,6 @@ class CollectiveQueue:
         for other in range(ranks):
             dequantize(received[other], given[other * share : (other + 1) * share])
         tensor.copy_(given.view(-1)[: tensor.numel()].view(tensor.shape))
-
-
-# ------------------------------------------------------------------------------------------------ the format
 
 
 def message_bytes(blocks: int) -> int:

@@ -98,9 +98,6 @@ class State:
             set_(values[name])
 
 
-# ------------------------------------------------------------------------------------------------ where the bytes lie
-
-
 class StagingBuffer:
     """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device, whose module
     of streams is `streams`."""

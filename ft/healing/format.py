@@ -175,9 +175,6 @@ def _shape(listed: Any) -> tuple[int, ...]:
     return tuple(listed)
 
 
-# ------------------------------------------------------------------------------------------------ digests
-
-
 def digest(chunk: int, data: memoryview) -> bytes:
     """XOR and wrapping sum of the 64-bit words, each moved by the chunk's number and length: a chunk of right bytes in a wrong place is
     wrong. It guards against accidents, not against people: for those there are tokens and TLS.
@@ -195,9 +192,6 @@ def digest(chunk: int, data: memoryview) -> bytes:
 
 
 _WORD = (1 << 64) - 1
-
-
-# ------------------------------------------------------------------------------------------------ values
 
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:

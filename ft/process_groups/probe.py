@@ -109,8 +109,6 @@ class Prober:
         if self._thread.ident is None:
             self._listener.close()
 
-    # ------------------------------------------------------------------------------------------------ the thread
-
     def _run(self) -> None:
         last_s = float("-inf")
         while not self._closed:

@@ -117,8 +117,6 @@ class StoreClient(Store):
             if self._socket is not None:
                 self._socket.close()
 
-    # ------------------------------------------------------------------------------------------------ torch's face of a store
-
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: None, _SET, self._key(key), _bytes(value))
 
@@ -168,8 +166,6 @@ class StoreClient(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._limit_s = timeout.total_seconds()
-
-    # ------------------------------------------------------------------------------------------------ the wire
 
     def _greet(self, sock: socket.socket, place: Any) -> None:
         nonce = struct.pack("=I", os.getpid())

@@ -89,9 +89,6 @@ def check_token(token: str, source: str) -> str:
     return token
 
 
-# ------------------------------------------------------------------------------------------------ where
-
-
 @dataclass(frozen=True)
 class Endpoint:
     host: str  # without brackets

@@ -50,18 +50,11 @@ class Settings:
     host: str = ""  # that others reach this machine by; "": the machine's name
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
-    token: str = ""
-    insecure: bool = False
-    tls: tuple[str, str, str] | None = None  # cert, key, ca; "" for none
+    access: Access = field(default_factory=Access)
     times: m.Times = field(default_factory=m.Times)
     retries: int | None = None
     spares_above: int | None = None
     parent: int = 0  # pid; 0: nobody's child
-
-    @property
-    def access(self) -> Access:
-        tls = Tls(*(Path(name) if name else None for name in self.tls)) if self.tls else None
-        return Access(self.token, self.insecure, tls)
 
 
 Place = tuple[int, m.Ballot | None]  # whose answer it is: (group_rank, ballot, or None for a quorum)
@@ -497,7 +490,9 @@ def main() -> int:
 
     try:
         given = json.loads(sys.stdin.readline())
-        settings = Settings(**{**given, "times": m.Times(**given["times"])})
+        access, times = given["access"], m.Times(**given["times"])
+        tls = access["tls"] and Tls(**{name: path and Path(path) for name, path in access["tls"].items()})
+        settings = Settings(**{**given, "times": times, "access": Access(**{**access, "tls": tls})})
         if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0
