@@ -1,8 +1,7 @@
-"""Agreement of the ranks of one group on a commit, in two collectives on the host and one call to the group's server, in place of a call of
-each rank: an all-reduce of the votes, then, if all are yes, rank 0's call for all ranks, and a broadcast of its answer.
+"""Agreement of the ranks of one group on a commit: an all-reduce of the votes on the host, then, if all are yes, one call of rank 0 to the
+group's server for all ranks, and a broadcast of its answer.
 
-Without a yes in time each rank votes at the server by itself: no rank waits in a collective while the server holds a commit, and the server
-announces a no.
+Without a yes in time each rank votes at the server by itself: none waits in a collective while that holds a commit, or announces a no.
 """
 
 from __future__ import annotations

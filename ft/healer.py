@@ -26,9 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where the states of all sources have another
-    layout than this rank's. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread,
-    except `end_offer`."""
+    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources' states have another layout than
+    ours. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread, except `end_offer`."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """Start of one group: rank 0 starts the group's server, a child process, and a store for rendezvous with other groups, and writes their
-addresses to the group's own store (the launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys
-have the number of the attempt.
+addresses to the group's own store (the launcher's, or torch.distributed's), which outlives torchelastic's attempts: keys have their number.
 """
 
 from __future__ import annotations

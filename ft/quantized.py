@@ -58,8 +58,8 @@ class CollectiveQueue:
     """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
     when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
-    Nobody waits longer than on the group itself: when that is given up, so are the works. `shared`: what is exchanged lies in memory that
-    a child process maps."""
+    No wait is longer than one on the group itself: when that is given up, so are the works. `shared`: messages lie in a child's memory,
+    too."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
@@ -176,8 +176,7 @@ def message_bytes(blocks: int) -> int:
 
 def quantize(values: Tensor, message: Tensor) -> None:
     """`values` (blocks, BLOCK), fp32, into `message` (bytes); what rounding left out stays in `values`. A block's scale is its largest
-    value over LEVELS, so no value is off by more than half of that. A block with a value that is infinite or no number is read as a block
-    without numbers: nothing is hidden."""
+    value over LEVELS, so no value is off by more than half of that. A block with an infinite value or NaN is read as all NaN."""
     codes, scales = _parts(message, len(values))
     levels = torch.tensor(float(LEVELS), device=values.device)  # CUDA turns a division by a number into a product
     for own, code, scale in zip(values.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):

@@ -34,10 +34,9 @@ def open_manager(
     on_event: OnEvent = ignore_event,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `shape`: digests,
-    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a first
-    step or a checkpoint. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see
-    telemetry.py. Raises ValueError for settings and for a refused token, ConnectionError where no lighthouse answers, RuntimeError where
-    the group's server does not start."""
+    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a long
+    phase. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see telemetry.py.
+    Raises ValueError for settings and a refused token, ConnectionError without a lighthouse, RuntimeError without the group's server."""
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
@@ -97,8 +96,7 @@ def open_manager(
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
-    """Environment for collectives between replica groups, to be set before the first process group is made. `device_type`: as in
-    `open_manager`."""
+    """Environment for collectives between replica groups, to be set before the first one is made. `device_type`: of gradients."""
     from ft.process_groups.nccl import process_settings
 
     return process_settings(settings.group_kind(device_type), settings.rendezvous_s)

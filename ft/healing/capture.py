@@ -99,8 +99,7 @@ class State:
 
 
 class StagingBuffer:
-    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device, whose module
-    of streams is `streams`."""
+    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream (of `streams`), if the body lies on a device."""
 
     def __init__(
         self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty

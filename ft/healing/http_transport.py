@@ -44,9 +44,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: chunks that are asked for at
-    once, `tell_s`: a source is given so long to hear that its reader is done. Raises ValueError for an address that others could reach
-    without a token."""
+    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: of chunks asked for at once;
+    `tell_s`: for a source to hear that its reader is done. Raises ValueError where others could reach it without a token."""
 
     def __init__(
         self,
@@ -405,6 +404,6 @@ class HttpFetch:
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
     """True when a connection with a stripe of that many chunks holds up another that has had nothing to take for so long: at `chunk_s` for
-    a chunk that one would have had them long ago; or, where it was not allowed to take any yet (0), none has come for a third of what
-    a source may be silent."""
+    a chunk that one would have had them long ago; or, where it may not take any yet (0), none has come for a third of a source's longest
+    silence."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

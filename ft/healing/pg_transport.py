@@ -36,8 +36,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class PgTransport(Transport):
-    """`make`: a new process group (ft/process_groups/base.py), not configured yet. `address`: of a store that joiners reach,
-    "host:port/prefix"."""
+    """`make`: a new process group, not configured yet. `address`: of a store for joiners, "host:port/prefix"."""
 
     def __init__(
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None

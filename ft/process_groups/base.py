@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 
 class Signature(NamedTuple):
-    """A collective of torch's: `name` in errors; `options`: their type, None where it takes none; positions of the arguments whose tensors
-    are read, and written."""
+    """A collective of torch's: `name` in errors; `options`: their type, if it takes any; positions of arguments that are read, and
+    written."""
 
     name: str
     options: type[Any] | None
@@ -403,8 +403,7 @@ class Reaper:
 
 
 class ProcessGroup(Collectives):
-    """`timeout`: seconds (or a timedelta) that an operation may take, the backstop behind the notices; `rendezvous_s`: that forming may
-    take."""
+    """`timeout`: seconds (or a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
 
     KIND = "ft"
     IN_CHILD = False  # operations are another process's: tensors in its memory (shared.empty) are spared a copy

@@ -4,8 +4,7 @@ torch's own constructors wait for a member that never comes, and nobody can call
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
 the error names the absent. Members compare their shapes, too: bytes of another layout would end a peer's process, not a sum.
 
-The store may be silent as well: its host may be stopped. The connection to it is this member's own (store.py), so that another thread can
-shut it down.
+The store may be silent as well, as its host may be stopped: each member's connection (store.py) can be shut down by another thread.
 """
 
 from __future__ import annotations

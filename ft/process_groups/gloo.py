@@ -110,11 +110,10 @@ STRANDED = threading.BoundedSemaphore(MOST_STRANDED)
 
 
 class GlooEngine:
-    """A native gloo group, ended in an order that leaves hardly any thread stuck. When a connection ends, gloo fails the operations that
-    wait for it, but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So
-    connections are duplicated under descriptors of our own, and end in three steps: 1. the read side is shut: gloo still answers what it
-    has read, and no write fails; 2. a receive without a sender times out, at which gloo fails all pending work; 3. the connections are
-    closed, and peers see the end.
+    """A native gloo group, ended so that hardly any thread is stuck. When a connection ends, gloo fails the operations that wait for it,
+    but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So connections
+    are duplicated, and end in three steps: 1. the read side is shut: gloo still answers what it has read, and no write fails; 2. a receive
+    without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 

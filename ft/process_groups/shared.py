@@ -58,9 +58,8 @@ def empty(
 @contextmanager
 def plain_segments() -> Iterator[None]:
     """Keeps what is allocated on a GPU outside of expandable segments: to map one, a child must have the right to trace this process
-    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's: another thread's tensors may lie there as well,
-    which does no harm. torch's allocator gives out no free block of an expandable segment then (get_free_block of
-    CUDACachingAllocator.cpp); a MemPool by itself takes them."""
+    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's, for tensors of other threads, too, which does no
+    harm. torch's allocator gives out no free block of such a segment then (get_free_block of CUDACachingAllocator.cpp); a MemPool does."""
     with _settings_lock:
         # As they are in force; as they were at the start where torch does not tell (2.11).
         tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)

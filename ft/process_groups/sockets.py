@@ -89,8 +89,7 @@ def towards(host: str) -> str:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for. Raises OSError where none
-    is left for that."""
+    """Each TCP socket of this process, under a descriptor that lives until the next one is asked for. Raises OSError where none is left."""
     for path in list(DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):

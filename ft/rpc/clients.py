@@ -301,9 +301,8 @@ class GroupClient:
 
 
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
-    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer is waited for, and said so at
-    once, for the pieces of a job start in any order. Raises ValueError where it does not take the token, ConnectionError after
-    `patience_s`."""
+    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
+    warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
     until_s, said = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
