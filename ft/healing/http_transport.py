@@ -226,9 +226,8 @@ class HttpFetch:
         if body is not None and complete and not self._stopped:
             return self._into.values_of(body.manifest)
         failed = {one.source.replica_id: one.failure for one in self._streams if one.failure}
-        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
         unlike = not self._stopped and all(one.unlike for one in self._streams)
-        raise HealFailed(reason, touched=self._touched, blame=() if self._stopped else tuple(failed), unlike=unlike)
+        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=unlike)
 
     @property
     def _complete(self) -> bool:

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -35,14 +35,13 @@ MAX_NAMES = 4096  # of readers in all
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `touched`: some of the joiner's tensors may hold bytes of it. `blame`: the sources that failed.
-    `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
+    """The state was not received. `reason`: by source, where they failed: `blame` has these. `touched`: some of the joiner's tensors may
+    hold bytes of it. `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
 
-    def __init__(self, reason: str, *, touched: bool, blame: Sequence[str] = (), unlike: bool = False) -> None:
-        super().__init__(reason)
-        self.touched = touched
-        self.blame = tuple(blame)
-        self.unlike = unlike
+    def __init__(self, reason: str | Mapping[str, str], *, touched: bool, unlike: bool = False) -> None:
+        failed = {} if isinstance(reason, str) else reason
+        super().__init__("; ".join(f"{name}: {why}" for name, why in failed.items()) or reason)
+        self.touched, self.blame, self.unlike = touched, tuple(failed), unlike
 
 
 class Withdrawn(RuntimeError):

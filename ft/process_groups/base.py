@@ -402,6 +402,11 @@ class Reaper:
 # ------------------------------------------------------------------------------------------------ the group
 
 
+def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
+    """Methods that set and get a text of torch's: torch keeps it in a backend, which a ProcessGroup has none of."""
+    return lambda self, text: setattr(self, name, text), lambda self: str(getattr(self, name))
+
+
 class ProcessGroup(Collectives):
     """`timeout`: seconds (or a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
 
@@ -553,11 +558,9 @@ class ProcessGroup(Collectives):
     def register(self, name: str) -> ProcessGroup:
         """Makes torch know this group under a name of its own, as a group of this process alone: its size changes with every generation,
         and torch's may not. Needs the default group. dist.all_reduce, functional collectives and DeviceMesh.from_group then take it."""
-        self._registered = f"{self.KIND}_{name}"
-        dist.Backend.register_backend(self._registered, lambda *_: self, devices=["cpu", "cuda"])
-        dist.new_group(
-            [dist.get_rank()], backend=self._registered, group_desc=self._registered, use_local_synchronization=True
-        )
+        name = self._registered = f"{self.KIND}_{name}"
+        dist.Backend.register_backend(name, lambda *_: self, devices=["cpu", "cuda"])
+        dist.new_group([dist.get_rank()], backend=name, group_desc=name, use_local_synchronization=True)
         return self
 
     def unregister(self) -> None:
@@ -575,18 +578,8 @@ class ProcessGroup(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return self._registered or self.KIND
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch keeps names in backends, which this has none of)
-        self._torch_name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._torch_name
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        self._torch_text = text
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._torch_text
-
+    setGroupName, getGroupName = _text_of("_torch_name")  # noqa: N815
+    setGroupDesc, getGroupDesc = _text_of("_torch_text")  # noqa: N815
     _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 

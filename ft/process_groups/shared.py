@@ -102,10 +102,9 @@ class SharedPoolOwner:
     def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
         """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
         shape = tuple(tensor.shape)
-        if tensor.is_cuda and not tensor.numel():
-            return SharedTensor(0, tensor.dtype, shape, tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
-            number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
+            number = self._number(tensor.untyped_storage()) if tensor.numel() else 0
+            offset = int(tensor.storage_offset())
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
         # rounded up to a power of two, or full MiB: buffers are kept by size
         count = tensor.numel() * tensor.element_size()
