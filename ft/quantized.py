@@ -1,11 +1,5 @@
 """Sums in int8, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
 
-    feedback = Feedback()
-    queue = CollectiveQueue(group)
-    work = queue.sum_quantized(tensor, feedback)        # or queue.allreduce([tensor]), in fp32, in its turn
-    work.wait()                                        # the tensor is the sum, by the same bits in every group
-    feedback.commit()                                  # the step is committed
-
 Flow: gradients.py and user_sums.py send through a CollectiveQueue where a sum is to be quantised; quantize and dequantize have the format.
 
 A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in

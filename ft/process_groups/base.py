@@ -1,14 +1,5 @@
 """Process groups between replica groups: what the Manager and torch call, the operations, their works, and the life of a generation.
 
-    group = ProcessGroupGloo(timeout=60.0)
-    group.configure("10.0.0.1:29500/job/7/0", rank, size)     # forms, or raises RendezvousFailed; never blocks longer than asked
-    work = group.allreduce([tensor])                          # never raises for what peers do, never waits
-    work.wait()                                               # or work.get_future()
-    group.interrupt("a member is lost")                       # from any thread: who waits is woken, at once
-    group.abandon("it failed", then=give_back_buffers)        # the same, and the generation is over
-    group.errored()                                           # why it is of no use, or None
-    group.configure("10.0.0.1:29500/job/8/0", rank, size)     # the next generation waits for nothing of the last
-
 Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of it, and the generation's engine (gloo.py, nccl.py,
 or baby.py, whose child uses these two) starts it on torch's own group. A subclass builds the engine (`_build`). A group is also
 torch's ProcessGroup: dist.all_reduce and its like, functional collectives and DeviceMesh take it after `register`.
@@ -46,8 +37,6 @@ NEVER = timedelta(days=365)
 GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report what is missing
 MOST_ENDING = 4  # abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
-
-# ------------------------------------------------------------------------------------------------ operations
 
 
 class Signature(NamedTuple):
@@ -274,9 +263,6 @@ class GroupWork(dist.Work):
     _source_rank = source_rank
 
 
-# ------------------------------------------------------------------------------------------------ generations
-
-
 class Generation:
     """One life of a process group, from the moment it has formed until it is given up, and its works under way, the oldest first. The first
     failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete sum
@@ -397,9 +383,6 @@ class Reaper:
             with self._changed:
                 del self._pending[this]
                 self._changed.notify_all()
-
-
-# ------------------------------------------------------------------------------------------------ the group
 
 
 def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
@@ -585,9 +568,6 @@ class ProcessGroup(Collectives):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"
-
-
-# ------------------------------------------------------------------------------------------------ for the engines
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
