@@ -193,8 +193,8 @@ class FaultTolerance:
         for key in unused:
             methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
             raise ValueError(
-                f"fault_tolerance.{key} = {_toml(getattr(self, key))}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
-                f'"{method}"; nearest: {_toml(getattr(type(self), key))}'
+                f"fault_tolerance.{key} = {str(getattr(self, key)).lower()}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
+                f'"{method}"; nearest: {str(getattr(type(self), key)).lower()}'
             )
         if method == "none":
             return
@@ -206,8 +206,8 @@ class FaultTolerance:
         for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
             if getattr(self, key) != wanted:
                 raise ValueError(
-                    f"fault_tolerance.{key} = {_toml(not wanted)}: not with fault_tolerance.semi_sync_method: a group keeps the changes of "
-                    f"its own steps until they are summed, and no other group can compute them; nearest: {_toml(wanted)}"
+                    f"fault_tolerance.{key} = {str(not wanted).lower()}: not with fault_tolerance.semi_sync_method: a group keeps the "
+                    f"changes of its own steps until they are summed, and no other group can compute them; nearest: {str(wanted).lower()}"
                 )
         if self.outer_nesterov and not self.outer_momentum:
             raise ValueError(
@@ -257,10 +257,6 @@ _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), 
 
 _SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
 _SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 # ------------------------------------------------------------------------------------------------ the environment

@@ -82,7 +82,7 @@ class LighthouseService:
         # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
-            m.Persist: self._persist,
+            m.Persist: lambda e: self.keeper.keep(e.saved) if self.keeper else None,
             m.Answer: self._answer,
             m.Refuse: self._refuse,
             m.MustRestore: self._must_restore,
@@ -239,9 +239,6 @@ class LighthouseService:
 
     # ---- effects
 
-    def _persist(self, effect: m.Persist) -> asyncio.Future[None] | None:
-        return self.keeper.keep(effect.saved) if self.keeper else None
-
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
             self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
@@ -294,8 +291,6 @@ class LighthouseService:
         message = pharos_pb2.Down(notice=codec.notice_message(effect.notice)).SerializeToString()
         for replica_id in effect.replica_ids:
             self._send(replica_id, message)
-
-    # ---- for people
 
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
         """On change, not on tick: a reason that only counts up is said once."""

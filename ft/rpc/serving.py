@@ -32,7 +32,6 @@ OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
-StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
 class CallRefused(Exception):
@@ -55,7 +54,7 @@ def unary(handler: Handler) -> Route:
     return lambda server: grpc.unary_unary_rpc_method_handler(server.serving(handler))
 
 
-def stream(handler: StreamHandler) -> Route:
+def stream(handler: Callable[[Outbox], Awaitable[None]]) -> Route:
     """`handler` reads and writes through an Outbox, which is closed after it."""
 
     async def open_and_handle(_: Any, context: Any) -> None:
