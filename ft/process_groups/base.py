@@ -235,6 +235,8 @@ class GroupWork(dist.Work):
             raise type(self._error)(*self._error.args) from self._error
         return True
 
+    synchronize = block_current_stream = wait
+
     def get_future(self) -> Future[Any]:
         """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
         return self._future
@@ -250,11 +252,6 @@ class GroupWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
     def source_rank(self) -> int:
         """The sender of a received message; -1 for every other operation."""

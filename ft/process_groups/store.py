@@ -94,11 +94,10 @@ class StoreClient(Store):
                 self._socket = sock
             try:
                 self._greet(sock, place)
+                return
             except OSError as problem:
                 error = problem
                 sock.close()
-            else:
-                return
             if self._gone:
                 break
         raise error
