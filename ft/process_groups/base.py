@@ -336,10 +336,8 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
-        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once.
-
-        The caller keeps no reference to the group: the last one is dropped in that thread.
-        """
+        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once. The caller keeps no reference to the group:
+        the last one is dropped in that thread."""
         thread = threading.Thread(target=self._end, args=(end, then), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what

@@ -64,11 +64,9 @@ def form_gloo(
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer.
-
-    `backstop`: after which a thread of gloo that cannot be woken ends by itself. There is such a case: when a connection is reset while
-    gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on.
-    """
+    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer. `backstop`: after
+    which a thread of gloo that cannot be woken ends by itself: when a connection is reset while gloo's own thread answers to a receiver, it
+    forgets to fail that send, and its waiter waits on."""
     before = _threads_of_gloo()
     by = {"interface": interface} if interface else {"hostname": sockets.towards(rendezvous.store.host)}
     device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(**by, lazy_init=False))

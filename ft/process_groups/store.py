@@ -68,10 +68,8 @@ def sweep(store: TCPStore, quorum_id: int) -> None:
 
 
 class StoreClient(Store):
-    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for.
-
-    Raises OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's.
-    """
+    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for. Raises
+    OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's."""
 
     def __init__(self, address: str, limit_s: float) -> None:
         super().__init__()
