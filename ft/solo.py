@@ -15,7 +15,7 @@ ALONE = "solo"
 
 class SoloManager:
     """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
-    ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or number of ranks."""
+    ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or count of ranks."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
