@@ -36,9 +36,8 @@ class Agreement:
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
         """The group's outcome of a commit vote; all ranks call this for the same votes. None: each is to vote at the server. `able`: this
         rank may wait here. Raises GroupEnded."""
-        outcome = None
-        if vote.verdict == "failed":  # the first decides, and ranks that still wait for sums are told
-            outcome = client.outcome(vote)
+        # the first failed vote decides, and ranks that still wait for sums are told
+        outcome = client.outcome(vote) if vote.verdict == "failed" else None
         yes = able and vote.verdict == "yes" and not vote.blame
         all_do, change = self.all_say_yes(vote.key, yes=yes, change=vote.change)
         if not all_do:

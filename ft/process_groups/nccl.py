@@ -172,13 +172,11 @@ _environment_lock = threading.Lock()
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """For a constructor that has no arguments for them."""
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in settings}
+        before = {name: os.environ[name] for name in settings if name in os.environ}
         os.environ.update(settings)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in settings.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)

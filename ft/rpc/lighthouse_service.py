@@ -159,8 +159,7 @@ class LighthouseService:
         _check_step(hello.settled)
         self._check_id(hello.quorum_id)
         self._check_kind("pharos")
-        old = self.streams.get(replica_id)
-        self.streams[replica_id] = outbox
+        old, self.streams[replica_id] = self.streams.get(replica_id), outbox
         if old:
             old.end()
         try:
@@ -218,8 +217,7 @@ class LighthouseService:
 
     def _send(self, replica_id: str, message: bytes) -> bool:
         """False: it has no stream."""
-        outbox = self.streams.get(replica_id)
-        if outbox:
+        if outbox := self.streams.get(replica_id):
             outbox.send(message)
         return outbox is not None
 
@@ -333,8 +331,7 @@ class LighthouseService:
 def _check(call: m.Call) -> None:
     """Raises ValueError for a call that makes no sense, or is larger than it may be."""
     member = call.member
-    problem = validate_request(call)
-    if problem:
+    if problem := validate_request(call):
         raise ValueError(problem[1])
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
