@@ -68,9 +68,7 @@ def test_only_the_sockets_of_the_group_are_shut():
             assert its_peer.recv(1) == b"x"
             again, accepted = connected(ours)
             with again, accepted:
-                assert (
-                    sockets.shut(far={ours.getsockname()}) == 2
-                )  # this connection and the one before, whose end is dead
+                assert sockets.shut(far={ours.getsockname()}) == 2  # and the connection before, whose end is dead
                 assert accepted.recv(1) == b""
 
 
