@@ -28,7 +28,7 @@ from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access, this_host
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.lighthouse_link import channel, status_of
+from ft.rpc.lighthouse_link import channel
 from ft.seam import GroupEnded
 
 if TYPE_CHECKING:
@@ -329,10 +329,10 @@ def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes
     try:
         return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
     except grpc.RpcError as error:
+        kind, why = _KINDS.get(error.code(), RuntimeError), str(error.details())
         if error.code() in _TIMED_OUT:
-            raise TimeoutError(str(error.details())) from None
-        kind = _KINDS.get(error.code(), RuntimeError)
-        raise kind(str(error.details()) if issubclass(kind, Refused) else status_of(error)) from None
+            raise TimeoutError(why) from None
+        raise kind(why if issubclass(kind, Refused) else f"{error.code().name}: {why}") from None
 
 
 _KINDS: dict[grpc.StatusCode, type[RuntimeError]] = {
