@@ -11,8 +11,8 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
+from ft.process_groups.sockets import towards
 from ft.rpc.access import Endpoint
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -20,11 +20,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 SETTING = "fault_tolerance.interface"
 
 
-# ------------------------------------------------------------------------------------------------ getifaddrs(3), which Python does not have
-
-
 class _IfAddrs(ctypes.Structure):
-    """struct ifaddrs, the same on Linux and macOS as far as it is read."""
+    """struct ifaddrs of getifaddrs(3), which Python does not have; the same on Linux and macOS as far as it is read."""
 
 
 _IfAddrs._fields_ = [
@@ -68,9 +65,6 @@ def interfaces() -> dict[str, list[Address]]:
     return there
 
 
-# ------------------------------------------------------------------------------------------------ the choice
-
-
 def advertised(
     interface: str, lighthouse: str, interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces
 ) -> str:
@@ -80,15 +74,12 @@ def advertised(
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
         try:
-            routes = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)
+            return towards(place.host).partition("%")[0]
         except (socket.gaierror, UnicodeError):
             raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
-        for family, *_, address in routes:
-            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # an error: there is no route
-                probe.connect(address)  # of a datagram socket: it looks up the route and sends nothing
-                return str(probe.getsockname()[0]).partition("%")[0]
-        words = _words(interfaces())
-        raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}")
+        except OSError:
+            words = _words(interfaces())
+            raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: no interface of this machine leads there; {words}") from None
     there = interfaces()
     try:
         network = ipaddress.ip_network(interface, strict=False)

@@ -1,8 +1,7 @@
-"""Agreement of the ranks of one group on a commit, in two collectives on the host and one call to the group's server, in place of a call of
-each rank: an all-reduce of the votes, then, if all are yes, rank 0's call for all ranks, and a broadcast of its answer.
+"""Agreement of the ranks of one group on a commit: an all-reduce of the votes on the host, then, if all are yes, one call of rank 0 to the
+group's server for all ranks, and a broadcast of its answer.
 
-Without a yes in time each rank votes at the server by itself: no rank waits in a collective while the server holds a commit, and the server
-announces a no.
+Without a yes in time each rank votes at the server by itself: none waits in a collective while that holds a commit, or announces a no.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ class Agreement:
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
         """The group's outcome of a commit vote; all ranks call this for the same votes. None: each is to vote at the server. `able`: this
         rank may wait here. Raises GroupEnded."""
-        outcome = None
-        if vote.verdict == "failed":  # the first decides, and ranks that still wait for sums are told
-            outcome = client.outcome(vote)
+        # the first failed vote decides, and ranks that still wait for sums are told
+        outcome = client.outcome(vote) if vote.verdict == "failed" else None
         yes = able and vote.verdict == "yes" and not vote.blame
         all_do, change = self.all_say_yes(vote.key, yes=yes, change=vote.change)
         if not all_do:

@@ -1,9 +1,8 @@
 """Layout of gradients while they are summed: buckets, the order in which they are sent, and their memory.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
-one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before the tail it has
-parameters so small that their wait costs nothing. Groups of different layouts would add unrelated numbers, so `shape` has its digests for
-the first quorum.
+one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before it are parameters
+so small that their wait costs nothing. `shape`: digests of the layout, which groups compare in the first quorum.
 
 Sets of buffers are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad`
 while the next one is summed into the other set. The thread that ends a process group may return memory, too.
@@ -47,8 +46,8 @@ class Bucket:
 
 @dataclass
 class BucketLayout:
-    """`buckets`: the last one ends in the tail. `starts`: by parameter, where its gradient begins in the memory of its kind. `sizes`:
-    elements of each kind of memory."""
+    """`buckets`: the last one ends in the tail. `starts`: of parameters' gradients, in the memory of their kind. `sizes`: elements by
+    kind."""
 
     buckets: list[Bucket] = field(default_factory=list)
     bucket_of: dict[int, int] = field(default_factory=dict)
@@ -106,14 +105,14 @@ def lay_out(
     kinds = list(layout.sizes)
     plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
     layout.shape = (
-        ("gradient shapes", _digest([tuple(tensor.shape) for tensor in tensors])),
-        ("gradient dtypes", _digest([str(tensor.dtype) for tensor in tensors])),
-        ("gradient buckets", _digest((plan, "8 bits") if quantized else plan)),
+        ("gradient shapes", short_digest([tuple(tensor.shape) for tensor in tensors])),
+        ("gradient dtypes", short_digest([str(tensor.dtype) for tensor in tensors])),
+        ("gradient buckets", short_digest((plan, "8 bits") if quantized else plan)),
     )
     return layout
 
 
-def _digest(what: object) -> str:
+def short_digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 

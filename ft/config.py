@@ -54,9 +54,7 @@ class Schedule:
                 f"nearest: {min(max(self.delay, 0), inner - 1)}"
             )
         if not 0 <= self.alpha <= 1:
-            raise ValueError(
-                f"{alpha} = {self.alpha:g}: must be from 0 to 1; nearest: {min(max(self.alpha, 0.0), 1.0):g}"
-            )
+            raise ValueError(f"{alpha} = {self.alpha:g}: must be from 0 to 1; nearest: {int(self.alpha > 0)}")
 
 
 @dataclass(frozen=True)
@@ -168,8 +166,7 @@ class FaultTolerance:
         "<= 1",
     ] = 0.0
     should_quantize: Annotated[
-        bool,
-        "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum",
+        bool, "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum"
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
@@ -177,11 +174,8 @@ class FaultTolerance:
 
     def check(self) -> None:
         self._check_semi_sync()
-        for key, wanted in (
-            ("slots_per_step", self.slots_per_step),
-            ("deterministic_reduce", self.deterministic_reduce),
-        ):
-            if wanted and not self.keep_global_batch:
+        for key in ("slots_per_step", "deterministic_reduce"):
+            if (wanted := getattr(self, key)) and not self.keep_global_batch:
                 raise ValueError(
                     f"fault_tolerance.{key} = {str(wanted).lower()}: needs fault_tolerance.keep_global_batch = true, without which a step "
                     "has a slot for each group that is there"
@@ -199,8 +193,8 @@ class FaultTolerance:
         for key in unused:
             methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
             raise ValueError(
-                f"fault_tolerance.{key} = {_toml(getattr(self, key))}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
-                f'"{method}"; nearest: {_toml(getattr(type(self), key))}'
+                f"fault_tolerance.{key} = {str(getattr(self, key)).lower()}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
+                f'"{method}"; nearest: {str(getattr(type(self), key)).lower()}'
             )
         if method == "none":
             return
@@ -212,8 +206,8 @@ class FaultTolerance:
         for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
             if getattr(self, key) != wanted:
                 raise ValueError(
-                    f"fault_tolerance.{key} = {_toml(not wanted)}: not with fault_tolerance.semi_sync_method: a group keeps the changes of "
-                    f"its own steps until they are summed, and no other group can compute them; nearest: {_toml(wanted)}"
+                    f"fault_tolerance.{key} = {str(not wanted).lower()}: not with fault_tolerance.semi_sync_method: a group keeps the "
+                    f"changes of its own steps until they are summed, and no other group can compute them; nearest: {str(wanted).lower()}"
                 )
         if self.outer_nesterov and not self.outer_momentum:
             raise ValueError(
@@ -263,10 +257,6 @@ _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), 
 
 _SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
 _SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
-
-
-def _toml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 # ------------------------------------------------------------------------------------------------ the environment

@@ -1,5 +1,4 @@
-"""Device-dependent choices of ft/, which imports no other package: which devices queue their work on streams, and threads that may touch
-one.
+"""Device-dependent choices of ft/, which imports no other package: which devices queue their work on streams, and threads that may use one.
 
 What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py), NCCL
 (process_groups/nccl.py).
@@ -25,8 +24,8 @@ def streams_of(device: torch.device) -> Any:
 def device_thread(target: Callable[..., object], *args: Any, name: str, device: int | None) -> threading.Thread:
     """A daemon thread, not yet started, that calls `target` with `args` on the CUDA device of that number; None: it touches none.
 
-    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context: some hundred megabytes of a GPU
-    that is another rank's."""
+    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context: some hundred megabytes of another
+    rank's GPU."""
 
     def run() -> None:
         if device is not None:

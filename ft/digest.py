@@ -4,8 +4,7 @@ A tensor's digest is the sum of its blocks, each times an odd number of its own,
 2**64: the order in which a device adds makes no difference. A change of one integer always changes the digest, and several can cancel each
 other only within one block. It guards against errors of memory and arithmetic, not against attacks.
 
-healing/format.py has a digest of its own, by numpy, for bytes in host memory. This one runs where the weights are, and on a CPU is twice as
-fast.
+healing/format.py has a digest of its own, by numpy, for bytes in host memory. This one runs where the weights are, twice as fast on a CPU.
 """
 
 from __future__ import annotations

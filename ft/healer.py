@@ -26,9 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where the states of all sources have another
-    layout than this rank's. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread,
-    except `end_offer`."""
+    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources' states have another layout than
+    ours. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread, except `end_offer`."""
 
     def __init__(
         self,
@@ -83,10 +82,9 @@ class Healer:
         """Fetches the state in a thread of its own, into this rank's tensors, and feeds back HealEnded. Tells the sources of a final
         failure: their commit would wait for a reader that does not read."""
         self.drop()
-        self._over, into = threading.Event(), self._state.snapshot()
-        self._fetching = threading.Thread(
-            target=self._fetch, args=(part, into, self._over), name="ft-heal", daemon=True
-        )
+        self._over = threading.Event()
+        given = part, self._state.snapshot(), self._over
+        self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
         self._fetching.start()
 
     def load(self) -> None:
@@ -109,8 +107,6 @@ class Healer:
     def close(self) -> None:
         self.drop()
         self.transport.close()
-
-    # ---- the fetch's thread
 
     def _fetch(self, part: m.Part, into: StateSnapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()

@@ -1,6 +1,5 @@
 """Start of one group: rank 0 starts the group's server, a child process, and a store for rendezvous with other groups, and writes their
-addresses to the group's own store (the launcher's, or torch.distributed's). That store outlives an attempt of torchelastic, so the keys
-have the number of the attempt.
+addresses to the group's own store (the launcher's, or torch.distributed's), which outlives torchelastic's attempts: keys have their number.
 """
 
 from __future__ import annotations
@@ -73,18 +72,16 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
         raise RuntimeError(
             f"rank {config.group_rank} of {config.world_size} has no store to find its group's server by"
         )
+    limit_s, own = config.contact_s + START_S, PrefixStore(key, store)
     try:
-        own = PrefixStore(key, store)
-        own.wait(["group"], timedelta(seconds=config.contact_s + START_S))
+        own.wait(["group"], timedelta(seconds=limit_s))
         return Membership(**json.loads(own.get("group")))
     except RuntimeError as error:
-        raise RuntimeError(
-            f"rank 0 did not start the group's server within {config.contact_s + START_S:g} s: {error}"
-        ) from None
+        raise RuntimeError(f"rank 0 did not start the group's server within {limit_s:g} s: {error}") from None
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    torchfts, tls = is_torchfts(config.lighthouse, config.access, config.contact_s), config.access.tls
+    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
     if torchfts and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
@@ -98,9 +95,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         wire="torchft" if torchfts else "pharos",
         host=config.host,
         port=config.port,
-        token=config.access.token,
-        insecure=config.access.insecure,
-        tls=(str(tls.cert or ""), str(tls.key or ""), str(tls.ca or "")) if tls else None,
+        access=config.access,
         times=config.times,
         retries=config.retries,
         spares_above=config.spares_above,

@@ -26,9 +26,8 @@ def memory(
     quantized: bool = False,
 ) -> dict[str, int]:
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
-    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce).
-    `fragments`: of a model whose groups step by themselves (semi_sync.py); 0: they sum every step. `momentum`: of the outer optimizer.
-    `quantized`: sums in int8."""
+    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce). `fragments`: of a
+    model of semi_sync.py; 0: groups sum every step. `momentum`: of the outer optimizer. `quantized`: sums in int8."""
     layout = lay_out(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,

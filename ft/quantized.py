@@ -1,11 +1,5 @@
 """Sums in int8, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
 
-    feedback = Feedback()
-    queue = CollectiveQueue(group)
-    work = queue.sum_quantized(tensor, feedback)        # or queue.allreduce([tensor]), in fp32, in its turn
-    work.wait()                                        # the tensor is the sum, by the same bits in every group
-    feedback.commit()                                  # the step is committed
-
 Flow: gradients.py and user_sums.py send through a CollectiveQueue where a sum is to be quantised; quantize and dequantize have the format.
 
 A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in
@@ -46,9 +40,7 @@ class Feedback:
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
-        self.pending: list[
-            Tensor
-        ] = []  # one, of the latest attempt, once its sum is there, if this group gave anything
+        self.pending: list[Tensor] = []  # one, of the latest attempt whose sum is there, if this group gave anything
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""
@@ -60,8 +52,8 @@ class CollectiveQueue:
     """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
     when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
-    Nobody waits longer than on the group itself: when that is given up, so are the works. `shared`: what is exchanged lies in memory that
-    a child process maps."""
+    No wait is longer than one on the group itself: when that is given up, so are the works. `shared`: messages lie in a child's memory,
+    too."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
@@ -69,9 +61,7 @@ class CollectiveQueue:
         # around the start of an exchange: a group that is given up forms anew, for others
         self._lock = threading.Lock()
         self._error: Exception | None = None  # the first one: what comes later fails with it
-        self._tasks: queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
         self._thread.start()
 
@@ -96,8 +86,6 @@ class CollectiveQueue:
     def join(self) -> None:
         """After it nothing writes to any tensor. Comes when the queue is closed and the group has ended."""
         self._thread.join()
-
-    # ------------------------------------------------------------------------------------------------ the thread
 
     def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
         work = GroupWork("AllReduce", [tensor])
@@ -175,9 +163,6 @@ class CollectiveQueue:
         tensor.copy_(given.view(-1)[: tensor.numel()].view(tensor.shape))
 
 
-# ------------------------------------------------------------------------------------------------ the format
-
-
 def message_bytes(blocks: int) -> int:
     """Bytes of so many blocks: a signed byte for each value, block by block, and then their scales, in fp32."""
     return blocks * (BLOCK + 4)
@@ -185,8 +170,7 @@ def message_bytes(blocks: int) -> int:
 
 def quantize(values: Tensor, message: Tensor) -> None:
     """`values` (blocks, BLOCK), fp32, into `message` (bytes); what rounding left out stays in `values`. A block's scale is its largest
-    value over LEVELS, so no value is off by more than half of that. A block with a value that is infinite or no number is read as a block
-    without numbers: nothing is hidden."""
+    value over LEVELS, so no value is off by more than half of that. A block with an infinite value or NaN is read as all NaN."""
     codes, scales = _parts(message, len(values))
     levels = torch.tensor(float(LEVELS), device=values.device)  # CUDA turns a division by a number into a product
     for own, code, scale in zip(values.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):

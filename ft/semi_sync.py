@@ -77,8 +77,6 @@ class Fragment:
         """The local weights are the outer ones: what this group did by itself is undone."""
         torch._foreach_copy_(_shards(self.local), _shards(self.outer))
 
-    # ------------------------------------------------------------------------------------------------ state, by names of parameters
-
     def weights(self) -> dict[str, Tensor]:
         """The outer ones, live (DTensors where sharded)."""
         return {name: outer.detach() for name, outer in zip(self.names, self.outer, strict=True)}
@@ -112,8 +110,6 @@ class Fragment:
                     own[key].copy_(given)
                 else:
                     own[key] = given
-
-    # ------------------------------------------------------------------------------------------------ the outer optimizer
 
     def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
         """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""

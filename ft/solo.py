@@ -14,11 +14,8 @@ ALONE = "solo"
 
 
 class SoloManager:
-    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped.
-
-    The ledger is that of replica groups, so a run may be resumed with fault tolerance or without, and counts sequences, not slots, so that
-    another batch size or number of ranks will do, too.
-    """
+    """Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
+    ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or count of ranks."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
@@ -34,9 +31,6 @@ class SoloManager:
         if name in self._registered:
             raise ValueError(f"state {name} is registered already")
         self._registered.add(name)
-
-    def attach(self, model_parts: Sequence[Any]) -> None:
-        """Nothing to sum with: the gradients of one group are the gradients."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._until = until
@@ -64,22 +58,12 @@ class SoloManager:
         self.step = state["step"]
         self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
-    def want_to_leave(self) -> None:
-        """There is nobody to wait for."""
-
     def leave(self) -> None:
         self.left = True
 
     is_broken = finished = False
 
-    def regroup(self, until: int) -> None:
-        """There is nobody else."""
+    def _nothing(self, *given: Any, **named: Any) -> None:
+        """There is no other group: none to sum with, to wait for or to tell, and no page."""
 
-    def finish(self, *, saved: bool) -> None:
-        """There is nobody else to hear."""
-
-    def tell(self, lane: str, words: str) -> None:
-        """There is no page."""
-
-    def close(self) -> None:
-        pass
+    attach = want_to_leave = regroup = finish = tell = close = _nothing

@@ -34,20 +34,18 @@ def open_manager(
     on_event: OnEvent = ignore_event,
 ) -> Seam:
     """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `shape`: digests,
-    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a first
-    step or a checkpoint. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see
-    telemetry.py. Raises ValueError for settings and for a refused token, ConnectionError where no lighthouse answers, RuntimeError where
-    the group's server does not start."""
+    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a long
+    phase. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see telemetry.py.
+    Raises ValueError for settings and a refused token, ConnectionError without a lighthouse, RuntimeError without the group's server."""
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
     from ft.addresses import advertised
-    from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
-    from ft.semi_sync_manager import SemiSyncManager
+    from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     config = ReplicaGroupConfig(
@@ -79,6 +77,9 @@ def open_manager(
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
     group = process_group(settings, device_type)
+    gradients = None
+    if settings.semi_sync_method != "none":
+        gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize)
     manager = make(
         group,
         config,
@@ -86,21 +87,16 @@ def open_manager(
         store=store,
         agreement=agreement,
         shape=shape,
-        gradients=None
-        if settings.semi_sync_method == "none"
-        else FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize),
+        gradients=gradients,
         restore=restore,
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    if settings.semi_sync_method == "none":
-        return manager
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings))
+    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if gradients is not None else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
-    """Environment for collectives between replica groups, to be set before the first process group is made. `device_type`: as in
-    `open_manager`."""
+    """Environment for collectives between replica groups, to be set before the first one is made. `device_type`: of gradients."""
     from ft.process_groups.nccl import process_settings
 
     return process_settings(settings.group_kind(device_type), settings.rendezvous_s)

@@ -90,10 +90,9 @@ class Status:
 
 
 class ManagerTelemetry:
-    """`step`: returns the step of the state that the trainer holds. `inner_steps`: optimizer steps of one commit, which the protocol
-    counts. `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows
-    a text in a lane of the lighthouse's page, at the protocol's step. `clock`: seconds, as time.monotonic. For the trainer's thread, except
-    `report_for_ever`, which only reads."""
+    """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit, which the protocol counts.
+    `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows a text
+    in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only reads."""
 
     def __init__(
         self,
@@ -119,8 +118,6 @@ class ManagerTelemetry:
         self.mean_loss = 0.0  # of the newest step
         self._told_cost = False
 
-    # ---- time
-
     @property
     def median_step_s(self) -> float:
         """Median length of the newest steps; 0: there is none."""
@@ -134,8 +131,6 @@ class ManagerTelemetry:
             yield
         finally:
             self._sends = None
-
-    # ---- what happened
 
     def lost(self) -> None:
         """Counts what was computed for this step as lost."""
@@ -190,24 +185,18 @@ class ManagerTelemetry:
             every = interval * self._inner_steps
             log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", every, 1e3 * cost_s, percent)
 
-    # ---- once a beat
-
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""
         now_s, wait = self._clock(), self.current_wait
         waiting = now_s - wait.since_s > beat_s / 2
-        phase, seconds = self._long_phase(now_s) or ("", 0.0)
+        phase, seconds = self.phase_timer.long_phase() or ("", 0.0)
+        if not phase and (first_s := self.first_began_s) is not None and first_s <= now_s:
+            phase, seconds = "first step", now_s - first_s
         most_s = self._long_phase_s
         if sends := self._sends:
             phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
         limit_s = most_s if seconds < most_s else 0.0  # beyond it, it is not reported
         return Status(waiting, waiting and wait.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
-
-    def _long_phase(self, now_s: float) -> tuple[str, float] | None:
-        if (phase := self.phase_timer.long_phase()) is not None:
-            return phase
-        first_s = self.first_began_s
-        return None if first_s is None or first_s == math.inf else ("first step", now_s - first_s)
 
     def report_for_ever(
         self,
@@ -225,9 +214,5 @@ class ManagerTelemetry:
             if values == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
                 continue
             sent, sent_s = values, now_s
-            figures = {
-                "goodput_s": self.phase_timer.goodput_s,
-                "wall_s": now_s - self._began_s,
-                "mean_loss": self.mean_loss,
-            }
-            send(figures, status)
+            goodput_s, wall_s = self.phase_timer.goodput_s, now_s - self._began_s
+            send(dict(goodput_s=goodput_s, wall_s=wall_s, mean_loss=self.mean_loss), status)

@@ -7,8 +7,7 @@ reduces them again. A failure leaves the tensor as it is: then the step does not
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -45,9 +44,8 @@ class ManagedAllreduce:
         self._written = False
         self._participants = 1
         self.work = GroupWork("AllReduce", [tensor])
-        self._on_stream: AbstractContextManager[Any] = nullcontext()
-        if streams := streams_of(tensor.device):
-            self._on_stream = streams.stream(streams.current_stream(tensor.device))
+        streams = streams_of(tensor.device)
+        self._on_stream = streams.stream(streams.current_stream(tensor.device)) if streams else nullcontext()
 
     @property
     def changed(self) -> bool:

@@ -88,10 +88,8 @@ class State:
         devices = {tensor.device for tensor in local.values() if streams_of(tensor.device)}
         assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
         device = next(iter(devices), None)
-        streams = streams_of(device) if device is not None else None
-        return StateSnapshot(
-            manifest, local, registered, device, streams.current_stream(device).record_event() if streams else None
-        )
+        ready = streams_of(device).current_stream(device).record_event() if device is not None else None
+        return StateSnapshot(manifest, local, registered, device, ready)
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Sets all of it. The order is that of registration."""
@@ -100,12 +98,8 @@ class State:
             set_(values[name])
 
 
-# ------------------------------------------------------------------------------------------------ where the bytes lie
-
-
 class StagingBuffer:
-    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream of its own, if the body lies on a device, whose module
-    of streams is `streams`."""
+    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream (of `streams`), if the body lies on a device."""
 
     def __init__(
         self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty
@@ -139,14 +133,10 @@ class TensorPayload:
         self.manifest, self.device, self.ready = manifest, device, ready
         # The same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
         self._tensors = [
-            tensor.view(-1).view(torch.uint8)
-            if tensor.is_contiguous()
-            else tensor.view(_INTEGERS[tensor.element_size()])
-            for tensor in (tensor.detach() for tensor in tensors)
+            x.view(-1).view(torch.uint8) if x.is_contiguous() else x.view(_INTEGERS[x.element_size()])
+            for x in (tensor.detach() for tensor in tensors)
         ]
-        self._views = [
-            bits.numpy().data if bits.is_contiguous() and bits.device.type == "cpu" else None for bits in self._tensors
-        ]
+        self._views = [x.numpy().data if x.is_contiguous() and x.device.type == "cpu" else None for x in self._tensors]
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The memory of chunks first..last, if it is one piece of host memory."""

@@ -141,21 +141,16 @@ class StateManifest:
                 if header[name] != value:
                     raise FormatError(f"the header's {name} is {str(header[name])[:100]!r}, ours {value!r}")
             entries = [TensorEntry(name, dtype, _shape(shape), at) for name, dtype, shape, at in header["tensors"]]
-            manifest = StateManifest.describe(
-                {name: from_json(tree, entries) for name, tree in header["values"].items()}
-            )
-            if manifest.total_bytes > MAX_TOTAL_BYTES:
-                raise FormatError(
-                    f"the header's tensors have {manifest.total_bytes} bytes, of {MAX_TOTAL_BYTES} at most"
-                )
+            manifest = StateManifest.describe({key: from_json(tree, entries) for key, tree in header["values"].items()})
+            if (total := manifest.total_bytes) > MAX_TOTAL_BYTES:
+                raise FormatError(f"the header's tensors have {total} bytes, of {MAX_TOTAL_BYTES} at most")
             if manifest.encode() != data:
                 raise FormatError("the header is not in canonical form")
         except FormatError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise FormatError(
-                f"the header is not valid JSON of this format: {str(error)[:200] or type(error).__name__}"
-            ) from None
+            why = str(error)[:200] or type(error).__name__
+            raise FormatError(f"the header is not valid JSON of this format: {why}") from None
         return manifest
 
 
@@ -180,15 +175,9 @@ def _shape(listed: Any) -> tuple[int, ...]:
     return tuple(listed)
 
 
-# ------------------------------------------------------------------------------------------------ digests
-
-
 def digest(chunk: int, data: memoryview) -> bytes:
-    """XOR and wrapping sum of the 64-bit words, each moved by the chunk's number and length: a chunk of right bytes in a wrong place is
-    wrong. It guards against accidents, not against people: for those there are tokens and TLS.
-
-    numpy reduces a chunk in cache at twice the speed of torch, which has no XOR reduction.
-    """
+    """XOR and wrapping sum of the 64-bit words, each moved by the chunk's number and length: right bytes in a wrong place are wrong. It
+    guards against accidents; tokens and TLS guard against people. numpy is twice as fast as torch, which has no XOR reduction."""
     aligned = len(data) & ~7
     words = np.frombuffer(data[:aligned], dtype=np.uint64)
     xored, added = int(np.bitwise_xor.reduce(words)), int(np.add.reduce(words, dtype=np.uint64))
@@ -200,9 +189,6 @@ def digest(chunk: int, data: memoryview) -> bytes:
 
 
 _WORD = (1 << 64) - 1
-
-
-# ------------------------------------------------------------------------------------------------ values
 
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
@@ -220,10 +206,8 @@ def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, dict):
-        if bad := [key for key in value if type(key) not in (str, int)]:
-            raise FormatError(
-                f"{name}: a key of type {type(bad[0]).__name__} cannot be sent, only texts and whole numbers"
-            )
+        if bad := [type(key).__name__ for key in value if type(key) not in (str, int)]:
+            raise FormatError(f"{name}: a key of type {bad[0]} cannot be sent, only texts and whole numbers")
         return {"dict": [[key, inner(_part(key), item)] for key, item in value.items()]}
     if kind in (list, tuple, torch.Size):
         items = [inner(index, item) for index, item in enumerate(value)]

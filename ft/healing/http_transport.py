@@ -27,16 +27,7 @@ from typing import Any
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
-from ft.healing.transport import (
-    SEAL_BYTES,
-    HealConfig,
-    HealFailed,
-    Progress,
-    Sources,
-    StateOffer,
-    StateSource,
-    Transport,
-)
+from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Sources, StateSource, Transport
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
@@ -53,9 +44,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: chunks that are asked for at
-    once, `tell_s`: a source is given so long to hear that its reader is done. Raises ValueError for an address that others could reach
-    without a token."""
+    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: of chunks asked for at once;
+    `tell_s`: for a source to hear that its reader is done. Raises ValueError where others could reach it without a token."""
 
     def __init__(
         self,
@@ -69,16 +59,11 @@ class HttpTransport(Transport):
     ) -> None:
         super().__init__(replica_id, config)
         self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
-        self._shown: StateOffer | None = None  # also when it is withdrawn, to tell its readers why
-        self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
+        self._server = HealServer(host, access, lambda: self.shown, silence_s=self.config.heal_grace_s)
 
     @property
     def address(self) -> str:
         return self._server.address
-
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
-        return self._shown
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
@@ -102,7 +87,7 @@ class HttpTransport(Transport):
     def close(self) -> None:
         super().close()
         self._server.close()
-        self._shown = None
+        self.shown = None
 
 
 class SourceFailed(RuntimeError):
@@ -241,9 +226,8 @@ class HttpFetch:
         if body is not None and complete and not self._stopped:
             return self._into.values_of(body.manifest)
         failed = {one.source.replica_id: one.failure for one in self._streams if one.failure}
-        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
         unlike = not self._stopped and all(one.unlike for one in self._streams)
-        raise HealFailed(reason, touched=self._touched, blame=() if self._stopped else tuple(failed), unlike=unlike)
+        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=unlike)
 
     @property
     def _complete(self) -> bool:
@@ -336,9 +320,7 @@ class HttpFetch:
             self._lock.notify_all()
         if not self._equal:
             at = next(place for place in range(len(one)) if one[place] != other[place])
-            names = [
-                manifest.entries[index].name for index, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))
-            ]
+            names = [manifest.entries[i].name for i, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))]
             where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
                 "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
@@ -353,12 +335,10 @@ class HttpFetch:
             may = lambda: self._equal or self._chosen in (None, one.source)  # noqa: E731
             idle_since_s = time.monotonic()
             while not self._lock.wait_for(lambda: self._over or (self._open and may()), CHECK_S):
-                for other in self._streams:
+                for other in (stream for stream in self._streams if stream is not one):
                     moved_s = max(other.moved_s, idle_since_s) if not one.chunk_s else idle_since_s
                     waited_s = time.monotonic() - moved_s
-                    if other is not one and is_too_slow(
-                        waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s
-                    ):
+                    if is_too_slow(waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s):
                         other.hang_up("it sends far more slowly than the other")
             self._chosen = self._chosen or one.source
             if self._stopped or not self._open or self._body is None:
@@ -423,6 +403,6 @@ class HttpFetch:
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
     """True when a connection with a stripe of that many chunks holds up another that has had nothing to take for so long: at `chunk_s` for
-    a chunk that one would have had them long ago; or, where it was not allowed to take any yet (0), none has come for a third of what
-    a source may be silent."""
+    a chunk that one would have had them long ago; or, where it may not take any yet (0), none has come for a third of a source's longest
+    silence."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

@@ -25,15 +25,7 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.transport import (
-    SEAL_BYTES,
-    HealConfig,
-    HealFailed,
-    Progress,
-    Sources,
-    StateOffer,
-    Transport,
-)
+from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Sources, StateOffer, Transport
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
@@ -44,8 +36,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class PgTransport(Transport):
-    """`make`: a new process group (ft/process_groups/base.py), not configured yet. `address`: of a store that joiners reach,
-    "host:port/prefix"."""
+    """`make`: a new process group, not configured yet. `address`: of a store for joiners, "host:port/prefix"."""
 
     def __init__(
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
@@ -112,9 +103,7 @@ class PgFetch:
                 group.abandon("this heal has ended", untouched.set)
                 # a message in flight may still be written into our tensors
                 untouched.wait(self._transport.config.heal_grace_s)
-        reason = self._stopped or "; ".join(f"{name}: {why}" for name, why in failed.items())
-        blame = () if self._stopped else tuple(failed)
-        raise HealFailed(reason, touched=self._touched, blame=blame, unlike=bool(blame) and unlike)
+        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=not self._stopped and unlike)
 
     def stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
@@ -230,9 +219,7 @@ class _Sender:
             for again in range(ROUNDS + 1):
                 while messages:
                     sent = self._send_flight(messages, staging)
-                    offer.sent(
-                        self._name, [chunk for first, last in messages[:sent] for chunk in range(first, last + 1)]
-                    )
+                    offer.sent(self._name, [i for first, last in messages[:sent] for i in range(first, last + 1)])
                     del messages[:sent]
                 if again < ROUNDS:
                     asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)

@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -35,14 +35,13 @@ MAX_NAMES = 4096  # of readers in all
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `touched`: some of the joiner's tensors may hold bytes of it. `blame`: the sources that failed.
-    `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
+    """The state was not received. `reason`: by source, where they failed: `blame` has these. `touched`: some of the joiner's tensors may
+    hold bytes of it. `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
 
-    def __init__(self, reason: str, *, touched: bool, blame: Sequence[str] = (), unlike: bool = False) -> None:
-        super().__init__(reason)
-        self.touched = touched
-        self.blame = tuple(blame)
-        self.unlike = unlike
+    def __init__(self, reason: str | Mapping[str, str], *, touched: bool, unlike: bool = False) -> None:
+        failed = {} if isinstance(reason, str) else reason
+        super().__init__("; ".join(f"{name}: {why}" for name, why in failed.items()) or reason)
+        self.touched, self.blame, self.unlike = touched, tuple(failed), unlike
 
 
 class Withdrawn(RuntimeError):
@@ -93,6 +92,7 @@ class Transport(ABC):
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: StateOffer | None = None
+        self.shown: StateOffer | None = None  # the newest, also when it is withdrawn: its readers are told why
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -145,7 +145,7 @@ class Transport(ABC):
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
-        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = self.shown = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         return self._offer
 
     @property

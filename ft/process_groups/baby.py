@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ft.device import current_device, device_thread
 from ft.process_groups import shared
@@ -39,6 +38,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     NATIVE = ""
     IN_CHILD = True
+    empty = staticmethod(shared.empty)  # the child uses such a tensor where it is, without a copy
 
     def __init__(
         self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
@@ -50,13 +50,6 @@ class ProcessGroupBaby(ProcessGroup):
         # The device is known now: a generation is formed in another thread.
         self.device = current_device() if self.NATIVE == "nccl" else None
         self.child: Child | None = None  # of the newest generation
-
-    @staticmethod
-    def empty(
-        shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        """A tensor that the child can use where it is, without a copy."""
-        return shared.empty(shape, dtype, device)
 
     def prepare(self) -> None:
         self._fork_server.prepare()

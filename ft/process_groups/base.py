@@ -1,14 +1,5 @@
 """Process groups between replica groups: what the Manager and torch call, the operations, their works, and the life of a generation.
 
-    group = ProcessGroupGloo(timeout=60.0)
-    group.configure("10.0.0.1:29500/job/7/0", rank, size)     # forms, or raises RendezvousFailed; never blocks longer than asked
-    work = group.allreduce([tensor])                          # never raises for what peers do, never waits
-    work.wait()                                               # or work.get_future()
-    group.interrupt("a member is lost")                       # from any thread: who waits is woken, at once
-    group.abandon("it failed", then=give_back_buffers)        # the same, and the generation is over
-    group.errored()                                           # why it is of no use, or None
-    group.configure("10.0.0.1:29500/job/8/0", rank, size)     # the next generation waits for nothing of the last
-
 Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of it, and the generation's engine (gloo.py, nccl.py,
 or baby.py, whose child uses these two) starts it on torch's own group. A subclass builds the engine (`_build`). A group is also
 torch's ProcessGroup: dist.all_reduce and its like, functional collectives and DeviceMesh take it after `register`.
@@ -47,12 +38,10 @@ GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report wha
 MOST_ENDING = 4  # abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
 
-# ------------------------------------------------------------------------------------------------ operations
-
 
 class Signature(NamedTuple):
-    """A collective of torch's: `name` in errors; `options`: their type, None where it takes none; positions of the arguments whose tensors
-    are read, and written."""
+    """A collective of torch's: `name` in errors; `options`: their type, if it takes any; positions of arguments that are read, and
+    written."""
 
     name: str
     options: type[Any] | None
@@ -246,6 +235,8 @@ class GroupWork(dist.Work):
             raise type(self._error)(*self._error.args) from self._error
         return True
 
+    synchronize = block_current_stream = wait
+
     def get_future(self) -> Future[Any]:
         """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
         return self._future
@@ -262,19 +253,11 @@ class GroupWork(dist.Work):
     def result(self) -> list[Tensor]:
         return self._outputs
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
-
     def source_rank(self) -> int:
         """The sender of a received message; -1 for every other operation."""
         return self._source
 
     _source_rank = source_rank
-
-
-# ------------------------------------------------------------------------------------------------ generations
 
 
 class Generation:
@@ -353,10 +336,8 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
-        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once.
-
-        The caller keeps no reference to the group: the last one is dropped in that thread.
-        """
+        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once. The caller keeps no reference to the group:
+        the last one is dropped in that thread."""
         thread = threading.Thread(target=self._end, args=(end, then), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
@@ -399,12 +380,13 @@ class Reaper:
                 self._changed.notify_all()
 
 
-# ------------------------------------------------------------------------------------------------ the group
+def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
+    """Methods that set and get a text of torch's: torch keeps it in a backend, which a ProcessGroup has none of."""
+    return lambda self, text: setattr(self, name, text), lambda self: str(getattr(self, name))
 
 
 class ProcessGroup(Collectives):
-    """`timeout`: seconds (or a timedelta) that an operation may take, the backstop behind the notices; `rendezvous_s`: that forming may
-    take."""
+    """`timeout`: seconds (or a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
 
     KIND = "ft"
     IN_CHILD = False  # operations are another process's: tensors in its memory (shared.empty) are spared a copy
@@ -427,14 +409,7 @@ class ProcessGroup(Collectives):
         and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
 
     def configure(
-        self,
-        store: str,
-        rank: int,
-        size: int,
-        *,
-        quorum_id: int = 0,
-        shape: Shape = (),
-        holders: Sequence[int] = (),
+        self, store: str, rank: int, size: int, *, quorum_id: int = 0, shape: Shape = (), holders: Sequence[int] = ()
     ) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
@@ -459,11 +434,8 @@ class ProcessGroup(Collectives):
         forming.start()
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
-            with self._state:
-                self._generation = Generation(
-                    forming.wait(0.0), self.timeout_s
-                )  # unless it was given up at this moment
-                self._forming = None
+            with self._state:  # and again, for it may have been given up at this moment
+                self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
             with self._state:
                 self._forming, self._why_none = None, error
@@ -564,11 +536,9 @@ class ProcessGroup(Collectives):
     def register(self, name: str) -> ProcessGroup:
         """Makes torch know this group under a name of its own, as a group of this process alone: its size changes with every generation,
         and torch's may not. Needs the default group. dist.all_reduce, functional collectives and DeviceMesh.from_group then take it."""
-        self._registered = f"{self.KIND}_{name}"
-        dist.Backend.register_backend(self._registered, lambda *_: self, devices=["cpu", "cuda"])
-        dist.new_group(
-            [dist.get_rank()], backend=self._registered, group_desc=self._registered, use_local_synchronization=True
-        )
+        name = self._registered = f"{self.KIND}_{name}"
+        dist.Backend.register_backend(name, lambda *_: self, devices=["cpu", "cuda"])
+        dist.new_group([dist.get_rank()], backend=name, group_desc=name, use_local_synchronization=True)
         return self
 
     def unregister(self) -> None:
@@ -586,26 +556,13 @@ class ProcessGroup(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return self._registered or self.KIND
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 (torch keeps names in backends, which this has none of)
-        self._torch_name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._torch_name
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        self._torch_text = text
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._torch_text
-
+    setGroupName, getGroupName = _text_of("_torch_name")  # noqa: N815
+    setGroupDesc, getGroupDesc = _text_of("_torch_text")  # noqa: N815
     _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"
-
-
-# ------------------------------------------------------------------------------------------------ for the engines
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:

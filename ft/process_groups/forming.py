@@ -4,8 +4,7 @@ torch's own constructors wait for a member that never comes, and nobody can call
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
 the error names the absent. Members compare their shapes, too: bytes of another layout would end a peer's process, not a sum.
 
-The store may be silent as well: its host may be stopped. The connection to it is this member's own (store.py), so that another thread can
-shut it down.
+The store may be silent as well, as its host may be stopped: each member's connection (store.py) can be shut down by another thread.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from ft.protocol.rules import shape_mismatches
 # Called with the error if there was one, and with the rank that a message came from, or -1.
 Ended = Callable[[Exception | None, int], object]
 PREPARE_S = 300.0  # the longest that a fork server may take to import torch
+ACKNOWLEDGE_S = 1.0  # to tell the store that this member knows of its own mismatch
 VERSION = "2"  # of what members write into the store, and of what they send each other then
 
 
@@ -88,9 +88,14 @@ class Rendezvous:
         with self._lock:
             if self._engine is not None and not self.given_up.is_set():
                 return self._engine
-            cause = self._reason or str(self._error)
+            cause, mismatched = self._reason or str(self._error), self.mismatched
+        if self.rank in mismatched:
+            client = StoreClient(self.place[0], ACKNOWLEDGE_S)
+            with suppress(OSError), closing(client):
+                client.connect()
+                client.set(f"mismatched/{self.rank}", "")
         missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
-        raise RendezvousFailed(cause + missing, self.absent, self.mismatched) from self._error
+        raise RendezvousFailed(cause + missing, self.absent, mismatched) from self._error
 
     def give_up(self, reason: str) -> None:
         """Wakes the owner, and the thread that builds. From any thread; the first reason counts."""
@@ -165,12 +170,14 @@ class Rendezvous:
         return [more for _, _, more in members]
 
     def _compare(self, shapes: Sequence[Shape], holders: Sequence[int]) -> None:
-        """All members come to the same result, and none has connected to another before."""
+        """All members come to the same result, and none has connected to another before. A member fails only after those of another shape
+        have told the store that they know (`wait`): else a notice of the failure could end their own comparison."""
         if found := shape_mismatches(shapes, holders):
-            reason = "; ".join(
-                f"rank {rank} has another {' and '.join(names)} than the job" for rank, names in found.items()
-            )
+            reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
             self.refuse(tuple(found), reason)
+            if self.rank not in found:
+                with suppress(OSError):
+                    self.store.wait([f"mismatched/{rank}" for rank in found], timedelta(seconds=self.left_s()))
             raise RendezvousFailed(reason)
 
     def _exchange(self, name: str, mine: str) -> list[bytes]:

@@ -64,13 +64,12 @@ def form_gloo(
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer.
-
-    `backstop`: after which a thread of gloo that cannot be woken ends by itself. There is such a case: when a connection is reset while
-    gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on.
-    """
+    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer. `backstop`: after
+    which a thread of gloo that cannot be woken ends by itself: when a connection is reset while gloo's own thread answers to a receiver, it
+    forgets to fail that send, and its waiter waits on."""
     before = _threads_of_gloo()
-    device, near = listening_ends(lambda: _gloo_device(interface, rendezvous.store.host))
+    by = {"interface": interface} if interface else {"hostname": sockets.towards(rendezvous.store.host)}
+    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(**by, lazy_init=False))
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
     rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))
@@ -109,11 +108,10 @@ STRANDED = threading.BoundedSemaphore(MOST_STRANDED)
 
 
 class GlooEngine:
-    """A native gloo group, ended in an order that leaves hardly any thread stuck. When a connection ends, gloo fails the operations that
-    wait for it, but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So
-    connections are duplicated under descriptors of our own, and end in three steps: 1. the read side is shut: gloo still answers what it
-    has read, and no write fails; 2. a receive without a sender times out, at which gloo fails all pending work; 3. the connections are
-    closed, and peers see the end.
+    """A native gloo group, ended so that hardly any thread is stuck. When a connection ends, gloo fails the operations that wait for it,
+    but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So connections
+    are duplicated, and end in three steps: 1. the read side is shut: gloo still answers what it has read, and no write fails; 2. a receive
+    without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
 
@@ -302,9 +300,3 @@ class _Waiters:
                     return
                 self._free += 1
             task = self._tasks.get()
-
-
-def _gloo_device(interface: str | None, towards: str) -> Any:
-    """By its interface, or by the address of this machine that leads to that host."""
-    by = {"interface": interface} if interface else {"hostname": sockets.towards(towards)}
-    return c10d.ProcessGroupGloo.create_device(**by, lazy_init=False)

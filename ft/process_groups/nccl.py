@@ -113,9 +113,8 @@ def form_nccl(
 
 
 def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
-    """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too. So that is this
-    thread, which no other waits for and which has no lock of ours. On a stream of its own: the other may have long work queued. Raises
-    RendezvousFailed."""
+    """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too: so in this thread,
+    which no other waits for. On a stream of its own: others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
     rendezvous.at_giving_up(lambda: work.end(GroupError("given up")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -129,8 +128,7 @@ def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> N
 
 
 class NcclEngine:
-    """Checks the GPU's progress from a thread: no stream ever waits for a peer. NCCL ends operations in their order. `device`: the GPU's
-    number."""
+    """Checks the GPU's progress from a thread: no stream waits for a peer. NCCL ends operations in their order. `device`: its number."""
 
     def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:
         self._native: dist.ProcessGroup | None = native
@@ -174,13 +172,11 @@ _environment_lock = threading.Lock()
 def _environment(settings: dict[str, str]) -> Iterator[None]:
     """For a constructor that has no arguments for them."""
     with _environment_lock:
-        before = {name: os.environ.get(name) for name in settings}
+        before = {name: os.environ[name] for name in settings if name in os.environ}
         os.environ.update(settings)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in settings.keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)

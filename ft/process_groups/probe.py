@@ -3,13 +3,6 @@
 A wait for other groups does not say why it lasts: a slow peer, a lost one and a broken link appear alike, and gloo names none. So a rank
 that waits for longer than a moment tries to connect to each member by itself. A kernel answers for its processes, whatever they do: slow,
 stopped and stuck ones are reachable, and a port without a listener is refused, which is an answer, too. Only silence is a broken link.
-
-    prober = Prober("10.0.0.1", within_s=4.0)
-    prober.handle                              # to be told to the others: "10.0.0.1:40411"
-    prober.watch({"b:1": "10.0.0.2:40112"})    # the members of the newest generation
-    prober.start(waits_since, report)          # from now on it tries, when it is of use, in a thread of its own
-    prober.probe()                             # now, and waits for what comes of it
-    prober.unreachable                         # ("b:1",), until b:1 answers again
 """
 
 from __future__ import annotations
@@ -38,9 +31,9 @@ Place = tuple[int, Any]  # address family, address
 
 
 class Prober:
-    """`host`: of this machine, as the others reach it. `within_s`: a member without an answer for so long is unreachable. `wait_s`: a
-    wait for other groups of so long is explained; `again_s`: between two probes for the same wait, or of unreachable members. Raises
-    OSError where it cannot listen. All of its work is done in one thread, from `start` to `close`."""
+    """`host`: of this machine, as the others reach it; they probe `handle`. `within_s`: a member without an answer for so long is
+    unreachable. `wait_s`: a wait for other groups of so long is explained; `again_s`: between two probes for the same wait, or of
+    unreachable members. Raises OSError where it cannot listen. It works in one thread, from `start` to `close`."""
 
     def __init__(
         self,
@@ -108,8 +101,6 @@ class Prober:
             self._lock.notify_all()
         if self._thread.ident is None:
             self._listener.close()
-
-    # ------------------------------------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         last_s = float("-inf")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,12 +30,6 @@ _settings_lock = threading.Lock()
 Export = tuple[Any, ...]
 _COUNTER = slice(4, 6)
 _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandleType of CUDACachingAllocator.cpp; "e": expandable
-
-
-class Tell(Protocol):
-    """Sends a command to the child (a method of SharedPoolClient's, or baby.py's ChildGroup), with descriptors as its last arguments."""
-
-    def __call__(self, command: str, arguments: tuple[Any, ...], descriptors: Sequence[int] = ()) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,9 +58,8 @@ def empty(
 @contextmanager
 def plain_segments() -> Iterator[None]:
     """Keeps what is allocated on a GPU outside of expandable segments: to map one, a child must have the right to trace this process
-    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's: another thread's tensors may lie there as well,
-    which does no harm. torch's allocator gives out no free block of an expandable segment then (get_free_block of
-    CUDACachingAllocator.cpp); a MemPool by itself takes them."""
+    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's, for tensors of other threads, too, which does no
+    harm. torch's allocator gives out no free block of such a segment then (get_free_block of CUDACachingAllocator.cpp); a MemPool does."""
     with _settings_lock:
         # As they are in force; as they were at the start where torch does not tell (2.11).
         tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
@@ -94,9 +87,10 @@ class PoolLease:
 
 
 class SharedPoolOwner:
-    """The parent's side, for one child. `release` gives an export's count back."""
+    """The parent's side, for one child. `tell`: sends it a command (a method of SharedPoolClient's, or baby.py's ChildGroup), its arguments
+    and descriptors. `release` gives an export's count back."""
 
-    def __init__(self, tell: Tell, release: Callable[..., None] = _map._release_ipc_counter) -> None:
+    def __init__(self, tell: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
         self._tell, self._release = tell, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
@@ -108,16 +102,13 @@ class SharedPoolOwner:
     def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
         """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
         shape = tuple(tensor.shape)
-        if tensor.is_cuda and not tensor.numel():
-            return SharedTensor(0, tensor.dtype, shape, tensor.stride(), 0, tensor.device)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
-            number, offset = self._number(tensor.untyped_storage()), int(tensor.storage_offset())
+            number = self._number(tensor.untyped_storage()) if tensor.numel() else 0
+            offset = int(tensor.storage_offset())
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
         # rounded up to a power of two, or full MiB: buffers are kept by size
         count = tensor.numel() * tensor.element_size()
-        size = (
-            -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << max(0, count - 1).bit_length())
-        )
+        size = -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << (count - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else _memory(size)

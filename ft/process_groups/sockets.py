@@ -80,17 +80,16 @@ def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
 
 
 def towards(host: str) -> str:
-    """The address of this machine, a number, that it speaks to `host` with."""
+    """The address of this machine, a number, that it speaks to `host` with. Raises gaierror where there is no such host, else OSError."""
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.connect(place)  # of a datagram socket: it finds the route and sends nothing
+            probe.connect(place)  # of a datagram socket: it looks up the route and sends nothing
             return str(probe.getsockname()[0])
     raise OSError(f"no interface of this machine leads to {host}")
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, under a descriptor of its own that lives until the next one is asked for. Raises OSError where none
-    is left for that."""
+    """Each TCP socket of this process, under a descriptor that lives until the next one is asked for. Raises OSError where none is left."""
     for path in list(DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):

@@ -68,10 +68,8 @@ def sweep(store: TCPStore, quorum_id: int) -> None:
 
 
 class StoreClient(Store):
-    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for.
-
-    Raises OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's.
-    """
+    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for. Raises
+    OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's."""
 
     def __init__(self, address: str, limit_s: float) -> None:
         super().__init__()
@@ -94,11 +92,10 @@ class StoreClient(Store):
                 self._socket = sock
             try:
                 self._greet(sock, place)
+                return
             except OSError as problem:
                 error = problem
                 sock.close()
-            else:
-                return
             if self._gone:
                 break
         raise error
@@ -116,8 +113,6 @@ class StoreClient(Store):
         with self._closing:
             if self._socket is not None:
                 self._socket.close()
-
-    # ------------------------------------------------------------------------------------------------ torch's face of a store
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(lambda: None, _SET, self._key(key), _bytes(value))
@@ -168,8 +163,6 @@ class StoreClient(Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._limit_s = timeout.total_seconds()
-
-    # ------------------------------------------------------------------------------------------------ the wire
 
     def _greet(self, sock: socket.socket, place: Any) -> None:
         nonce = struct.pack("=I", os.getpid())

@@ -89,9 +89,6 @@ def check_token(token: str, source: str) -> str:
     return token
 
 
-# ------------------------------------------------------------------------------------------------ where
-
-
 @dataclass(frozen=True)
 class Endpoint:
     host: str  # without brackets
@@ -151,9 +148,8 @@ def this_host() -> str:
 def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:
     """Raises ValueError, with the cause in words, where nobody could listen there: grpc itself says no more than that it failed."""
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)

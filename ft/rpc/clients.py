@@ -61,11 +61,9 @@ class Stale(RuntimeError):
 
 
 class GroupProcess:
-    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError where it cannot start.
-
-    It dies with this process, by two ways: the pipe of its stdin, which only we hold, and, if it was started from the main thread, the
-    kernel's parent-death signal (that of the *thread* that started it, which is why no other thread may ask for it).
-    """
+    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError if it cannot start. It dies with this process,
+    by two ways: the pipe of its stdin, which no other process has, and, if it was started from the main thread, the kernel's parent-death
+    signal (that of the *thread* that started it, which is why no other thread may ask for it)."""
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -81,7 +79,7 @@ class GroupProcess:
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
         given = asdict(settings) | {"parent": os.getpid() if main else 0}
-        self._process.stdin.write(json.dumps(given).encode() + b"\n")
+        self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")  # str: of the paths of TLS
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -200,19 +198,14 @@ class GroupClient:
         self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
 
     def watch(
-        self,
-        on_notice: Callable[[m.Notice], None],
-        on_end: Callable[[str], None],
-        *,
-        pid: int | None = None,
+        self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
     ) -> None:
         """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
         server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
         killed when the group ends, by default this one; 0: none."""
         assert self._thread is None, "one stream a rank"
-        hello = pharos_pb2.RankHello(
-            group_rank=self.group_rank, pid=os.getpid() if pid is None else pid, host=this_host()
-        )
+        pid = os.getpid() if pid is None else pid
+        hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host())
         self._send(pharos_pb2.RankUp(hello=hello))
         sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
@@ -306,9 +299,8 @@ class GroupClient:
 
 
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
-    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer is waited for, and said so at
-    once, for the pieces of a job start in any order. Raises ValueError where it does not take the token, ConnectionError after
-    `patience_s`."""
+    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
+    warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
     until_s, said = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
@@ -337,12 +329,10 @@ def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes
     try:
         return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
     except grpc.RpcError as error:
+        kind, why = _KINDS.get(error.code(), RuntimeError), str(error.details())
         if error.code() in _TIMED_OUT:
-            raise TimeoutError(str(error.details())) from None
-        kind = _KINDS.get(error.code(), RuntimeError)
-        raise kind(
-            str(error.details()) if issubclass(kind, Refused) else f"{error.code().name}: {error.details()}"
-        ) from None
+            raise TimeoutError(why) from None
+        raise kind(why if issubclass(kind, Refused) else f"{error.code().name}: {why}") from None
 
 
 _KINDS: dict[grpc.StatusCode, type[RuntimeError]] = {

@@ -153,9 +153,7 @@ def _ways(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Ca
             lambda field: tuple(map(inner.decode, field)),
         )
     if args == (str, ...):
-        return lambda field, items: field.extend(items), lambda field: tuple(
-            [_check_text(name, item) for item in field]
-        )
+        return lambda field, items: field.extend(items), lambda field: tuple([_check_text(name, x) for x in field])
     if args == (int, ...):
         return lambda field, items: field.extend(items), tuple
     return None, None

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +33,8 @@ from ft.rpc.lighthouse_link import Link, Wire
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
-RECHECK_S = (
-    0.05  # after a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat
-)
+# After a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat.
+RECHECK_S = 0.05
 END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
 log = logging.getLogger("pharos.group")
 
@@ -51,18 +50,11 @@ class Settings:
     host: str = ""  # that others reach this machine by; "": the machine's name
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
-    token: str = ""
-    insecure: bool = False
-    tls: tuple[str, str, str] | None = None  # cert, key, ca; "" for none
+    access: Access = field(default_factory=Access)
     times: m.Times = field(default_factory=m.Times)
     retries: int | None = None
     spares_above: int | None = None
     parent: int = 0  # pid; 0: nobody's child
-
-    @property
-    def access(self) -> Access:
-        tls = Tls(*(Path(name) if name else None for name in self.tls)) if self.tls else None
-        return Access(self.token, self.insecure, tls)
 
 
 Place = tuple[int, m.Ballot | None]  # whose answer it is: (group_rank, ballot, or None for a quorum)
@@ -187,10 +179,10 @@ class GroupService:
             m.OpenStream: self._open_stream,
             m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: self._answer_rank,
-            m.Waits: lambda e: self._tell_all(waits=codec.to_message(e)),
+            m.Waits: lambda e: self._tell(self._streams, waits=codec.to_message(e)),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
-            m.NotifyRank: self._notify_rank,
+            m.NotifyRank: lambda e: self._tell([e.group_rank], notice=codec.notice_message(e.notice)),
             m.EndGroup: lambda e: self.end(e.reason),
         }
         self.driver = Driver(self.machine, carry, tick_s=TICK_S)
@@ -323,8 +315,6 @@ class GroupService:
 
             self.spawn(give_up(self.machine.replica_id, up.give_up.reason))
 
-    # ---- beats
-
     async def _beat_for_ever(self) -> None:
         while True:
             beaten = await self._beat()
@@ -374,15 +364,11 @@ class GroupService:
         for pending in self._pending.pop((effect.group_rank, None), []):
             pending.fail(error)
 
-    def _notify_rank(self, effect: m.NotifyRank) -> None:
-        if outbox := self._streams.get(effect.group_rank):
-            outbox.send(pharos_pb2.RankDown(notice=codec.notice_message(effect.notice)).SerializeToString())
-
-    def _tell_all(self, **down: Any) -> None:
-        for outbox in self._streams.values():
-            outbox.send(pharos_pb2.RankDown(**down).SerializeToString())
-
-    # ---- an operator's orders
+    def _tell(self, ranks: Iterable[int], **down: Any) -> None:
+        message = pharos_pb2.RankDown(**down).SerializeToString()
+        for rank in ranks:
+            if outbox := self._streams.get(rank):
+                outbox.send(message)
 
     def obey(self, order: pharos_pb2.Order) -> None:
         """On this machine: the ranks agree on what a signal asks one of them, so it is enough for a group of several machines."""
@@ -394,8 +380,6 @@ class GroupService:
             for process in self.processes.values():
                 process.send(signal.SIGTERM)
 
-    # ---- the end
-
     def end(self, reason: str) -> None:
         """Tells lighthouse and ranks, then kills the trainers: torchelastic starts the group again."""
         if not self.left:
@@ -404,7 +388,7 @@ class GroupService:
 
     async def _end_now(self, reason: str) -> None:
         log.error("this group ends: %s", reason)
-        self._tell_all(ended=pharos_pb2.Ended(reason=reason[:500]))
+        self._tell(self._streams, ended=pharos_pb2.Ended(reason=reason[:500]))
         leave = self.link.leave(self.machine.replica_id, clean=False, reason=reason)
         await asyncio.gather(leave, asyncio.sleep(END_NOTICE_S))
         await self.link.close()
@@ -498,7 +482,9 @@ def main() -> int:
 
     try:
         given = json.loads(sys.stdin.readline())
-        settings = Settings(**{**given, "times": m.Times(**given["times"])})
+        access, times = given["access"], m.Times(**given["times"])
+        tls = access["tls"] and Tls(**{name: path and Path(path) for name, path in access["tls"].items()})
+        settings = Settings(**{**given, "times": times, "access": Access(**{**access, "tls": tls})})
         if settings.parent:  # said only by a main thread: clients.GroupProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0

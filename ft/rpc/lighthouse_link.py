@@ -125,8 +125,6 @@ class Link(Wire):
         self._stream: Any = None  # open, and its hello is sent
         self._writing = asyncio.Lock()
 
-    # ---- calls
-
     async def _ask(self, call: m.Call) -> None:
         roster = self._roster
         request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
@@ -162,8 +160,6 @@ class Link(Wire):
 
     def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
-
-    # ---- the stream
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
         self._stay(self._keep_open(replica_id, settled))

@@ -82,7 +82,7 @@ class LighthouseService:
         # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
-            m.Persist: self._persist,
+            m.Persist: lambda e: self.keeper.keep(e.saved) if self.keeper else None,
             m.Answer: self._answer,
             m.Refuse: self._refuse,
             m.MustRestore: self._must_restore,
@@ -159,8 +159,7 @@ class LighthouseService:
         _check_step(hello.settled)
         self._check_id(hello.quorum_id)
         self._check_kind("pharos")
-        old = self.streams.get(replica_id)
-        self.streams[replica_id] = outbox
+        old, self.streams[replica_id] = self.streams.get(replica_id), outbox
         if old:
             old.end()
         try:
@@ -218,8 +217,7 @@ class LighthouseService:
 
     def _send(self, replica_id: str, message: bytes) -> bool:
         """False: it has no stream."""
-        outbox = self.streams.get(replica_id)
-        if outbox:
+        if outbox := self.streams.get(replica_id):
             outbox.send(message)
         return outbox is not None
 
@@ -238,9 +236,6 @@ class LighthouseService:
             self.keeper.check()
 
     # ---- effects
-
-    def _persist(self, effect: m.Persist) -> asyncio.Future[None] | None:
-        return self.keeper.keep(effect.saved) if self.keeper else None
 
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
@@ -295,8 +290,6 @@ class LighthouseService:
         for replica_id in effect.replica_ids:
             self._send(replica_id, message)
 
-    # ---- for people
-
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
         """On change, not on tick: a reason that only counts up is said once."""
         for effect in out.effects:
@@ -338,8 +331,7 @@ class LighthouseService:
 def _check(call: m.Call) -> None:
     """Raises ValueError for a call that makes no sense, or is larger than it may be."""
     member = call.member
-    problem = validate_request(call)
-    if problem:
+    if problem := validate_request(call):
         raise ValueError(problem[1])
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):

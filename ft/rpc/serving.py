@@ -32,7 +32,6 @@ OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
-StreamHandler = Callable[["Outbox"], Awaitable[None]]
 
 
 class CallRefused(Exception):
@@ -55,7 +54,7 @@ def unary(handler: Handler) -> Route:
     return lambda server: grpc.unary_unary_rpc_method_handler(server.serving(handler))
 
 
-def stream(handler: StreamHandler) -> Route:
+def stream(handler: Callable[[Outbox], Awaitable[None]]) -> Route:
     """`handler` reads and writes through an Outbox, which is closed after it."""
 
     async def open_and_handle(_: Any, context: Any) -> None:
@@ -175,8 +174,7 @@ async def _deny(_: Any, context: Any) -> None:
 
 
 def room_for_connections(
-    limits: tuple[int, int] | None = None,
-    set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit,
+    limits: tuple[int, int] | None = None, set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit
 ) -> int:
     """The number of connections that this process can hold, after raising its limit of descriptors (`limits`: soft and hard)."""
     wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY

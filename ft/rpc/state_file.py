@@ -210,7 +210,7 @@ class StateFileWriter:
         before, self._newest = self._newest, saved
         same = before and (before.epoch, before.last_id, before.kind) == (saved.epoch, saved.last_id, saved.kind)
         if before and same and saved.settled >= before.settled:
-            self._write_later()
+            self._later = self._later or asyncio.ensure_future(self._write_newest())
             return None
         return asyncio.ensure_future(self._until_written(saved))
 
@@ -228,11 +228,8 @@ class StateFileWriter:
             self._thread.submit(self._try, self._newest)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
-    def _write_later(self) -> None:
-        """Has the newest state written within a second, or as soon as the disk works again."""
-        self._later = self._later or asyncio.ensure_future(self._write_newest())
-
     async def _write_newest(self) -> None:
+        """Within a second, or as soon as the disk works again."""
         while self._newest and self._written is not self._newest and not self._over:
             await asyncio.sleep(self._pace_s)
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
@@ -255,7 +252,7 @@ class StateFileWriter:
             if self._over:
                 raise self._over
             if covered:
-                self._write_later()
+                self._later = self._later or asyncio.ensure_future(self._write_newest())
                 return
             await asyncio.sleep(self._pace_s)
 

@@ -40,7 +40,7 @@ class Group:
         self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
         assert self.line() == "trains"
         self.server = GroupProcess(
-            Settings(f"{name}:1", 1, of.address, f"{name}:29500", token=of.token, times=of.service.config.times)
+            Settings(self._id, 1, of.address, f"{name}:29500", access=Access(of.token), times=of.service.config.times)
         )
         self.client = GroupClient(self.server.address, 0, Access(of.token))
         self.client.watch(lambda notice: None, lambda why: None, pid=self.process.pid)

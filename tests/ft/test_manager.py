@@ -235,7 +235,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
             assert rank.join().error is None
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.status().phase is Phase.ASKING
-        # It says so itself, too, unless the others' notice reaches it before its own comparison ends.
+        assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
         assert caplog.text.count("rank 2 has another optimizer.lr than the job: they are left out") == 2
 
 

@@ -26,6 +26,7 @@ from ft import LighthouseServer
 from ft.compat import group as torchft_group
 from ft.protocol import messages as m
 from ft.rpc import group_server, lighthouse_service
+from ft.rpc.access import Access
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import Settings
 from tests.rpc.wire import WAIT_S, Wire, pharos_call, torchft_call
@@ -185,7 +186,7 @@ def test_no_rpc_without_the_token_and_none_of_any_size():
     """What the lighthouse and a group's server share: each RPC by the wrong hands, and by the right ones but too large."""
     token = "0123456789abcdef"
     lighthouse = LighthouseServer("127.0.0.1:0", 1, token=token)
-    group = GroupServer(lighthouse.address(), token=token, host="127.0.0.1")
+    group = GroupServer(lighthouse.address(), access=Access(token), host="127.0.0.1")
     for path in RPCS:
         address = group.address if SERVED_BY[path.split("/")[1]] == "group" else lighthouse.address()
         for wrong in ("", token[:-1], token + "0", token.upper()):

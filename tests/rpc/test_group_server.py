@@ -143,9 +143,8 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
     for rank in b.ranks:  # whoever comes second changes nothing
         rank.leave(clean=True, reason="done")
     change = m.ChangeAnnounced(parts[0].quorum_id, "b:1.1 done")
-    assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None), (
-        "after what both ranks heard of the old generation"
-    )
+    # after what both ranks heard of the old generation
+    assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None)
 
 
 def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
@@ -533,9 +532,7 @@ def test_a_group_that_waits_is_told_what_for_and_sigterm_lets_its_ranks_go(light
             pass
 
     def ask(threads: ThreadPoolExecutor, known: int) -> list[Future[Any]]:
-        calls = [
-            m.RankCall(rank, m.Member(""), known=known, failed=known > 0, number=1 + known) for rank in range(RANKS)
-        ]
+        calls = [m.RankCall(i, m.Member(""), known=known, failed=known > 0, number=1 + known) for i in range(RANKS)]
         return [threads.submit(a.ranks[call.group_rank].quorum, call, WAIT_S) for call in calls]
 
     try:

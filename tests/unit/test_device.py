@@ -88,7 +88,7 @@ ELSEWHERE = {
     "ft/config.py": (2, "which library sums, and words for it, since ft/ knows no other package"),
     "ft/healing/capture.py": (1, "whether memory can be read as Python's, whatever device it is"),
     "ft/process_groups/base.py": (1, "a torch.futures.Future takes streams of CUDA"),
-    "ft/process_groups/shared.py": (4, "memory that processes share: CUDA's own calls"),
+    "ft/process_groups/shared.py": (3, "memory that processes share: CUDA's own calls"),
     "ft/process_groups/baby.py": (1, "an event that processes share"),
 }
 

@@ -84,9 +84,7 @@ def test_the_keys_of_past_generations_go():
             member.set(f"epoch/{quorum_id}/0/here/{rank}", "said")
             if quorum_id != 50:
                 member.set(f"epoch/{quorum_id}/0/0/{rank}", "address" * 20)
-            assert member.check(
-                [f"epoch/{quorum_id}/0/here/{rank}"]
-            )  # the server has taken them: nobody answers a `set`
+            assert member.check([f"epoch/{quorum_id}/0/here/{rank}"])  # a `set` has no answer
         sweep(store, quorum_id)
         most = max(most, store.num_keys())
         members[7].set(f"epoch/{quorum_id - 1}/0/0/7", "late")

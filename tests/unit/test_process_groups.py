@@ -33,7 +33,7 @@ from ft.process_groups.fork_server import Channel
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
-from ft.process_groups.store import parse, serve
+from ft.process_groups.store import StoreClient, parse, serve
 from ft.quantized import CollectiveQueue
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -68,9 +68,7 @@ def test_only_the_sockets_of_the_group_are_shut():
             assert its_peer.recv(1) == b"x"
             again, accepted = connected(ours)
             with again, accepted:
-                assert (
-                    sockets.shut(far={ours.getsockname()}) == 2
-                )  # this connection and the one before, whose end is dead
+                assert sockets.shut(far={ours.getsockname()}) == 2  # and the connection before, whose end is dead
                 assert accepted.recv(1) == b""
 
 
@@ -306,6 +304,42 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
         rendezvous.wait(600)
     assert failure.value.mismatched == (2,)
     rendezvous.end()
+
+
+def test_a_member_of_another_shape_knows_it_before_the_others_fail():
+    """Their failure has the generation given up everywhere, which would end its own comparison."""
+    server, groups, fail_or_wait = serve(), list[ProcessGroup](), threading.Event()
+
+    class Store(StoreClient):
+        late = False
+
+        def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+            if keys[0] == "shape/0" and self.late:
+                fail_or_wait.wait()
+            return super().multi_get(keys)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            if keys[0] == "mismatched/2":
+                fail_or_wait.set()
+            super().wait(keys, timeout)
+
+    class Compares(ProcessGroup):
+        def _build(self, rendezvous: Rendezvous) -> Engine:
+            rendezvous.store = store = Store(rendezvous.place[0], 60.0)
+            store.late = rendezvous.rank == 2
+            rendezvous.gather("")
+            return FakeEngine()
+
+    def configure(rank: int) -> tuple[int, ...]:
+        with pytest.raises(RendezvousFailed) as failure:
+            groups[rank].configure(f"127.0.0.1:{server.port}/a", rank, 3, shape=(("optimizer.lr", "112"[rank]),))
+        groups[2].interrupt("the generation failed")
+        fail_or_wait.set()
+        return failure.value.mismatched
+
+    groups += (Compares(rendezvous_s=60.0) for _ in range(3))
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(configure, range(3))) == [(2,)] * 3
 
 
 def test_a_prefix_serves_once():
