@@ -68,7 +68,6 @@ class StepConfig:
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
     leave_if_divergent: bool = False  # a group whose weights differ from the others' leaves, and does not heal
     restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
-    writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
 
 
@@ -237,8 +236,11 @@ class StepControl:
 class LocalContribution:
     """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
 
-    computed: m.Computed | None = None  # this group's figures; its gradients are kept
-    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into them
+    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into its gradients
+    computed: bool = False
+    loss_sum: float = 0.0
+    able: bool = True  # as Computed.able, and so is `kept`
+    kept: bool = True
     excused: bool = False  # the others know that this group's slots are of no use
 
 
@@ -368,7 +370,7 @@ class Step:
     @property
     def computed(self) -> bool:
         """True when forward and backward of this step are done."""
-        return self._contribution.computed is not None
+        return self._contribution.computed
 
     @property
     def is_broken(self) -> bool:
@@ -417,7 +419,6 @@ class Step:
             commit_id=self.commit_id,
             commit_quorum_id=self.commit_quorum_id,
             restored=self._restored,
-            writes_checkpoint=self.config.writes_checkpoint,
             dealt=0 if self.void else len(self.ledger.pending),
             deal_id="" if self.void else self.ledger.deal_id,
             init_sync=self.config.init_sync,
@@ -434,13 +435,8 @@ class Step:
         self.part, self._collective_step = part, part.reference[0]
         self._tail_slots = part.dealt or self.ledger.width(len(part.participants))
         self._due, self._failed, self._abort_reason, self._wants_change, self._failure = False, False, "", "", None
-        self._retries, self._deal_returned, self._healed_in_generation, self._heal_uncommitted = (
-            0,
-            False,
-            False,
-            part.heal,
-        )
-        self._offering = bool(part.recover_dst_replica_ranks)
+        self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
+        self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
         if part.heal:
             self._become_void(part)
         else:
@@ -470,7 +466,7 @@ class Step:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
         if not event.ok:
-            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._collective_step, event.reason)
+            self._failure = m.ReduceFailed(*self.at, event.reason)
         ok = event.ok and not self._abort_reason
         why = "" if ok else event.reason or self._abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
@@ -494,12 +490,11 @@ class Step:
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
-        self.reason = f"step {self._collective_step}: " + (
-            "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
-        )
+        sends = "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
+        self.reason = f"step {self._collective_step}: {sends}"
         if not slots and not self.void and self.part.heal:  # a spare stands by, and wants none
             self._wants_change = "healed, to be dealt"
-        self._launch(retry=bool(slots))
+        self._launch()
 
     def _owned_slots(self) -> tuple[int, ...]:
         """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
@@ -508,29 +503,26 @@ class Step:
         me = process_of(self.part.replica_id)
         return tuple([slot for slot, owner in self.ledger.pending.items() if process_of(owner) == me])
 
-    def _launch(self, *, retry: bool) -> None:
+    def _launch(self) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
         something to learn from in `_slots`, all of which are computed."""
         part, own, slots = self.part, self._contribution, self._slots
         assert part is not None
         if self._abort_reason:
-            self._failure = self._failure or m.ReduceFailed(
-                part.quorum_id, self._attempt, self._collective_step, self._abort_reason
-            )
+            self._failure = self._failure or m.ReduceFailed(*self.at, self._abort_reason)
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
         healing = len(part.recover_dst_replica_ranks)
         is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
         self._leave_announced = (self._leaving and not is_only_holder) or self._collective_step + 1 == self._last
-        able = own.computed is None or own.computed.able
-        usable = able and any(own.tokens[slot] > 0 for slot in slots)
+        usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if own.excused else 0.0)
         tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.pending, 0.0), **figures}
-        loss_sum = own.computed.loss_sum if usable and own.computed else 0.0
+        loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.excused or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
         knows = self._digests > 0 and not self.void and self.step == self._collective_step
@@ -541,7 +533,6 @@ class Step:
                 self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digests),
                 not usable,
-                retry=retry and usable,
                 digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
@@ -550,23 +541,17 @@ class Step:
     def _on_computed(self, event: m.Computed) -> None:
         if not self._missing:
             return
-        own, before = self._contribution, self._contribution.computed
+        own = self._contribution
         # Of a slot of which nothing is said there were no tokens.
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
-        own.computed = event
-        if before is not None:
-            own.computed = m.Computed(
-                before.tokens + event.tokens,
-                before.loss_sum + event.loss_sum,
-                before.able and event.able,
-                before.kept and event.kept,
-            )
+        own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
+        own.able, own.kept = own.able and event.able, own.kept and event.kept
         self._missing = ()
         self.reason = "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
         else:
-            self._launch(retry=False)
+            self._launch()
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
@@ -575,8 +560,7 @@ class Step:
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
             self.tail, self._failure = tail, None
         else:
-            why = "the sums in the tail are not finite"
-            self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
+            self._failure = m.ReduceFailed(*self.at, "the sums in the tail are not finite")
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -624,23 +608,17 @@ class Step:
         if outcome.verdict == "retry":
             return self._try_again()
         if set(outcome.blame) == set(part.members):
-            why = f"after step {self.step} the groups hold different weights, and no majority has the same"
-            return self._stop(why)
+            return self._stop(f"after step {self.step} the groups hold different weights, and no majority has the same")
         if self._copied:
             self._copied = at(tail.digests, part.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
-            self._deal_returned = True
             self._return_deal()
-            self._due, self.reason = (
-                True,
-                f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal",
-            )
+            self._deal_returned = self._due = True
+            self.reason = f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop(
-                f"step {self._collective_step}: none of its slots has a target to learn", tuple(self.ledger.pending)
-            )
+            self._stop_for_deal("none of its slots has a target to learn")
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
@@ -659,15 +637,11 @@ class Step:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
-            slots = tuple(self.ledger.pending)
-            self._stop(
-                f"step {self._collective_step}: {self._retries} attempts in a row, in each of which a group could not contribute",
-                slots,
-            )
+            self._stop_for_deal(f"{self._retries} attempts in a row, in each of which a group could not contribute")
             return
         self.phase, self._contribution.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
-        self._launch(retry=True)
+        self._launch()
 
     def _commit(self, tail: StepControl, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
@@ -686,11 +660,8 @@ class Step:
         contributions = ",".join([str(round(count)) for count in tail.tokens])
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.commit_quorum_id, self._restored, self._collective_step = (
-            part.quorum_id,
-            None,
-            max(self._collective_step, self.step),
-        )
+        self.commit_quorum_id, self._restored = part.quorum_id, None
+        self._collective_step = max(self._collective_step, self.step)
         gave = tuple([owners[slot] for slot in entry.contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
@@ -722,10 +693,10 @@ class Step:
         if self.part:
             self._out.append(m.AbandonGeneration(self.part.quorum_id))
         self._return_deal_unless_kept()
-        if self.config.max_failures is not None and self._failures > self.config.max_failures:
-            self._stop(
-                f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
-            )
+        allowed = self.config.max_failures
+        if allowed is not None and self._failures > allowed:
+            failed = f"{self._failures} attempts in a row failed"
+            self._stop(f"{failed}, fault_tolerance.max_failures allows {allowed}: {why}")
         elif self._heal and not self._heal.agreed:
             self._vote_on_heal("failed", why)
             self.phase, self.reason = Phase.CLOSING, why
@@ -736,7 +707,7 @@ class Step:
 
     def _return_deal_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
-        if not self.config.keep_gradients or (self._contribution.computed and not self._contribution.computed.kept):
+        if not (self.config.keep_gradients and self._contribution.kept):
             self._return_deal()
 
     def _return_deal(self) -> None:
@@ -851,6 +822,9 @@ class Step:
                 self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
             elif self.phase is Phase.AWAITING:
                 self._fail(self._abort_reason, now_s)
+
+    def _stop_for_deal(self, why: str) -> None:
+        self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.pending))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
