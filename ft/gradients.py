@@ -190,7 +190,7 @@ class Gradients:
 
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
         """A new attempt on a group that stands. `participants`: by which means are divided. contributes=False: all that this group sends
-        is zeros. `step`: that it is for; here the same is summed in each (fragment_gradients.py). An attempt before it was complete, or
+        is zeros. `step`: that it is for; here the same is summed in each (semi_sync_manager.py). An attempt before it was complete, or
         was given up."""
         with self._lock:
             if self._attempt is not None:

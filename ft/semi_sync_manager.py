@@ -28,11 +28,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ft.buckets import like, local_of
+from ft.buckets import BUCKET_BYTES, like, local_of, shape_digest
 from ft.config import Schedule
-from ft.fragment_gradients import FragmentGradients
+from ft.gradients import Gradients
 from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, cut
@@ -41,6 +42,70 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
+
+
+def _of_turn(name: str) -> Any:
+    """Forwards to the method of that name of the fragment whose turn it is."""
+    return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
+
+
+class FragmentGradients(Gradients):
+    """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
+    memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
+    order. `dropped`: gradients were dropped since it was last set to False."""
+
+    def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
+        self._fragments: list[Gradients] = []
+        self._turn: Gradients
+        self._holders: dict[int, Gradients] = {}  # by the step that they hold sums of
+        self.dropped = False
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        fragment = Gradients(shared=self._shared, quantized=self._quantized, bucket_bytes=self._bucket_bytes)
+        fragment.attach(parameters)
+        self._fragments.append(fragment)
+
+    @property
+    def shape(self) -> tuple[tuple[str, str], ...]:
+        alike = zip(*(fragment.shape for fragment in self._fragments), strict=True)  # pairs of one name
+        return tuple((pairs[0][0], shape_digest([digest for _, digest in pairs])) for pairs in alike)
+
+    def prepare(self) -> None:
+        for fragment in self._fragments:
+            fragment.prepare()
+
+    def close(self) -> None:
+        for fragment in self._fragments:
+            fragment.close()
+
+    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
+        self._turn = self._fragments[step % len(self._fragments)]
+        self._turn.open(group, participants, contributes=contributes, step=step)
+
+    begin, last_pass, send, launch = map(_of_turn, ("begin", "last_pass", "send", "launch"))
+    wait, give_up, all_reduce = map(_of_turn, ("wait", "give_up", "all_reduce"))
+
+    def deliver(self, held: int | None = None) -> None:
+        (self._turn if held is None else self._holders.pop(held)).deliver(held)
+
+    @property
+    def can_repeat(self) -> bool:
+        return self._turn.can_repeat
+
+    def hold(self, step: int) -> None:
+        self._holders[step] = self._turn
+        self._turn.hold(step)
+
+    def drop_held(self) -> None:
+        self._holders.clear()
+        for fragment in self._fragments:
+            fragment.drop_held()
+
+    def drop(self) -> None:
+        self.dropped = True
+        for fragment in self._fragments:
+            fragment.drop()
 
 
 class SemiSyncManager:

@@ -42,12 +42,11 @@ def open_manager(
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
     from ft.addresses import advertised
-    from ft.fragment_gradients import FragmentGradients
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
-    from ft.semi_sync_manager import SemiSyncManager
+    from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     config = ReplicaGroupConfig(

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ft.config import Schedule
-from ft.fragment_gradients import FragmentGradients
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.seam import Commit, from_checkpoint
 from ft.semi_sync import cut
-from ft.semi_sync_manager import SemiSyncManager
+from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
 
 BATCH = 2  # sequences of a batch

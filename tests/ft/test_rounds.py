@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from ft.config import Schedule
-from ft.fragment_gradients import FragmentGradients
 from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import cut
-from ft.semi_sync_manager import SemiSyncManager
+from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import LIMIT_S
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
 from training.checkpoint import ModelState
