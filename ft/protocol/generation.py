@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from itertools import islice
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Member, Quorum, Times
+from ft.protocol.messages import Call, Quorum, Times
 from ft.protocol.roster import Roster
 
 STALL_STEPS = 5.0  # median steps that others wait for a member
@@ -31,7 +31,7 @@ class QuorumRecord:
         self.failed = False  # as a member has reported
         self.lost: list[str] = []
         self._roster, self._times, self._notify = roster, times, notify
-        self._members = {member.replica_id: member for member in quorum.members}  # as they called
+        self.members = {member.replica_id: member for member in quorum.members}  # as they called
         self._renewed = False  # it was issued again under its id
         self._lost_why = ""
         self._change = ""  # announced, and why
@@ -41,14 +41,13 @@ class QuorumRecord:
         self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
-        self._crossed_since_s: float | None = (
-            None  # since when some ask for a quorum, and all others wait in the collective
-        )
+        # since when some ask for a quorum, and all others wait in the collective
+        self._crossed_since_s: float | None = None
 
     def renew(self, quorum: Quorum) -> None:
         """The same members have called, and go on under the same id."""
         self.quorum, self._renewed, self._change = quorum, True, ""
-        self._members = {member.replica_id: member for member in quorum.members}
+        self.members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
         self._waited.clear()
 
@@ -63,10 +62,6 @@ class QuorumRecord:
         if here and (event.failed or not (retried and self._renewed)):
             return False
         return not self.failed and not self.lost and not self._roster.gone
-
-    def has_state_of(self, member: Member) -> bool:
-        """True when the member took part with the state that it calls with now."""
-        return member.state == self._members[member.replica_id].state
 
     # ---- what its members are told
 

@@ -40,8 +40,6 @@ class LighthouseConfig:
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
     num_replica_groups: int = 0  # of the whole job; 0: unknown
-    sit_out_s: float = 10.0  # at least; doubles each time, up to
-    most_sit_out_s: float = 30.0
 
     @property
     def terms(self) -> Terms:
@@ -51,11 +49,6 @@ class LighthouseConfig:
         """The same, under other terms."""
         times = replace(self.times, takeover_s=terms.takeover_s)
         return replace(self, min_replicas=terms.min_replicas, times=times, num_replica_groups=terms.num_replica_groups)
-
-    @property
-    def supersede_s(self) -> float:
-        """Silence after which a name's live id may be replaced: two beats and their time on the way."""
-        return min(2.5 * self.times.beat_s, self.times.heartbeat_timeout_s)
 
 
 class Lighthouse:
@@ -160,7 +153,7 @@ class Lighthouse:
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
-                if record.has_state_of(member):
+                if record.members[replica_id].state == member.state:
                     self._emit(m.Answer((replica_id,), record.quorum))
                     return
                 record.fail(f"{replica_id} has gone on since it was put in", replica_id)
@@ -201,9 +194,8 @@ class Lighthouse:
             member = replica_id in roster.previous
             if member and 0 < known_id < self._record.quorum.quorum_id:
                 self._emit(m.Answer((replica_id,), self._record.quorum))
-            elif (
-                known_id and not member
-            ):  # left out by the lighthouse that was here before, which alone knew since when
+            elif known_id and not member:
+                # left out by the lighthouse that was here before, which alone knew since when
                 roster.left_out.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_id)
 
@@ -295,7 +287,7 @@ class Lighthouse:
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
         least = self.config.min_replicas
         if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
-            roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
+            roster.sit_out(out, cut, now_s)
             self._evaluate(now_s)
             self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
         elif cut:  # all wait until the links are whole
@@ -471,8 +463,9 @@ class Lighthouse:
         old = self.roster.live.get(name)
         if old is None or old == new:
             return None
-        silent_s = now_s - self.roster.peers[old].seen_s
-        if silent_s < self.config.supersede_s and m.process_of(new) != m.process_of(old):
+        silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
+        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two beats and their time on the way
+        if silent_s < limit_s and m.process_of(new) != m.process_of(old):
             return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None

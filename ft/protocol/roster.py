@@ -28,6 +28,7 @@ TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "
 HEALS_FREE = 2  # that may fail in a row
 EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
 REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
+SIT_OUT_S, MOST_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
 
 
 @dataclass
@@ -265,9 +266,9 @@ class Roster:
             self._pairs = asked, pairs_among(asked, self.blames)
         return self._pairs[1]
 
-    def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
-        """Excludes candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; and as long as they
-        cannot work with a member that is present."""
+    def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float) -> None:
+        """Excludes candidates for SIT_OUT_S, doubled for each time that their name has sat out before, and as long as they cannot work with
+        a member that is present."""
         parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
         for pair in cut:
             for replica_id in pair & parted.keys():
@@ -276,7 +277,7 @@ class Roster:
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
-            until_s = now_s + min(most_s, first_s * 2 ** min(times, 16))
+            until_s = now_s + min(MOST_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
             self.sitting[replica_id] = until_s, frozenset(map(m.process_of, parted[replica_id]))
             self.place(replica_id)
         while len(self._sat) > LOST_KEPT:

@@ -173,9 +173,8 @@ def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozens
         others[one].add(other)
         others[other].add(one)
     names = sorted(others)
-    place = {
-        i: k for k, i in enumerate(sorted(sorted(others, reverse=True), key=lambda i: (i in spare, -len(others[i]))))
-    }
+    order = sorted(names[::-1], key=lambda i: (i in spare, -len(others[i])))
+    place = {replica_id: k for k, replica_id in enumerate(order)}
     for size in (1, 2, 3):
         if covers := set(_covers(pairs, frozenset(), size)):
             return min(covers, key=lambda cover: sorted(map(place.__getitem__, cover)))

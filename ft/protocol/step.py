@@ -179,9 +179,11 @@ class Ledger:
         """
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
+            divisors = [number for number in range(1, old + 1) if old % number == 0]
+            nearest = min(divisors, key=lambda number: (abs(number - self.slot_size), number))
             raise ValueError(
                 f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} open ones of {old}; "
-                f"nearest: {_nearest_divisor(old, self.slot_size)} sequences per group"
+                f"nearest: {nearest} sequences per group"
             )
         self.position = int(state["position"])
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
@@ -196,10 +198,6 @@ class Ledger:
 def _deal_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
     text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 class Phase(Enum):
@@ -437,8 +435,11 @@ class Step:
         self._due, self._failed, self._abort_reason, self._wants_change, self._failure = False, False, "", "", None
         self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
-        if part.heal:
-            self._become_void(part)
+        if part.heal:  # this group's state is not the one from which the others continue
+            self.void = True
+            self._heal, self._heal_failed = OpenHeal(part.quorum_id, self._attempt, part.reference), False
+            self._drop_gradients()
+            self._drop_held()
         else:
             # The open deal is kept if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new
             # one. Kept gradients follow the slots.
@@ -454,13 +455,6 @@ class Step:
         early, self._early_notices = self._early_notices, []
         for notice in early:
             self._on_notice(notice, now_s)
-
-    def _become_void(self, part: Part) -> None:
-        """Drops this group's state: it is not the one from which the others continue."""
-        self.void = True
-        self._heal, self._heal_failed = OpenHeal(part.quorum_id, self._attempt, part.reference), False
-        self._drop_gradients()
-        self._drop_held()
 
     def _on_configured(self, event: m.Configured) -> None:
         if self.part is None or event.quorum_id != self.part.quorum_id:
@@ -613,7 +607,8 @@ class Step:
             self._copied = at(tail.digests, part.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
-            self._return_deal()
+            self.ledger.drop()
+            self._drop_gradients()
             self._deal_returned = self._due = True
             self.reason = f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal"
             self._on_begin(now_s)
@@ -708,11 +703,8 @@ class Step:
     def _return_deal_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
         if not (self.config.keep_gradients and self._contribution.kept):
-            self._return_deal()
-
-    def _return_deal(self) -> None:
-        self.ledger.drop()
-        self._drop_gradients()
+            self.ledger.drop()
+            self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         if self._contribution.computed:
