@@ -494,10 +494,8 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
-        step, computed = (
-            self._step,
-            range(self._first_index, self._first_index + len(self._parameters)),
-        )  # of the slot that is
+        step = self._step
+        computed = range(self._first_index, self._first_index + len(self._parameters))  # of the slot that is
         if step.is_kept or (self._per_slot and (index in step.kept or index not in computed)):
             return step.kept.get(index)
         gradient = self._parameter(index).grad
@@ -562,14 +560,11 @@ class Gradients:
 
     def _add_up(self, attempt: _Attempt) -> None:
         """The sums of the slots, in their order, into the first one's."""
-        first, *others = (
-            [attempt.scratch.sums[index] for index in self._indices_of(slot_index)]
-            for slot_index in range(self._copies)
-        )
+        sums = attempt.scratch.sums
+        first, *others = ([sums[index] for index in self._indices_of(slot)] for slot in range(self._copies))
         if first:
             torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
-        for added in others:
-            if added:
+            for added in others:
                 torch._foreach_add_(first, added)
 
     def _drop_gradients(self) -> None:

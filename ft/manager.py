@@ -68,9 +68,8 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
 PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for that long is cut; the rest is the probe's delay
-CLOSE_S = (
-    1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
-)
+# for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
+CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -242,13 +241,8 @@ class Manager:
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
-            return self.gradients.last_pass(self._slot_indices[slot])
+            return self.gradients.last_pass([*self._machine.ledger.pending].index(slot))
         return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
-
-    @property
-    def _slot_indices(self) -> dict[int, int]:
-        """Index of each slot of the step, in the order of the slots."""
-        return {slot: index for index, slot in enumerate(self._machine.ledger.pending)}
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
@@ -261,11 +255,8 @@ class Manager:
             turn = self._pump()
             assert turn is not None
             if isinstance(turn, m.Compute):
-                if self._options.deterministic_reduce:
-                    indices = self._slot_indices
-                    self.gradients.begin([indices[slot] for slot in turn.slots])
-                else:
-                    self.gradients.begin()
+                dealt = [*self._machine.ledger.pending]
+                self.gradients.begin([dealt.index(slot) for slot in turn.slots])
                 self._assignment = DataAssignment(turn.step, turn.slots)
             else:
                 self._assignment = DataAssignment(turn.step - 1 if isinstance(turn, m.CommitStep) else turn.step, ())
@@ -519,8 +510,6 @@ class Manager:
         self._telemetry.quorum(part)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(part)
-        if not part.same_generation:
-            self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.same_generation else self._form(part)
         self.membership.sweep(part.quorum_id)
         if part.heal:
@@ -529,6 +518,7 @@ class Manager:
         return configured
 
     def _form(self, part: m.Part) -> m.Configured:
+        self._launched = 0
         store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
         try:
             self.group.configure(
@@ -610,12 +600,8 @@ class Manager:
             return self._launch(effect)
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
-
-        def heal_is_over() -> bool:
-            return not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id
-
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=heal_is_over)
+            self._pump(until=lambda: not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect

@@ -46,9 +46,8 @@ class Feedback:
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
-        self.pending: list[
-            Tensor
-        ] = []  # one, of the latest attempt, once its sum is there, if this group gave anything
+        # one, of the latest attempt, once its sum is there, if this group gave anything
+        self.pending: list[Tensor] = []
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""

@@ -35,9 +35,6 @@ class SoloManager:
             raise ValueError(f"state {name} is registered already")
         self._registered.add(name)
 
-    def attach(self, model_parts: Sequence[Any]) -> None:
-        """Nothing to sum with: the gradients of one group are the gradients."""
-
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._until = until
         return DataAssignment(self.step, tuple(self._ledger.deal([ALONE])))
@@ -64,22 +61,12 @@ class SoloManager:
         self.step = state["step"]
         self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
-    def want_to_leave(self) -> None:
-        """There is nobody to wait for."""
-
     def leave(self) -> None:
         self.left = True
 
     is_broken = finished = False
 
-    def regroup(self, until: int) -> None:
-        """There is nobody else."""
+    def _nothing(self, *given: object, **named: object) -> None:
+        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
 
-    def finish(self, *, saved: bool) -> None:
-        """There is nobody else to hear."""
-
-    def tell(self, lane: str, words: str) -> None:
-        """There is no page."""
-
-    def close(self) -> None:
-        pass
+    attach = want_to_leave = regroup = finish = tell = close = _nothing

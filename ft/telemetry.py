@@ -196,18 +196,15 @@ class ManagerTelemetry:
         """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""
         now_s, wait = self._clock(), self.current_wait
         waiting = now_s - wait.since_s > beat_s / 2
-        phase, seconds = self._long_phase(now_s) or ("", 0.0)
-        most_s = self._long_phase_s
+        phase, seconds, most_s = "", 0.0, self._long_phase_s
         if sends := self._sends:
             phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
+        elif long_phase := self.phase_timer.long_phase():
+            phase, seconds = long_phase
+        elif (began_s := self.first_began_s) is not None and began_s < math.inf:
+            phase, seconds = "first step", now_s - began_s
         limit_s = most_s if seconds < most_s else 0.0  # beyond it, it is not reported
         return Status(waiting, waiting and wait.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
-
-    def _long_phase(self, now_s: float) -> tuple[str, float] | None:
-        if (phase := self.phase_timer.long_phase()) is not None:
-            return phase
-        first_s = self.first_began_s
-        return None if first_s is None or first_s == math.inf else ("first step", now_s - first_s)
 
     def report_for_ever(
         self,

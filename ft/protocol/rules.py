@@ -173,8 +173,8 @@ def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozens
         others[one].add(other)
         others[other].add(one)
     names = sorted(others)
-    order = sorted(names[::-1], key=lambda i: (i in spare, -len(others[i])))
-    place = {replica_id: k for k, replica_id in enumerate(order)}
+    last_first = sorted(others, reverse=True)
+    place = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in spare, -len(others[i]))))}
     for size in (1, 2, 3):
         if covers := set(_covers(pairs, frozenset(), size)):
             return min(covers, key=lambda cover: sorted(map(place.__getitem__, cover)))
