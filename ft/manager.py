@@ -637,7 +637,6 @@ class Manager:
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail with the digest of this rank's weights, which groups compare in this step."""
         at, values = effect.digest_at, in_tail(digest(self._weights), copied=effect.copied)
-        self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 
     def _drop_gradients(self) -> None:

@@ -77,7 +77,8 @@ def open_manager(
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
-    group = process_group(settings, device_type)
+    group, semi_sync = process_group(settings, device_type), settings.semi_sync_method != "none"
+    gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
     manager = make(
         group,
         config,
@@ -85,16 +86,12 @@ def open_manager(
         store=store,
         agreement=agreement,
         shape=shape,
-        gradients=None
-        if settings.semi_sync_method == "none"
-        else FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize),
+        gradients=gradients,
         restore=restore,
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    if settings.semi_sync_method == "none":
-        return manager
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings))
+    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if semi_sync else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:

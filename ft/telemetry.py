@@ -117,7 +117,6 @@ class ManagerTelemetry:
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_s = clock()
         self.mean_loss = 0.0  # of the newest step
-        self._told_cost = False
 
     # ---- time
 
@@ -179,16 +178,6 @@ class ManagerTelemetry:
         words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
         self._tell("corruption", effect.step, words)
         log.error("%s", words)
-
-    def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
-        """Logs the cost of a digest, once, when the length of a step is known."""
-        if not self._told_cost and self.step_seconds:
-            self._told_cost, began_s = True, self._clock()
-            digest()  # after the first, which on a GPU has waited for the backward
-            cost_s = self._clock() - began_s
-            percent = 100 * cost_s / interval / self.median_step_s
-            every = interval * self._inner_steps
-            log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", every, 1e3 * cost_s, percent)
 
     # ---- once a beat
 

@@ -154,7 +154,7 @@ class Lighthouse:
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
                 if record.members[replica_id].state == member.state:
-                    self._emit(m.Answer((replica_id,), record.quorum))
+                    self._out.append(m.Answer((replica_id,), record.quorum))
                     return
                 record.fail(f"{replica_id} has gone on since it was put in", replica_id)
             if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
@@ -193,7 +193,7 @@ class Lighthouse:
         if self._record:
             member = replica_id in roster.previous
             if member and 0 < known_id < self._record.quorum.quorum_id:
-                self._emit(m.Answer((replica_id,), self._record.quorum))
+                self._out.append(m.Answer((replica_id,), self._record.quorum))
             elif known_id and not member:
                 # left out by the lighthouse that was here before, which alone knew since when
                 roster.left_out.setdefault(replica_id, now_s)
@@ -281,7 +281,7 @@ class Lighthouse:
         decision = decide(self.view(now_s))
         self.reason = decision.reason
         if decision.must_restore:
-            self._emit(m.MustRestore(decision.must_restore, self._settled))
+            self._out.append(m.MustRestore(decision.must_restore, self._settled))
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
@@ -340,7 +340,7 @@ class Lighthouse:
         self._excuse_heals(now_s)
         record = self._take(quorum, now_s)
         self._persist(now_s)
-        self._emit(m.Answer(ids, quorum))
+        self._out.append(m.Answer(ids, quorum))
         record.leave_behind(old)
 
     def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
@@ -365,7 +365,7 @@ class Lighthouse:
         gone = [i for i in ids if i in peers and peers[i].kind == "pharos"]
         for replica_id in gone:
             if peers[replica_id].call:
-                self._emit(m.Refuse(replica_id, "LOST", why))
+                self._out.append(m.Refuse(replica_id, "LOST", why))
             if self._record:
                 self._record.keep_wait(replica_id)
             self.roster.forget(replica_id, why)
@@ -392,7 +392,7 @@ class Lighthouse:
         if odd and self.roster.claims and not self.roster.has_members:  # they may come back, or may be taken over
             self.roster.odd[member.replica_id] = odd[1]
         elif problem := problem or odd:
-            self._emit(m.Refuse(member.replica_id, *problem))
+            self._out.append(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
@@ -411,7 +411,7 @@ class Lighthouse:
             roster.odd.pop(replica_id, None)
             call = roster.peers[replica_id].call
             if call and (problem := unlike(call, shape)):
-                self._emit(m.Refuse(replica_id, *problem))
+                self._out.append(m.Refuse(replica_id, *problem))
                 roster.drop_call(replica_id)
             roster.place(replica_id)
 
@@ -440,7 +440,7 @@ class Lighthouse:
     def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
         """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
         if problem := self.refuses(kind):
-            self._emit(m.Refuse(replica_id, *problem))
+            self._out.append(m.Refuse(replica_id, *problem))
         return problem is not None or self._is_lost(replica_id, now_s)
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
@@ -449,7 +449,7 @@ class Lighthouse:
         roster = self.roster
         if replica_id not in roster.lost:
             return False
-        self._emit(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
+        self._out.append(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
         if replica_id not in roster.told:
             roster.told.add(replica_id)
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
@@ -474,11 +474,8 @@ class Lighthouse:
 
     def _persist(self, now_s: float) -> None:
         self._persisted = (self._settled, now_s)
-        self._emit(m.Persist(self.saved))
+        self._out.append(m.Persist(self.saved))
 
     def _notify(self, ids: tuple[str, ...], notice: m.Notice) -> None:
         if ids and self.roster.kind == "pharos":
-            self._emit(m.Notify(ids, notice))
-
-    def _emit(self, effect: Effect) -> None:
-        self._out.append(effect)
+            self._out.append(m.Notify(ids, notice))
