@@ -54,7 +54,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import NO_WAIT, CurrentWait, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
+from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
 HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # that wait only for the end of a heal
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
@@ -620,7 +620,7 @@ class Manager:
             self._assignment = None
             raise
         telemetry.sums_began_s = began_s = time.monotonic()
-        telemetry.current_wait = CurrentWait("sums", began_s)
+        telemetry.current_wait = "sums"
         account = "heal" if self._machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
@@ -628,7 +628,7 @@ class Manager:
         except GroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
-            telemetry.current_wait = NO_WAIT
+            telemetry.current_wait = ""
         telemetry.waits.append(time.monotonic() - began_s)
         # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
@@ -647,14 +647,14 @@ class Manager:
         """Waits for the group's outcome; in another thread where Step.votes_in_background, or where another effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
-            telemetry.current_wait = CurrentWait("vote", telemetry.sums_began_s)
+            telemetry.current_wait = "vote"
         try:
             if self._agreement and self._machine.is_for_all(vote):
                 outcome = self._agreement.outcome(self._client, vote, able=not busy)
             if outcome is None and not busy and not self._machine.votes_in_background(vote):
                 outcome = self._client.outcome(vote)
         finally:
-            telemetry.current_wait = NO_WAIT
+            telemetry.current_wait = ""
         if outcome is None:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
         return outcome

@@ -106,12 +106,9 @@ class Fragment:
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         for name, own in self._optimizer_states():
-            for key in list(own):
-                given = state.get(f"{name}.{key}", own[key])
-                if isinstance(own[key], Tensor):
-                    own[key].copy_(given)
-                else:
-                    own[key] = given
+            for key, value in own.items():
+                given = state.get(f"{name}.{key}", value)
+                own[key] = value.copy_(given) if isinstance(value, Tensor) else given
 
     # ------------------------------------------------------------------------------------------------ the outer optimizer
 

@@ -70,8 +70,7 @@ class Group:
         self._restores: int | None = None  # ... these two is set: load a checkpoint, of this settled step; or
         self._releases = False  # ... leave
         self._answered_as = ""  # this group's id in that answer
-        self._votes: dict[Ballot, dict[int, Vote]] = {}
-        self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
+        self._votes: dict[Ballot, dict[int, Vote]] = {}  # by rank, which waits for the outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
         self._decided_step, self._decided_attempt = 0, 0  # of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
@@ -234,7 +233,7 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
-            self._notices, self._votes, self._asking = [], {}, {}
+            self._notices, self._votes = [], {}
             self._decided_step, self._decided_attempt = 0, 0
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
@@ -317,7 +316,6 @@ class Group:
         before = votes.get(vote.group_rank)
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
-        self._asking.setdefault(key, set()).add(vote.group_rank)
         all_have = vote.whole or len(votes) == self.config.world_size
         self.reason = f"{'all' if all_have else len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or all_have):
@@ -374,10 +372,8 @@ class Group:
         self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
-        self._votes.pop(key, None)
-        asking = self._asking.pop(key, set())
-        for rank in sorted(asking):
-            self._out.append(m.AnswerVote(rank, outcome))
+        asking = sorted(self._votes.pop(key, {}))
+        self._out += [m.AnswerVote(rank, outcome) for rank in asking]
         if outcome.verdict == "failed" and outcome.kind != "healed":
             self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"

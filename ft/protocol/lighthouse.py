@@ -104,10 +104,6 @@ class Lighthouse:
         """Upper bound of the ids ever issued; after a lost state file there may have been quorums of which no member can tell."""
         return self._last_id + (LEAP if self._forgot and self._last_id else 0)
 
-    def __contains__(self, replica_id: str) -> bool:
-        """True when it is one of the live ids."""
-        return replica_id in self.roster
-
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
         match event:
@@ -435,7 +431,9 @@ class Lighthouse:
 
     def _settle_kind(self, kind: Kind) -> None:
         if kind != self.roster.kind and not self.refuses(kind):
-            self.roster.settle_kind(kind)
+            self.roster.kind = kind  # nobody waits for groups of the other kind any more
+            for replica_id in [*self.roster.peers]:
+                self.roster.place(replica_id)
 
     def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
         """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""

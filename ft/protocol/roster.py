@@ -332,12 +332,6 @@ class Roster:
 
     # ---- several of them
 
-    def settle_kind(self, kind: Kind) -> None:
-        """Ends the wait for groups of the other kind."""
-        self.kind = kind
-        for replica_id in list(self.peers):
-            self.place(replica_id)
-
     def take(self, quorum: Quorum, now_s: float) -> None:
         """Makes its members the previous ones, with the claims to the state."""
         before, self.previous = self.previous, frozenset(quorum.ids)

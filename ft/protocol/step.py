@@ -99,7 +99,7 @@ class Ledger:
         self.slots_per_step = slots_per_step  # 0: one for each participant
         self.position = 0  # all sequences before it were committed, but for the holes
         self.holes: list[int] = []  # sorted
-        self.unable: dict[int, int] = {}  # hole -> times
+        self.unable = Counter[int]()  # hole -> times
         self.skipped: list[int] = []
         # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
         self.pending: dict[int, str] = {}
@@ -148,16 +148,14 @@ class Ledger:
         given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
         contributed = set(given)
         if UNABLE in tokens:
-            for slot, count in zip(slots, tokens, strict=True):
-                if count == UNABLE:
-                    self.unable[slot] = self.unable.get(slot, 0) + 1
+            self.unable.update(slot for slot, count in zip(slots, tokens, strict=True) if count == UNABLE)
         worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
         useless = tuple(slot for slot in slots if slot in worn) if worn else ()
         gone = contributed | (set(useless) if skip else set())
         self.skipped += useless if skip else ()
         self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
-        self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
+        self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.pending = {}
         return LedgerEntry(given, tuple([slot for slot in slots if slot not in gone]), useless)
 
@@ -188,7 +186,7 @@ class Ledger:
         self.position = int(state["position"])
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
         same = old == self.slot_size
-        self.unable = {int(slot): int(count) for slot, count in state.get("unable", ())} if same else {}
+        self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
         self.skipped = [int(slot) for slot in state.get("skipped", ())]
         open_deal = state.get("pending", ()) if keep_deal and same else ()
         self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
@@ -260,11 +258,8 @@ class OpenHeal:
 
 
 class Step:
-    """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick Notice.
-    Effects: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
-    DropHeld LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
-
-    An event that does not fit the phase (late, repeated, of another generation) changes nothing."""
+    """In: the cases of `handle`. Out: the effects of messages/step.py. An event that does not fit the phase (late, repeated, of another
+    generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
