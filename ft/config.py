@@ -177,13 +177,10 @@ class FaultTolerance:
 
     def check(self) -> None:
         self._check_semi_sync()
-        for key, wanted in (
-            ("slots_per_step", self.slots_per_step),
-            ("deterministic_reduce", self.deterministic_reduce),
-        ):
-            if wanted and not self.keep_global_batch:
+        for key in ("slots_per_step", "deterministic_reduce"):
+            if (wanted := getattr(self, key)) and not self.keep_global_batch:
                 raise ValueError(
-                    f"fault_tolerance.{key} = {str(wanted).lower()}: needs fault_tolerance.keep_global_batch = true, without which a step "
+                    f"fault_tolerance.{key} = {_toml(wanted)}: needs fault_tolerance.keep_global_batch = true, without which a step "
                     "has a slot for each group that is there"
                 )
         for lower, x, upper, y in self.times.check_timeout_order():

@@ -601,7 +601,7 @@ class Manager:
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=lambda: not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id)
+            self._pump(until=lambda: not machine.healing or self._stopped_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect

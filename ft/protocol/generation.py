@@ -19,6 +19,7 @@ from ft.protocol.roster import Roster
 
 STALL_STEPS = 5.0  # median steps that others wait for a member
 STALL_FLOOR_S = 10.0  # and seconds, at least
+EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
 
 
 class QuorumRecord:
@@ -96,6 +97,14 @@ class QuorumRecord:
             self._change, self._announced_s = self._change or why, now_s
             there = self._alive(self._roster.candidates)
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
+
+    def excuse_heals(self, now_s: float) -> None:
+        """Excuses heals that ended with the loss of another member, unless they had EXCUSED_S."""
+        if self.lost:
+            for name, heal in self._roster.heals.items():
+                ours = heal.quorum_id == self.quorum.quorum_id and name != m.name_of(self.lost[0])
+                if ours and now_s - heal.since_s < EXCUSED_S:
+                    heal.quorum_id = 0
 
     def leave_behind(self, old: Quorum | None) -> None:
         """Notifies members of the old quorum that are not in this one, and may be waiting on it."""

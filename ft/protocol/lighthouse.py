@@ -157,7 +157,8 @@ class Lighthouse:
                 record.keep_wait(replica_id)
                 if not record.failed:
                     record.fail(f"{replica_id}: the generation failed", replica_id)
-            self._excuse_heals(now_s)
+            if record:
+                record.excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
             roster.settle_claim(member)
@@ -333,7 +334,8 @@ class Lighthouse:
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number
-        self._excuse_heals(now_s)
+        if self._record:
+            self._record.excuse_heals(now_s)
         record = self._take(quorum, now_s)
         self._persist(now_s)
         self._out.append(m.Answer(ids, quorum))
@@ -367,12 +369,6 @@ class Lighthouse:
             self.roster.forget(replica_id, why)
         if self._record:
             self._record.lose([i for i in gone if i in self.roster.previous], why)
-
-    def _excuse_heals(self, now_s: float) -> None:
-        """Excuses heals that ended early, with the loss of another member."""
-        record = self._record
-        if record and record.lost:
-            self.roster.excuse_heals(record.quorum.quorum_id, record.lost[0], now_s)
 
     # ---- what to refuse
 

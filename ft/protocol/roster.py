@@ -26,7 +26,6 @@ from ft.protocol.rules import Pairs, QuorumView, pairs_among, pairs_with
 LOST_KEPT = 4096  # lost ids that are kept; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "never"
 HEALS_FREE = 2  # that may fail in a row
-EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
 REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
 SIT_OUT_S, MOST_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
 
@@ -298,12 +297,6 @@ class Roster:
         if heal.until_s > now_s:
             until_s, parted = self.sitting.get(member.replica_id, (0.0, frozenset()))
             self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
-
-    def excuse_heals(self, quorum_id: int, lost: str, now_s: float) -> None:
-        """Excuses heals of a quorum that ended with the loss of another id, unless they had EXCUSED_S."""
-        for name, heal in self.heals.items():
-            if heal.quorum_id == quorum_id and name != m.name_of(lost) and now_s - heal.since_s < EXCUSED_S:
-                heal.quorum_id = 0
 
     def why_it_sits_out(self, replica_id: str) -> str:
         """The reason for which an id sits out; empty: it does not."""

@@ -71,15 +71,6 @@ class StepConfig:
     shape: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class LedgerEntry:
-    """The effect of a commit on the ledger."""
-
-    contributed: tuple[int, ...]  # slots
-    holes: tuple[int, ...]  # slots of the deal that did not make it, and will be dealt again
-    useless: tuple[int, ...]  # slots that were MAX_UNABLE times unable: skipped, or the reason to stop
-
-
 class Ledger:
     """Which samples are trained on when, each exactly once. Identical in every group: it changes by commits alone, and their tails are
     identical.
@@ -140,9 +131,9 @@ class Ledger:
         """Returns the open deal: all its slots, as if they had never been dealt."""
         self.pending = {}
 
-    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> LedgerEntry:
-        """`tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: none, and its group
-        said that it cannot. skip: a slot that was unable too often is left out for good."""
+    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the slots that contributed, and those that were MAX_UNABLE times unable: left out for good if `skip`, else the reason to
+        stop. `tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: its group cannot."""
         assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
         slots = list(self.pending)
         given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
@@ -157,7 +148,7 @@ class Ledger:
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.pending = {}
-        return LedgerEntry(given, tuple([slot for slot in slots if slot not in gone]), useless)
+        return given, useless
 
     def state_dict(self) -> dict[str, Any]:
         """JSON. With the open deal: whoever heals from it must continue it."""
@@ -242,19 +233,13 @@ class LocalContribution:
 
 @dataclass
 class OpenHeal:
-    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state."""
+    """A rank's heal, from the part that asks for it to the group's outcome: whether all ranks have the whole state."""
 
-    quorum_id: int
-    attempt: int
+    at: tuple[int, int, int]  # as Step.at, for votes and outcomes on this heal
     reference: State  # what is to come
     voted: bool = False
     agreed: bool = False  # all ranks have it
     state: dict[str, Any] = field(default_factory=dict)  # what has come
-
-    @property
-    def at(self) -> tuple[int, int, int]:
-        """As Step.at, for votes and outcomes on this heal."""
-        return self.quorum_id, self.attempt, self.reference[0]
 
 
 class Step:
@@ -432,7 +417,7 @@ class Step:
         self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
         if part.heal:  # this group's state is not the one from which the others continue
             self.void = True
-            self._heal, self._heal_failed = OpenHeal(part.quorum_id, self._attempt, part.reference), False
+            self._heal, self._heal_failed = OpenHeal(self.at, part.reference), False
             self._drop_gradients()
             self._drop_held()
         else:
@@ -576,7 +561,7 @@ class Step:
     # ---- the outcome
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
-        """The group's word on a heal, in any phase; that the process group stands, in AGREEING; on a commit, in VOTING."""
+        """Takes the group's outcome: of a heal in any phase, of the process group in AGREEING, of a commit in VOTING."""
         if outcome.kind == "healed":
             return self._on_healed(outcome, now_s)
         expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
@@ -641,7 +626,7 @@ class Step:
             self._out.append(m.Fence(self.step))
             self._offering = False
         owners = self.ledger.pending
-        entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
+        contributed, useless = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
         if self.step > self.settled:  # of this generation, or chosen by it: and it lives, for it commits
             self.settled = self.step
             self._out.append(m.Settled(self.step))
@@ -652,7 +637,7 @@ class Step:
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored = part.quorum_id, None
         self._collective_step = max(self._collective_step, self.step)
-        gave = tuple([owners[slot] for slot in entry.contributed])
+        gave = tuple([owners[slot] for slot in contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
             m.CommitStep(
@@ -662,7 +647,7 @@ class Step:
                 contributors=_ranks_of(gave, part.members),
                 mean_loss=tail.loss_sum / divisor,
                 quorum_size=len(part.members),
-                slots=tuple(zip(entry.contributed, gave, strict=True)),
+                slots=tuple(zip(contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
                 leave=self.step == self._last or (self._leave_announced and not held),
@@ -673,8 +658,8 @@ class Step:
         self.reason = f"step {self.step} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.deal(part.participants))
-        if entry.useless and not self.config.skip_unable:
-            self._stop(f"slots {entry.useless} could not be trained on, {MAX_UNABLE} times", entry.useless)
+        if useless and not self.config.skip_unable:
+            self._stop(f"slots {useless} could not be trained on, {MAX_UNABLE} times", useless)
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation. Computed gradients are kept for the next one."""
@@ -710,7 +695,7 @@ class Step:
 
     def _on_heal_ended(self, event: m.HealEnded) -> None:
         heal = self._heal
-        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
+        if heal is None or event.quorum_id != heal.at[0] or heal.voted:
             return
         heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
