@@ -329,7 +329,7 @@ class Manager:
 
     @property
     def is_broken(self) -> bool:
-        return self._machine.is_broken
+        return bool(self._machine.abort_reason)
 
     @property
     def finished(self) -> bool:
@@ -596,12 +596,12 @@ class Manager:
         """Launches at once, except for zeros: once for each quorum and step they are the trainer's, when the state has come that this group
         heals."""
         machine = self._machine
-        if not effect.zeros or machine.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
+        if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=lambda: not machine.healing or self._stopped_quorum == effect.quorum_id)
+            self._pump(until=lambda: machine.heal is None or self._stopped_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect

@@ -224,7 +224,7 @@ class LocalContribution:
     """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
 
     tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into its gradients
-    computed: bool = False
+    computed: bool = False  # forward and backward are done
     loss_sum: float = 0.0
     able: bool = True  # as Computed.able, and so is `kept`
     kept: bool = True
@@ -256,7 +256,7 @@ class Step:
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation failed
         self.finished = False  # a group has saved the last step, and left
-        self._abort_reason = ""  # the reason, where a notice said that the generation will fail
+        self.abort_reason = ""  # not empty: a member of the newest quorum is lost, or has called for another one
         self._wants_change = ""  # the reason, to be announced in the next tail
         # received while asking: the answer that they may belong to comes on another stream
         self._early_notices: list[m.Notice] = []
@@ -272,8 +272,8 @@ class Step:
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
-        self._contribution = LocalContribution()
-        self._heal: OpenHeal | None = None
+        self.contribution = LocalContribution()
+        self.heal: OpenHeal | None = None  # while the state is arriving, and until it is loaded
         self._heal_failed = False  # the last one was closed without a state, and the group is still behind
         self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
         self._failure: m.ReduceFailed | None = None
@@ -345,39 +345,24 @@ class Step:
         are held."""
         return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
 
-    @property
-    def computed(self) -> bool:
-        """True when forward and backward of this step are done."""
-        return self._contribution.computed
-
-    @property
-    def is_broken(self) -> bool:
-        """True when a member of the newest quorum is lost, or has called for another one."""
-        return bool(self._abort_reason)
-
-    @property
-    def healing(self) -> bool:
-        """True while the state is arriving, and until it is loaded."""
-        return self._heal is not None
-
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
-        return vote.kind == "healed" or self._heal is not None
+        return vote.kind == "healed" or self.heal is not None
 
     def is_for_all(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
-        return vote.kind == "commit" and self._heal is None and not self._heal_uncommitted
+        return vote.kind == "commit" and self.heal is None and not self._heal_uncommitted
 
     # ---- a step begins
 
     def _on_begin(self, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         is_full = len(self._held) >= self.config.heal_backlog
-        if self._heal and self._heal.agreed and (self._due or is_full):
+        if self.heal and self.heal.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(now_s)
-        elif self._heal and (self._due or is_full):
+        elif self.heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
         elif self._due:
@@ -412,12 +397,12 @@ class Step:
         self._attempt = self._attempt + 1 if same else 0
         self.part, self._collective_step = part, part.reference[0]
         self._tail_slots = part.dealt or self.ledger.width(len(part.participants))
-        self._due, self._failed, self._abort_reason, self._wants_change, self._failure = False, False, "", "", None
+        self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
         self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
         if part.heal:  # this group's state is not the one from which the others continue
             self.void = True
-            self._heal, self._heal_failed = OpenHeal(self.at, part.reference), False
+            self.heal, self._heal_failed = OpenHeal(self.at, part.reference), False
             self._drop_gradients()
             self._drop_held()
         else:
@@ -428,7 +413,7 @@ class Step:
             else:
                 self.ledger.drop()
                 self.ledger.deal(part.participants)
-            if not self._contribution.tokens.keys() <= set(self._owned_slots()):
+            if not self.contribution.tokens.keys() <= set(self._owned_slots()):
                 self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._out.append(m.Configure(part, self._attempt))
@@ -441,8 +426,8 @@ class Step:
             return
         if not event.ok:
             self._failure = m.ReduceFailed(*self.at, event.reason)
-        ok = event.ok and not self._abort_reason
-        why = "" if ok else event.reason or self._abort_reason
+        ok = event.ok and not self.abort_reason
+        why = "" if ok else event.reason or self.abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
@@ -458,9 +443,9 @@ class Step:
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
         self._digests = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
-        self._missing = tuple([slot for slot in slots if slot not in self._contribution.tokens])
+        self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
-            self._contribution.excused = False  # of what is new the others know nothing
+            self.contribution.excused = False  # of what is new the others know nothing
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
@@ -480,10 +465,10 @@ class Step:
     def _launch(self) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
         something to learn from in `_slots`, all of which are computed."""
-        part, own, slots = self.part, self._contribution, self._slots
+        part, own, slots = self.part, self.contribution, self._slots
         assert part is not None
-        if self._abort_reason:
-            self._failure = self._failure or m.ReduceFailed(*self.at, self._abort_reason)
+        if self.abort_reason:
+            self._failure = self._failure or m.ReduceFailed(*self.at, self.abort_reason)
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
@@ -515,7 +500,7 @@ class Step:
     def _on_computed(self, event: m.Computed) -> None:
         if not self._missing:
             return
-        own = self._contribution
+        own = self.contribution
         # Of a slot of which nothing is said there were no tokens.
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
         own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
@@ -569,7 +554,7 @@ class Step:
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
             self._heal_uncommitted = False  # void: of a heal that failed, other ranks may not have heard
-        if outcome.healed and self._heal:
+        if outcome.healed and self.heal:
             self._take_state()
         if outcome.kind == "configured":
             if outcome.verdict == "yes":
@@ -614,7 +599,7 @@ class Step:
         if self._retries >= MAX_UNABLE:
             self._stop_for_deal(f"{self._retries} attempts in a row, in each of which a group could not contribute")
             return
-        self.phase, self._contribution.excused = Phase.COMPUTING, True
+        self.phase, self.contribution.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch()
 
@@ -653,7 +638,7 @@ class Step:
                 leave=self.step == self._last or (self._leave_announced and not held),
             )
         )
-        self._contribution = LocalContribution()
+        self.contribution = LocalContribution()
         self._retries = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
@@ -672,29 +657,29 @@ class Step:
         if allowed is not None and self._failures > allowed:
             failed = f"{self._failures} attempts in a row failed"
             self._stop(f"{failed}, fault_tolerance.max_failures allows {allowed}: {why}")
-        elif self._heal and not self._heal.agreed:
+        elif self.heal and not self.heal.agreed:
             self._vote_on_heal("failed", why)
             self.phase, self.reason = Phase.CLOSING, why
         else:
-            if self._heal:
+            if self.heal:
                 self._take_state()
             self._close(why)
 
     def _return_deal_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
-        if not (self.config.keep_gradients and self._contribution.kept):
+        if not (self.config.keep_gradients and self.contribution.kept):
             self.ledger.drop()
             self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self._contribution.computed:
+        if self.contribution.computed:
             self._out.append(m.DropGradients())
-        self._contribution = LocalContribution()
+        self.contribution = LocalContribution()
 
     # ---- healing
 
     def _on_heal_ended(self, event: m.HealEnded) -> None:
-        heal = self._heal
+        heal = self.heal
         if heal is None or event.quorum_id != heal.at[0] or heal.voted:
             return
         heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
@@ -705,7 +690,7 @@ class Step:
             self._vote_on_heal("failed", event.reason or f"the state is {found}", event.blame)
 
     def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> None:
-        heal = self._heal
+        heal = self.heal
         if heal and not heal.voted:
             heal.voted = True
             rank = self.config.group_rank
@@ -715,12 +700,12 @@ class Step:
         """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
         the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
         another applies held steps, in collectives that need both."""
-        heal = self._heal
+        heal = self.heal
         if heal is None or heal.at != (outcome.quorum_id, outcome.attempt, outcome.step):
             return
         heal.agreed = outcome.verdict == "yes"
         if not heal.agreed:
-            self._heal, self._heal_failed = None, True
+            self.heal, self._heal_failed = None, True
             self._wants_change, self.reason = "the heal failed", outcome.reason
         elif self.config.zeros_wait or self.phase in (Phase.AWAITING, Phase.CLOSING):
             self._take_state()
@@ -739,8 +724,8 @@ class Step:
     def _take_state(self) -> None:
         """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
         assert self.part is not None
-        assert self._heal is not None
-        heal, self._heal = self._heal, None
+        assert self.heal is not None
+        heal, self.heal = self.heal, None
         self._load(heal.state, keep_deal=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
@@ -768,7 +753,7 @@ class Step:
 
     def _on_restored(self, event: m.Restored) -> None:
         self._drop_held()
-        self._heal, self._heal_failed = None, False
+        self.heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
@@ -788,12 +773,12 @@ class Step:
             return
         elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"
-        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self._abort_reason):
-            self._abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
+        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self.abort_reason):
+            self.abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
             if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-                self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
+                self._out.append(m.InterruptCollectives(notice.quorum_id, self.abort_reason))
             elif self.phase is Phase.AWAITING:
-                self._fail(self._abort_reason, now_s)
+                self._fail(self.abort_reason, now_s)
 
     def _stop_for_deal(self, why: str) -> None:
         self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.pending))
