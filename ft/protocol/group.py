@@ -72,7 +72,7 @@ class Group:
         self._answered_as = ""  # this group's id in that answer
         self._votes: dict[Ballot, dict[int, Vote]] = {}  # by rank, which waits for the outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
-        self._decided_step, self._decided_attempt = 0, 0  # of the newest outcome in this generation
+        self._decided = 0, 0  # step and attempt of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
         self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
         self._pending_since_s = 0.0
@@ -233,8 +233,7 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
-            self._notices, self._votes = [], {}
-            self._decided_step, self._decided_attempt = 0, 0
+            self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
         self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
@@ -325,11 +324,9 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if vote.quorum_id != current:
             return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
-        step, attempt = self._decided_step, self._decided_attempt
-        if vote.kind != "healed" and (vote.step, vote.attempt) < (step, attempt):
-            return (
-                f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {step}, attempt {attempt}"
-            )
+        if vote.kind != "healed" and (vote.step, vote.attempt) < self._decided:
+            at = "step {}, attempt {}".format(*self._decided)
+            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at {at}"
         if not 0 <= vote.group_rank < self.config.world_size:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""
@@ -367,8 +364,7 @@ class Group:
             self._healed = outcome.verdict == "yes"
         else:
             outcome = replace(outcome, healed=True) if self._healed else outcome
-            decided = (self._decided_step, self._decided_attempt), (outcome.step, outcome.attempt)
-            self._decided_step, self._decided_attempt = max(decided)
+            self._decided = max(self._decided, (outcome.step, outcome.attempt))
         self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
