@@ -377,8 +377,9 @@ class Manager:
             self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
             self._news.notify_all()
         for effect in out.effects:
-            if isinstance(effect, m.InterruptCollectives):
-                self._interrupt(effect.quorum_id, effect.reason)
+            if isinstance(effect, m.InterruptCollectives):  # also of a generation that is not formed yet
+                self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
+                self.group.interrupt(effect.reason, effect.quorum_id)
 
     def _hear(self, event: m.Event) -> None:
         """`_feed` for other threads: errors are raised in the trainer's."""
@@ -569,11 +570,6 @@ class Manager:
     def _blame(self) -> tuple[str, ...]:
         """Members that this rank cannot work with now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
-
-    def _interrupt(self, quorum_id: int, reason: str) -> None:
-        """Ends waits on that generation, also on one that is not formed yet. Complete sums stay complete. From any thread."""
-        self._stopped_quorum = max(self._stopped_quorum, quorum_id)
-        self.group.interrupt(reason, quorum_id)
 
     def _cut(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""

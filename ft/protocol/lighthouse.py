@@ -45,11 +45,6 @@ class LighthouseConfig:
     def terms(self) -> Terms:
         return Terms(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
 
-    def under(self, terms: Terms) -> LighthouseConfig:
-        """The same, under other terms."""
-        times = replace(self.times, takeover_s=terms.takeover_s)
-        return replace(self, min_replicas=terms.min_replicas, times=times, num_replica_groups=terms.num_replica_groups)
-
 
 class Lighthouse:
     """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason: of the last quorum, or why there is none."""
@@ -68,7 +63,9 @@ class Lighthouse:
         yet. Neither: it is lost, and members' reports are awaited for takeover_s (None: until there is one, or an operator's order), lest a
         newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
-        self.config = config = config.under(terms)
+        times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
+        config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
+        self.config = config
         self.roster = Roster()
         self.reason = "nobody has called"
         self._record: QuorumRecord | None = None  # of the newest quorum
