@@ -113,7 +113,7 @@ class Fragment:
     # ------------------------------------------------------------------------------------------------ the outer optimizer
 
     def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
-        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""
+        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still read, are put back."""
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         inner = [(parameter, parameter.grad) for parameter in everything]
         try:

@@ -217,7 +217,7 @@ class SemiSyncManager:
 
     @contextmanager
     def use_global_weights(self) -> Iterator[None]:
-        """Inside, between two rounds, the model has the outer weights: for a look at what groups agree on."""
+        """Inside, between two rounds, the model has the outer weights: to evaluate or export them."""
         for fragment in self.fragments:
             fragment.swap()
         try:
@@ -227,7 +227,7 @@ class SemiSyncManager:
                 fragment.swap()
 
     def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
-        """By name, what a checkpoint is to hold: the outer weights as the model's, so that whoever reads it gets what groups agree on;
+        """By name, what a checkpoint is to hold: the outer weights as the model's, so that its reader gets what groups agree on;
         the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
         in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
         states: dict[str, Stateful] = {

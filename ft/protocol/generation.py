@@ -157,12 +157,12 @@ class QuorumRecord:
         back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
         since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # the oldest of each are their first: as a rule nothing else is looked at
+            return [], ""  # the oldest of each are their first: as a rule nothing else is read
         front = max((report.launched for report in self._heard.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
-        waits_too = waits.keys() | self._roster.sitting.keys()  # who sits out has called
+        waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has called
         # by its own report, which its server repeats if the trainer's stop: so it counts for no longer than its limit
         takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in there if i not in waits_too and i not in takes_long]

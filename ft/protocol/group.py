@@ -217,8 +217,8 @@ class Group:
         if event.times and (incompatible_timeouts := self.config.times.incompatible_timeouts(event.times)):
             self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(incompatible_timeouts))
             return
-        if said := event.terms or event.times:
-            self._takeover_s = said.takeover_s
+        if theirs := event.terms or event.times:
+            self._takeover_s = theirs.takeover_s
         if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
             return

@@ -69,14 +69,14 @@ class Roster:
     """Bounded: of ids that are gone it keeps the last 4,096 names, and the members of the last quorum."""
 
     def __init__(self) -> None:
-        self.kind: Kind = "pharos"  # of those who may be members
+        self.kind: Kind = "pharos"  # of the groups that may be members
         self.peers: dict[str, Peer] = {}
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
-        self.told: set[str] = set()  # of those, who know it
+        self.told: set[str] = set()  # of those, the ones that have been told
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
         self._processes: frozenset[str] = frozenset()  # of those: one that was lost comes back under another id
-        self.gone: set[str] = set()  # of the previous, who left on purpose
+        self.gone: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
         self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
@@ -101,7 +101,7 @@ class Roster:
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self.peers
 
-    # ---- what the rules look at
+    # ---- input of the rules
 
     def view(self, now_s: float) -> QuorumView:
         """Returns the one view, whose collections are the sets that `place` keeps, with its numbers renewed."""
@@ -348,7 +348,7 @@ class Roster:
         for replica_id in sorted(touched):
             self.place(replica_id)
         for replica_id in [i for i in self.candidates if i not in touched]:
-            self.place(replica_id)  # who waits on under a new id may have been in it under the old one
+            self.place(replica_id)  # a group that waits on under a new id may have been in it under the old one
 
     def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
         """Counts the members of a quorum from the state file or a report as alive, for a heartbeat timeout from now."""

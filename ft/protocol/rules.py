@@ -40,7 +40,7 @@ class QuorumView:
     previous: Collection[str] = ()  # ids of the previous quorum
     reachable: int = 0  # healthy members of the previous quorum, whether they have called or not
     claims: int = 0  # previous members that may hold the state, and have neither left nor been succeeded
-    claims_expired: bool = False  # those were silent for takeover_s, or an operator gave the word
+    claims_expired: bool = False  # those were silent for takeover_s, or an operator has allowed it
     waited_s: float = 0.0  # since the first candidate called, previous members first
     settled: int = 0  # no state below it, unless restored on purpose
     min_replicas: int = 1

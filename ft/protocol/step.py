@@ -100,7 +100,7 @@ class Ledger:
         return self.slots_per_step or participants
 
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
-        """The deal of the coming step, in turns. An open one is kept, whoever is there now: `redeal` is for that."""
+        """The deal of the coming step, in turns. An open one is kept: `redeal` adapts it to the groups that are there."""
         if not self.pending:
             count = self.slots_per_step or len(participants)
             new = count - len(self.holes)
@@ -151,7 +151,7 @@ class Ledger:
         return given, useless
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. With the open deal: whoever heals from it must continue it."""
+        """JSON. With the open deal: a group that heals from it must continue it."""
         return {
             "slot_size": self.slot_size,
             "position": self.position,
@@ -162,7 +162,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
-        """keep_deal=False for a checkpoint: who was dealt what then is of no use now.
+        """keep_deal=False for a checkpoint, whose deal is of no use any more.
 
         Raises ValueError when the size of a slot has changed and open holes cannot be cut to it.
         """
@@ -501,7 +501,7 @@ class Step:
         if not self._missing:
             return
         own = self.contribution
-        # Of a slot of which nothing is said there were no tokens.
+        # A slot without a figure had no tokens.
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
         own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
         own.able, own.kept = own.able and event.able, own.kept and event.kept
