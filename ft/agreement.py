@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ft.protocol.messages import Ballot, Outcome, Vote
+from ft.protocol.messages import Outcome, Vote
 from ft.seam import GroupEnded
 
 if TYPE_CHECKING:
@@ -35,16 +35,22 @@ class Agreement:
 
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
         """The group's outcome of a commit vote; all ranks call this for the same votes. None: each is to vote at the server. `able`: this
-        rank may wait here. Raises GroupEnded."""
-        # the first failed vote decides, and ranks that still wait for sums are told
-        outcome = client.outcome(vote) if vote.verdict == "failed" else None
-        yes = able and vote.verdict == "yes" and not vote.blame
-        all_do, change = self.all_say_yes(vote.key, yes=yes, change=vote.change)
-        if not all_do:
+        rank may wait here. Raises GroupEnded where ranks vote on different things, or one is gone."""
+        outcome = None
+        if vote.verdict == "failed":  # the first decides, and ranks that still wait for sums are told
+            outcome = client.outcome(vote)
+        yes, ballot = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
+        votes = torch.tensor([not yes, vote.change, ballot, -ballot], dtype=torch.int64)
+        self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
+        some_no, change, highest, lowest = votes.tolist()
+        if highest != -lowest:
+            raise GroupEnded(f"the ranks of this group vote on different things, this one on {vote.key}")
+        if some_no:
             return outcome
+        whole = replace(vote, change=bool(change), whole=True)
         if vote.group_rank == 0:
             try:
-                outcome = client.vote(replace(vote, change=change, whole=True), self._whole_vote_s)
+                outcome = client.vote(whole, self._whole_vote_s)
             except RuntimeError as error:  # each rank's own vote meets it, too
                 log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
             except TimeoutError:  # the server holds the commit
@@ -53,19 +59,7 @@ class Agreement:
         self._carry_out(self._group.broadcast, agreed, 0)
         if not agreed.item():
             return None
-        return outcome or Outcome(
-            "commit", vote.quorum_id, vote.attempt, vote.step, "yes", change, "all ranks said yes"
-        )
-
-    def all_say_yes(self, ballot: Ballot, *, yes: bool, change: bool) -> tuple[bool, bool]:
-        """Returns (all ranks do, some rank announces a change). Raises GroupEnded where ranks vote on different things, or one is gone."""
-        name = crc32(repr(ballot).encode())
-        votes = torch.tensor([not yes, change, name, -name], dtype=torch.int64)
-        self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
-        some_no, some_change, highest, lowest = votes.tolist()
-        if highest != -lowest:
-            raise GroupEnded(f"the ranks of this group vote on different things, this one on {ballot}")
-        return not some_no, bool(some_change)
+        return outcome or Outcome("commit", *vote.key[:3], "yes", whole.change, "all ranks said yes")
 
     def _carry_out(self, collective: Callable[..., dist.Work], *arguments: object) -> None:
         try:

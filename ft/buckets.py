@@ -105,14 +105,14 @@ def lay_out(
     kinds = list(layout.sizes)
     plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
     layout.shape = (
-        ("gradient shapes", short_digest([tuple(tensor.shape) for tensor in tensors])),
-        ("gradient dtypes", short_digest([str(tensor.dtype) for tensor in tensors])),
-        ("gradient buckets", short_digest((plan, "8 bits") if quantized else plan)),
+        ("gradient shapes", shape_digest([tuple(tensor.shape) for tensor in tensors])),
+        ("gradient dtypes", shape_digest([str(tensor.dtype) for tensor in tensors])),
+        ("gradient buckets", shape_digest((plan, "8 bits") if quantized else plan)),
     )
     return layout
 
 
-def short_digest(what: object) -> str:
+def shape_digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 

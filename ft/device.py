@@ -1,7 +1,5 @@
-"""Device-dependent choices of ft/, which imports no other package: which devices queue their work on streams, and threads that may use one.
-
-What is CUDA's alone stays where it is: memory and events that processes share (process_groups/shared.py, baby.py), NCCL
-(process_groups/nccl.py).
+"""Devices that queue their work on streams, and threads that may touch one. Memory and events that processes share, and NCCL, are in
+process_groups.
 """
 
 from __future__ import annotations

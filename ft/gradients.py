@@ -17,18 +17,14 @@ The hook of a parameter (`_completed`) copies its gradient into its bucket (buck
 each bucket that is complete with all before it. The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
 copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, with G = bytes of this rank's gradients, on top of autograd's own, which live until `deliver`: 2 G (the set that is filled and the
-one before, which is `.grad` until zeroed); one G more while an abandoned group has not ended, and per step that is held. With keep=False: 2
-S, where S counts gradients below 1 MiB alone, since the others are reduced in place; a failure then loses them. With keep=False and
-shared=True: 2 G, but no gradient of autograd's outlives its copy. 2 U for tensors that a user hands over.
+Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user hands over.
+With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
 
 Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
 slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
-which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the memory above
-(2 S G), and, kept for a retry, G for each slot that this group owns.
+which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the memory.
 
-Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), except the last one, which has the tail. On top of
-the above 2 G in fp32 for rounding errors, and 3 buckets while one is summed.
+Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), except the last one, which has the tail.
 """
 
 from __future__ import annotations
@@ -494,10 +490,8 @@ class Gradients:
 
     def _gradient(self, index: int) -> Tensor | None:
         """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
-        step, computed = (
-            self._step,
-            range(self._first_index, self._first_index + len(self._parameters)),
-        )  # of the slot that is
+        step = self._step
+        computed = range(self._first_index, self._first_index + len(self._parameters))  # of the slot that is
         if step.is_kept or (self._per_slot and (index in step.kept or index not in computed)):
             return step.kept.get(index)
         gradient = self._parameter(index).grad
@@ -562,14 +556,11 @@ class Gradients:
 
     def _add_up(self, attempt: _Attempt) -> None:
         """The sums of the slots, in their order, into the first one's."""
-        first, *others = (
-            [attempt.scratch.sums[index] for index in self._indices_of(slot_index)]
-            for slot_index in range(self._copies)
-        )
+        sums = attempt.scratch.sums
+        first, *others = ([sums[index] for index in self._indices_of(slot)] for slot in range(self._copies))
         if first:
             torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
-        for added in others:
-            if added:
+            for added in others:
                 torch._foreach_add_(first, added)
 
     def _drop_gradients(self) -> None:

@@ -54,7 +54,7 @@ from ft.seam import (
     from_checkpoint,
     to_checkpoint,
 )
-from ft.telemetry import NO_WAIT, CurrentWait, ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
+from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
 HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # that wait only for the end of a heal
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
@@ -68,9 +68,8 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
 PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for that long is cut; the rest is the probe's delay
-CLOSE_S = (
-    1.0  # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
-)
+# for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
+CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
 
 Attempt = tuple[int, int, int]  # quorum_id, attempt, step
@@ -242,13 +241,8 @@ class Manager:
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
-            return self.gradients.last_pass(self._slot_indices[slot])
+            return self.gradients.last_pass([*self._machine.ledger.pending].index(slot))
         return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
-
-    @property
-    def _slot_indices(self) -> dict[int, int]:
-        """Index of each slot of the step, in the order of the slots."""
-        return {slot: index for index, slot in enumerate(self._machine.ledger.pending)}
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
@@ -261,11 +255,8 @@ class Manager:
             turn = self._pump()
             assert turn is not None
             if isinstance(turn, m.Compute):
-                if self._options.deterministic_reduce:
-                    indices = self._slot_indices
-                    self.gradients.begin([indices[slot] for slot in turn.slots])
-                else:
-                    self.gradients.begin()
+                dealt = [*self._machine.ledger.pending]
+                self.gradients.begin([dealt.index(slot) for slot in turn.slots])
                 self._assignment = DataAssignment(turn.step, turn.slots)
             else:
                 self._assignment = DataAssignment(turn.step - 1 if isinstance(turn, m.CommitStep) else turn.step, ())
@@ -338,7 +329,7 @@ class Manager:
 
     @property
     def is_broken(self) -> bool:
-        return self._machine.is_broken
+        return bool(self._machine.abort_reason)
 
     @property
     def finished(self) -> bool:
@@ -386,8 +377,9 @@ class Manager:
             self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
             self._news.notify_all()
         for effect in out.effects:
-            if isinstance(effect, m.InterruptCollectives):
-                self._interrupt(effect.quorum_id, effect.reason)
+            if isinstance(effect, m.InterruptCollectives):  # also of a generation that is not formed yet
+                self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
+                self.group.interrupt(effect.reason, effect.quorum_id)
 
     def _hear(self, event: m.Event) -> None:
         """`_feed` for other threads: errors are raised in the trainer's."""
@@ -519,8 +511,6 @@ class Manager:
         self._telemetry.quorum(part)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(part)
-        if not part.same_generation:
-            self._launched = 0
         configured = m.Configured(part.quorum_id, ok=True) if part.same_generation else self._form(part)
         self.membership.sweep(part.quorum_id)
         if part.heal:
@@ -529,6 +519,7 @@ class Manager:
         return configured
 
     def _form(self, part: m.Part) -> m.Configured:
+        self._launched = 0
         store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
         try:
             self.group.configure(
@@ -580,11 +571,6 @@ class Manager:
         """Members that this rank cannot work with now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
-    def _interrupt(self, quorum_id: int, reason: str) -> None:
-        """Ends waits on that generation, also on one that is not formed yet. Complete sums stay complete. From any thread."""
-        self._stopped_quorum = max(self._stopped_quorum, quorum_id)
-        self.group.interrupt(reason, quorum_id)
-
     def _cut(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
         part = self.part
@@ -606,16 +592,12 @@ class Manager:
         """Launches at once, except for zeros: once for each quorum and step they are the trainer's, when the state has come that this group
         heals."""
         machine = self._machine
-        if not effect.zeros or machine.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
+        if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
-
-        def heal_is_over() -> bool:
-            return not (machine.void and machine.healing) or self._stopped_quorum == effect.quorum_id
-
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=heal_is_over)
+            self._pump(until=lambda: machine.heal is None or self._stopped_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect
@@ -634,7 +616,7 @@ class Manager:
             self._assignment = None
             raise
         telemetry.sums_began_s = began_s = time.monotonic()
-        telemetry.current_wait = CurrentWait("sums", began_s)
+        telemetry.current_wait = "sums"
         account = "heal" if self._machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
@@ -642,7 +624,7 @@ class Manager:
         except GroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
-            telemetry.current_wait = NO_WAIT
+            telemetry.current_wait = ""
         telemetry.waits.append(time.monotonic() - began_s)
         # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
@@ -651,7 +633,6 @@ class Manager:
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         """The tail with the digest of this rank's weights, which groups compare in this step."""
         at, values = effect.digest_at, in_tail(digest(self._weights), copied=effect.copied)
-        self._telemetry.cost_of_digests(lambda: digest(self._weights), self._options.digest_interval)
         return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 
     def _drop_gradients(self) -> None:
@@ -662,14 +643,14 @@ class Manager:
         """Waits for the group's outcome; in another thread where Step.votes_in_background, or where another effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
-            telemetry.current_wait = CurrentWait("vote", telemetry.sums_began_s)
+            telemetry.current_wait = "vote"
         try:
             if self._agreement and self._machine.is_for_all(vote):
                 outcome = self._agreement.outcome(self._client, vote, able=not busy)
             if outcome is None and not busy and not self._machine.votes_in_background(vote):
                 outcome = self._client.outcome(vote)
         finally:
-            telemetry.current_wait = NO_WAIT
+            telemetry.current_wait = ""
         if outcome is None:
             threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
         return outcome

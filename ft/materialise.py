@@ -1,4 +1,4 @@
-"""An optimizer's state before its first step: who heals receives into it, who saves or loads a checkpoint needs its tensors.
+"""An optimizer's state before its first step: a heal receives into its tensors, and checkpoints are saved from them and loaded into them.
 
 The one file of ft that training/ imports, for a checkpoint wants the same; torch alone.
 """

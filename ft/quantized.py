@@ -9,7 +9,7 @@ sends 2 (n - 1) / n bytes a value where a ring in fp32 sends 8 (n - 1) / n, and 
 Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): what a rank's own
 rounding left out it adds to its next values; what the owner's left out of a sum the owner adds to its own next values. So over many
 steps everything arrives: the sums that were delivered and all that is still held back are the sums of what was given. That does not depend
-on who is there, since an owner gives what it kept as values of its own, whoever owns them next time.
+on who is there, since an owner gives what it kept as values of its own, whichever rank owns them next time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Feedback:
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
-        self.pending: list[Tensor] = []  # one, of the latest attempt whose sum is there, if this group gave anything
+        # one, of the latest attempt, once its sum is there, if this group gave anything
+        self.pending: list[Tensor] = []
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""

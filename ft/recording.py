@@ -79,7 +79,11 @@ class RecordingManager(Manager):
     def _write_commit(self) -> None:
         if self._untold is not None:
             figures, self._untold = self._untold, None
-            self._write_line("commit", **figures, commit_id=self.commit_id, digest=self._digest())
+            digest = hashlib.blake2b(digest_size=16)
+            for weight in self._weights:
+                shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
+                digest.update(shard.cpu().numpy().data)
+            self._write_line("commit", **figures, commit_id=self.commit_id, digest=digest.hexdigest())
 
     def _write_line(self, event: str, **figures: Any) -> None:
         if self._file.closed:
@@ -87,10 +91,3 @@ class RecordingManager(Manager):
         line = {"event": event, "at_s": time.monotonic(), "pid": os.getpid(), "step": self.step, **figures}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-    def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for weight in self._weights:
-            shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
-            digest.update(shard.cpu().numpy().data)
-        return digest.hexdigest()

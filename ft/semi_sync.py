@@ -104,15 +104,12 @@ class Fragment:
     @torch.no_grad()
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         for name, own in self._optimizer_states():
-            for key in list(own):
-                given = state.get(f"{name}.{key}", own[key])
-                if isinstance(own[key], Tensor):
-                    own[key].copy_(given)
-                else:
-                    own[key] = given
+            for key, value in own.items():
+                given = state.get(f"{name}.{key}", value)
+                own[key] = value.copy_(given) if isinstance(value, Tensor) else given
 
     def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
-        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still look at, are put back."""
+        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still read, are put back."""
         everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         inner = [(parameter, parameter.grad) for parameter in everything]
         try:

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ft.buckets import BUCKET_BYTES, like, local_of, short_digest
+from ft.buckets import BUCKET_BYTES, like, local_of, shape_digest
 from ft.config import Schedule
 from ft.gradients import Gradients
 from ft.manager import Manager
@@ -45,14 +45,14 @@ OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None
 
 
 def _of_turn(name: str) -> Any:
-    """Gradients' method of that name, called of the fragment whose turn it is."""
+    """Forwards to the method of that name of the fragment whose turn it is."""
     return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
 
 
 class FragmentGradients(Gradients):
-    """The sums of a model in fragments, each with its own buckets and memory: in a step those of one of them. The step alone determines
-    whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their order. `dropped`: gradients were
-    thrown away since it was last set to False."""
+    """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
+    memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
+    order. `dropped`: gradients were dropped since it was last set to False."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -68,8 +68,8 @@ class FragmentGradients(Gradients):
 
     @property
     def shape(self) -> tuple[tuple[str, str], ...]:
-        shapes = [fragment.shape for fragment in self._fragments]
-        return tuple((of[0][0], short_digest([value for _, value in of])) for of in zip(*shapes, strict=True))
+        alike = zip(*(fragment.shape for fragment in self._fragments), strict=True)  # pairs of one name
+        return tuple((pairs[0][0], shape_digest([digest for _, digest in pairs])) for pairs in alike)
 
     def prepare(self) -> None:
         for fragment in self._fragments:
@@ -213,7 +213,7 @@ class SemiSyncManager:
 
     @contextmanager
     def use_global_weights(self) -> Iterator[None]:
-        """Inside, between two rounds, the model has the outer weights: for a look at what groups agree on."""
+        """Inside, between two rounds, the model has the outer weights: to evaluate or export them."""
         for fragment in self.fragments:
             fragment.swap()
         try:
@@ -223,7 +223,7 @@ class SemiSyncManager:
                 fragment.swap()
 
     def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
-        """By name, what a checkpoint is to hold: the outer weights as the model's, so that whoever reads it gets what groups agree on;
+        """By name, what a checkpoint is to hold: the outer weights as the model's, so that its reader gets what groups agree on;
         the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
         in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
         states: dict[str, Stateful] = {

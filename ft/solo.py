@@ -45,9 +45,9 @@ class SoloManager:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
         self.step, self.left = self.step + 1, self.left or self.step + 1 == self._until
-        entry, mean_loss = self._ledger.commit(sums.tokens_per_slot), sums.loss_sum / divisor
-        trained = tuple((slot, deal[slot]) for slot in entry.contributed)
-        return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=tuple(self._ledger.holes))
+        contributed, _ = self._ledger.commit(sums.tokens_per_slot)
+        trained, holes = tuple((slot, deal[slot]) for slot in contributed), tuple(self._ledger.holes)
+        return Commit(divisor, (0,), sums.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
@@ -63,7 +63,7 @@ class SoloManager:
 
     is_broken = finished = False
 
-    def _nothing(self, *given: Any, **named: Any) -> None:
-        """There is no other group: none to sum with, to wait for or to tell, and no page."""
+    def _nothing(self, *given: object, **named: object) -> None:
+        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
 
     attach = want_to_leave = regroup = finish = tell = close = _nothing

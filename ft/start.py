@@ -76,10 +76,8 @@ def open_manager(
     )
     shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
-    group = process_group(settings, device_type)
-    gradients = None
-    if settings.semi_sync_method != "none":
-        gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize)
+    group, semi_sync = process_group(settings, device_type), settings.semi_sync_method != "none"
+    gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
     manager = make(
         group,
         config,
@@ -92,7 +90,7 @@ def open_manager(
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if gradients is not None else manager
+    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if semi_sync else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:

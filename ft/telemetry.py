@@ -66,16 +66,6 @@ def ignore_event(event: str, step: int, **what: object) -> None:
     """Does nothing."""
 
 
-@dataclass(frozen=True)
-class CurrentWait:
-    """A rank's wait, and its begin (time.monotonic())."""
-
-    # none; for other groups, in a reduction; for the other ranks of its group, which may be in one
-    where: Literal["", "sums", "vote"]
-    since_s: float = math.inf
-
-
-NO_WAIT = CurrentWait("")
 SENDS = "sending its state"
 
 
@@ -108,15 +98,15 @@ class ManagerTelemetry:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
         self._clock = clock
-        self.current_wait = NO_WAIT
-        self.sums_began_s = 0.0
+        # none; for other groups, in a reduction; for the other ranks of its group, which may be in one
+        self.current_wait: Literal["", "sums", "vote"] = ""
+        self.sums_began_s = 0.0  # the begin of either wait
         self.first_began_s: float | None = None  # the first step; infinite once a step is committed
         self._sends: tuple[float, float] | None = None  # begin and limit of a commit's wait for readers
         self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_s = clock()
         self.mean_loss = 0.0  # of the newest step
-        self._told_cost = False
 
     @property
     def median_step_s(self) -> float:
@@ -175,28 +165,21 @@ class ManagerTelemetry:
         self._tell("corruption", effect.step, words)
         log.error("%s", words)
 
-    def cost_of_digests(self, digest: Callable[[], object], interval: int) -> None:
-        """Logs the cost of a digest, once, when the length of a step is known."""
-        if not self._told_cost and self.step_seconds:
-            self._told_cost, began_s = True, self._clock()
-            digest()  # after the first, which on a GPU has waited for the backward
-            cost_s = self._clock() - began_s
-            percent = 100 * cost_s / interval / self.median_step_s
-            every = interval * self._inner_steps
-            log.info("weights are compared every %d steps: %.1f ms, %.3f%% of a step", every, 1e3 * cost_s, percent)
+    # ---- once a beat
 
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""
         now_s, wait = self._clock(), self.current_wait
-        waiting = now_s - wait.since_s > beat_s / 2
-        phase, seconds = self.phase_timer.long_phase() or ("", 0.0)
-        if not phase and (first_s := self.first_began_s) is not None and first_s <= now_s:
-            phase, seconds = "first step", now_s - first_s
-        most_s = self._long_phase_s
+        waiting = wait != "" and now_s - self.sums_began_s > beat_s / 2
+        phase, seconds, most_s = "", 0.0, self._long_phase_s
         if sends := self._sends:
             phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
+        elif long_phase := self.phase_timer.long_phase():
+            phase, seconds = long_phase
+        elif (began_s := self.first_began_s) is not None and began_s < math.inf:
+            phase, seconds = "first step", now_s - began_s
         limit_s = most_s if seconds < most_s else 0.0  # beyond it, it is not reported
-        return Status(waiting, waiting and wait.where == "vote", phase if limit_s else "", limit_s if phase else 0.0)
+        return Status(waiting, waiting and wait == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def report_for_ever(
         self,

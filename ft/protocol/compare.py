@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-FIGURES = 2  # 48 bits of a digest: shards that differ look alike once in 3e14 times
+FIGURES = 2  # 48 bits of a digest: shards that differ have the same one once in 3e14 times
 
 Digest = tuple[float, ...]
 NONE: Digest = (0.0,) * FIGURES  # of a member without a state

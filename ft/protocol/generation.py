@@ -14,11 +14,12 @@ from collections.abc import Callable, Container
 from itertools import islice
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Member, Quorum, Times
+from ft.protocol.messages import Call, Quorum, Times
 from ft.protocol.roster import Roster
 
 STALL_STEPS = 5.0  # median steps that others wait for a member
 STALL_FLOOR_S = 10.0  # and seconds, at least
+EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
 
 
 class QuorumRecord:
@@ -31,7 +32,7 @@ class QuorumRecord:
         self.failed = False  # as a member has reported
         self.lost: list[str] = []
         self._roster, self._times, self._notify = roster, times, notify
-        self._members = {member.replica_id: member for member in quorum.members}  # as they called
+        self.members = {member.replica_id: member for member in quorum.members}  # as they called
         self._renewed = False  # it was issued again under its id
         self._lost_why = ""
         self._change = ""  # announced, and why
@@ -41,14 +42,13 @@ class QuorumRecord:
         self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
-        self._crossed_since_s: float | None = (
-            None  # since when some ask for a quorum, and all others wait in the collective
-        )
+        # since when some ask for a quorum, and all others wait in the collective
+        self._crossed_since_s: float | None = None
 
     def renew(self, quorum: Quorum) -> None:
         """The same members have called, and go on under the same id."""
         self.quorum, self._renewed, self._change = quorum, True, ""
-        self._members = {member.replica_id: member for member in quorum.members}
+        self.members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
         self._waited.clear()
 
@@ -63,10 +63,6 @@ class QuorumRecord:
         if here and (event.failed or not (retried and self._renewed)):
             return False
         return not self.failed and not self.lost and not self._roster.gone
-
-    def has_state_of(self, member: Member) -> bool:
-        """True when the member took part with the state that it calls with now."""
-        return member.state == self._members[member.replica_id].state
 
     # ---- what its members are told
 
@@ -101,6 +97,14 @@ class QuorumRecord:
             self._change, self._announced_s = self._change or why, now_s
             there = self._alive(self._roster.candidates)
             self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
+
+    def excuse_heals(self, now_s: float) -> None:
+        """Excuses heals that ended with the loss of another member, unless they had EXCUSED_S."""
+        if self.lost:
+            for name, heal in self._roster.heals.items():
+                ours = heal.quorum_id == self.quorum.quorum_id and name != m.name_of(self.lost[0])
+                if ours and now_s - heal.since_s < EXCUSED_S:
+                    heal.quorum_id = 0
 
     def leave_behind(self, old: Quorum | None) -> None:
         """Notifies members of the old quorum that are not in this one, and may be waiting on it."""
@@ -153,12 +157,12 @@ class QuorumRecord:
         back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
         since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # the oldest of each are their first: as a rule nothing else is looked at
+            return [], ""  # the oldest of each are their first: as a rule nothing else is read
         front = max((report.launched for report in self._heard.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
-        waits_too = waits.keys() | self._roster.sitting.keys()  # who sits out has called
+        waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has called
         # by its own report, which its server repeats if the trainer's stop: so it counts for no longer than its limit
         takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in there if i not in waits_too and i not in takes_long]

@@ -70,10 +70,9 @@ class Group:
         self._restores: int | None = None  # ... these two is set: load a checkpoint, of this settled step; or
         self._releases = False  # ... leave
         self._answered_as = ""  # this group's id in that answer
-        self._votes: dict[Ballot, dict[int, Vote]] = {}
-        self._asking: dict[Ballot, set[int]] = {}  # ranks that wait for an outcome
+        self._votes: dict[Ballot, dict[int, Vote]] = {}  # by rank, which waits for the outcome
         self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
-        self._decided_step, self._decided_attempt = 0, 0  # of the newest outcome in this generation
+        self._decided = 0, 0  # step and attempt of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
         self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
         self._pending_since_s = 0.0
@@ -218,8 +217,8 @@ class Group:
         if event.times and (incompatible_timeouts := self.config.times.incompatible_timeouts(event.times)):
             self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(incompatible_timeouts))
             return
-        if said := event.terms or event.times:
-            self._takeover_s = said.takeover_s
+        if theirs := event.terms or event.times:
+            self._takeover_s = theirs.takeover_s
         if self.quorum and quorum.quorum_id < self.quorum.quorum_id:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
             return
@@ -234,8 +233,7 @@ class Group:
             self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
-            self._notices, self._votes, self._asking = [], {}, {}
-            self._decided_step, self._decided_attempt = 0, 0
+            self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
         self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
@@ -317,7 +315,6 @@ class Group:
         before = votes.get(vote.group_rank)
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
-        self._asking.setdefault(key, set()).add(vote.group_rank)
         all_have = vote.whole or len(votes) == self.config.world_size
         self.reason = f"{'all' if all_have else len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or all_have):
@@ -327,11 +324,9 @@ class Group:
         current = self.quorum.quorum_id if self.quorum else 0
         if vote.quorum_id != current:
             return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
-        step, attempt = self._decided_step, self._decided_attempt
-        if vote.kind != "healed" and (vote.step, vote.attempt) < (step, attempt):
-            return (
-                f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at step {step}, attempt {attempt}"
-            )
+        if vote.kind != "healed" and (vote.step, vote.attempt) < self._decided:
+            at = "step {}, attempt {}".format(*self._decided)
+            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at {at}"
         if not 0 <= vote.group_rank < self.config.world_size:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""
@@ -369,15 +364,12 @@ class Group:
             self._healed = outcome.verdict == "yes"
         else:
             outcome = replace(outcome, healed=True) if self._healed else outcome
-            decided = (self._decided_step, self._decided_attempt), (outcome.step, outcome.attempt)
-            self._decided_step, self._decided_attempt = max(decided)
+            self._decided = max(self._decided, (outcome.step, outcome.attempt))
         self._outcomes[key] = outcome
         while len(self._outcomes) > OUTCOMES_KEPT:
             self._outcomes.popitem(last=False)
-        self._votes.pop(key, None)
-        asking = self._asking.pop(key, set())
-        for rank in sorted(asking):
-            self._out.append(m.AnswerVote(rank, outcome))
+        asking = sorted(self._votes.pop(key, {}))
+        self._out += [m.AnswerVote(rank, outcome) for rank in asking]
         if outcome.verdict == "failed" and outcome.kind != "healed":
             self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"

@@ -40,22 +40,10 @@ class LighthouseConfig:
     tick_s: float = 0.1
     times: Times = field(default_factory=Times)
     num_replica_groups: int = 0  # of the whole job; 0: unknown
-    sit_out_s: float = 10.0  # at least; doubles each time, up to
-    most_sit_out_s: float = 30.0
 
     @property
     def terms(self) -> Terms:
         return Terms(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
-
-    def under(self, terms: Terms) -> LighthouseConfig:
-        """The same, under other terms."""
-        times = replace(self.times, takeover_s=terms.takeover_s)
-        return replace(self, min_replicas=terms.min_replicas, times=times, num_replica_groups=terms.num_replica_groups)
-
-    @property
-    def supersede_s(self) -> float:
-        """Silence after which a name's live id may be replaced: two beats and their time on the way."""
-        return min(2.5 * self.times.beat_s, self.times.heartbeat_timeout_s)
 
 
 class Lighthouse:
@@ -75,7 +63,9 @@ class Lighthouse:
         yet. Neither: it is lost, and members' reports are awaited for takeover_s (None: until there is one, or an operator's order), lest a
         newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
-        self.config = config = config.under(terms)
+        times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
+        config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
+        self.config = config
         self.roster = Roster()
         self.reason = "nobody has called"
         self._record: QuorumRecord | None = None  # of the newest quorum
@@ -110,10 +100,6 @@ class Lighthouse:
     def _highest_id(self) -> int:
         """Upper bound of the ids ever issued; after a lost state file there may have been quorums of which no member can tell."""
         return self._last_id + (LEAP if self._forgot and self._last_id else 0)
-
-    def __contains__(self, replica_id: str) -> bool:
-        """True when it is one of the live ids."""
-        return replica_id in self.roster
 
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
@@ -160,15 +146,16 @@ class Lighthouse:
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
-                if record.has_state_of(member):
-                    self._emit(m.Answer((replica_id,), record.quorum))
+                if record.members[replica_id].state == member.state:
+                    self._out.append(m.Answer((replica_id,), record.quorum))
                     return
                 record.fail(f"{replica_id} has gone on since it was put in", replica_id)
             if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
                 record.keep_wait(replica_id)
                 if not record.failed:
                     record.fail(f"{replica_id}: the generation failed", replica_id)
-            self._excuse_heals(now_s)
+            if record:
+                record.excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
             roster.settle_claim(member)
@@ -200,10 +187,9 @@ class Lighthouse:
         if self._record:
             member = replica_id in roster.previous
             if member and 0 < known_id < self._record.quorum.quorum_id:
-                self._emit(m.Answer((replica_id,), self._record.quorum))
-            elif (
-                known_id and not member
-            ):  # left out by the lighthouse that was here before, which alone knew since when
+                self._out.append(m.Answer((replica_id,), self._record.quorum))
+            elif known_id and not member:
+                # left out by the lighthouse that was here before, which alone knew since when
                 roster.left_out.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_id)
 
@@ -289,13 +275,13 @@ class Lighthouse:
         decision = decide(self.view(now_s))
         self.reason = decision.reason
         if decision.must_restore:
-            self._emit(m.MustRestore(decision.must_restore, self._settled))
+            self._out.append(m.MustRestore(decision.must_restore, self._settled))
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
         least = self.config.min_replicas
         if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
-            roster.sit_out(out, cut, now_s, self.config.sit_out_s, self.config.most_sit_out_s)
+            roster.sit_out(out, cut, now_s)
             self._evaluate(now_s)
             self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
         elif cut:  # all wait until the links are whole
@@ -345,10 +331,11 @@ class Lighthouse:
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number
-        self._excuse_heals(now_s)
+        if self._record:
+            self._record.excuse_heals(now_s)
         record = self._take(quorum, now_s)
         self._persist(now_s)
-        self._emit(m.Answer(ids, quorum))
+        self._out.append(m.Answer(ids, quorum))
         record.leave_behind(old)
 
     def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
@@ -373,18 +360,12 @@ class Lighthouse:
         gone = [i for i in ids if i in peers and peers[i].kind == "pharos"]
         for replica_id in gone:
             if peers[replica_id].call:
-                self._emit(m.Refuse(replica_id, "LOST", why))
+                self._out.append(m.Refuse(replica_id, "LOST", why))
             if self._record:
                 self._record.keep_wait(replica_id)
             self.roster.forget(replica_id, why)
         if self._record:
             self._record.lose([i for i in gone if i in self.roster.previous], why)
-
-    def _excuse_heals(self, now_s: float) -> None:
-        """Excuses heals that ended early, with the loss of another member."""
-        record = self._record
-        if record and record.lost:
-            self.roster.excuse_heals(record.quorum.quorum_id, record.lost[0], now_s)
 
     # ---- what to refuse
 
@@ -400,7 +381,7 @@ class Lighthouse:
         if odd and self.roster.claims and not self.roster.has_members:  # they may come back, or may be taken over
             self.roster.odd[member.replica_id] = odd[1]
         elif problem := problem or odd:
-            self._emit(m.Refuse(member.replica_id, *problem))
+            self._out.append(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
     def _settle_shape(self, event: Call, now_s: float) -> None:
@@ -419,7 +400,7 @@ class Lighthouse:
             roster.odd.pop(replica_id, None)
             call = roster.peers[replica_id].call
             if call and (problem := unlike(call, shape)):
-                self._emit(m.Refuse(replica_id, *problem))
+                self._out.append(m.Refuse(replica_id, *problem))
                 roster.drop_call(replica_id)
             roster.place(replica_id)
 
@@ -443,12 +424,14 @@ class Lighthouse:
 
     def _settle_kind(self, kind: Kind) -> None:
         if kind != self.roster.kind and not self.refuses(kind):
-            self.roster.settle_kind(kind)
+            self.roster.kind = kind  # nobody waits for groups of the other kind any more
+            for replica_id in [*self.roster.peers]:
+                self.roster.place(replica_id)
 
     def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
         """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
         if problem := self.refuses(kind):
-            self._emit(m.Refuse(replica_id, *problem))
+            self._out.append(m.Refuse(replica_id, *problem))
         return problem is not None or self._is_lost(replica_id, now_s)
 
     def _is_lost(self, replica_id: str, now_s: float) -> bool:
@@ -457,7 +440,7 @@ class Lighthouse:
         roster = self.roster
         if replica_id not in roster.lost:
             return False
-        self._emit(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
+        self._out.append(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
         if replica_id not in roster.told:
             roster.told.add(replica_id)
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
@@ -471,8 +454,9 @@ class Lighthouse:
         old = self.roster.live.get(name)
         if old is None or old == new:
             return None
-        silent_s = now_s - self.roster.peers[old].seen_s
-        if silent_s < self.config.supersede_s and m.process_of(new) != m.process_of(old):
+        silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
+        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two beats and their time on the way
+        if silent_s < limit_s and m.process_of(new) != m.process_of(old):
             return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None
@@ -481,11 +465,8 @@ class Lighthouse:
 
     def _persist(self, now_s: float) -> None:
         self._persisted = (self._settled, now_s)
-        self._emit(m.Persist(self.saved))
+        self._out.append(m.Persist(self.saved))
 
     def _notify(self, ids: tuple[str, ...], notice: m.Notice) -> None:
         if ids and self.roster.kind == "pharos":
-            self._emit(m.Notify(ids, notice))
-
-    def _emit(self, effect: Effect) -> None:
-        self._out.append(effect)
+            self._out.append(m.Notify(ids, notice))

@@ -55,13 +55,11 @@ def plan(
         participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:spares_above],
         dealt=holders[0].dealt if len({m.deal_id for m in holders}) == 1 else 0,
         same_generation=same_generation,
-        handles=tuple(_handle(member, group_rank) for member in members),
+        handles=tuple(
+            x.reconfigure_handles[group_rank] if len(x.reconfigure_handles) == x.world_size > group_rank else ""
+            for x in members
+        ),
     )
-
-
-def _handle(member: Member, group_rank: int) -> str:
-    handles = member.reconfigure_handles
-    return handles[group_rank] if len(handles) == member.world_size > group_rank else ""
 
 
 def replica_rank(quorum: Quorum, replica_id: str) -> int:

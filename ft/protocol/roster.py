@@ -26,8 +26,8 @@ from ft.protocol.rules import Pairs, QuorumView, pairs_among, pairs_with
 LOST_KEPT = 4096  # lost ids that are kept; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "never"
 HEALS_FREE = 2  # that may fail in a row
-EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
 REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
+SIT_OUT_S, MOST_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
 
 
 @dataclass
@@ -69,14 +69,14 @@ class Roster:
     """Bounded: of ids that are gone it keeps the last 4,096 names, and the members of the last quorum."""
 
     def __init__(self) -> None:
-        self.kind: Kind = "pharos"  # of those who may be members
+        self.kind: Kind = "pharos"  # of the groups that may be members
         self.peers: dict[str, Peer] = {}
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
-        self.told: set[str] = set()  # of those, who know it
+        self.told: set[str] = set()  # of those, the ones that have been told
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
         self._processes: frozenset[str] = frozenset()  # of those: one that was lost comes back under another id
-        self.gone: set[str] = set()  # of the previous, who left on purpose
+        self.gone: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
         self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
@@ -101,7 +101,7 @@ class Roster:
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self.peers
 
-    # ---- what the rules look at
+    # ---- input of the rules
 
     def view(self, now_s: float) -> QuorumView:
         """Returns the one view, whose collections are the sets that `place` keeps, with its numbers renewed."""
@@ -265,9 +265,9 @@ class Roster:
             self._pairs = asked, pairs_among(asked, self.blames)
         return self._pairs[1]
 
-    def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float, first_s: float, most_s: float) -> None:
-        """Excludes candidates for `first_s`, doubled for each time that their name has sat out before, up to `most_s`; and as long as they
-        cannot work with a member that is present."""
+    def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float) -> None:
+        """Excludes candidates for SIT_OUT_S, doubled for each time that their name has sat out before, and as long as they cannot work with
+        a member that is present."""
         parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
         for pair in cut:
             for replica_id in pair & parted.keys():
@@ -276,7 +276,7 @@ class Roster:
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
-            until_s = now_s + min(most_s, first_s * 2 ** min(times, 16))
+            until_s = now_s + min(MOST_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
             self.sitting[replica_id] = until_s, frozenset(map(m.process_of, parted[replica_id]))
             self.place(replica_id)
         while len(self._sat) > LOST_KEPT:
@@ -297,12 +297,6 @@ class Roster:
         if heal.until_s > now_s:
             until_s, parted = self.sitting.get(member.replica_id, (0.0, frozenset()))
             self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
-
-    def excuse_heals(self, quorum_id: int, lost: str, now_s: float) -> None:
-        """Excuses heals of a quorum that ended with the loss of another id, unless they had EXCUSED_S."""
-        for name, heal in self.heals.items():
-            if heal.quorum_id == quorum_id and name != m.name_of(lost) and now_s - heal.since_s < EXCUSED_S:
-                heal.quorum_id = 0
 
     def why_it_sits_out(self, replica_id: str) -> str:
         """The reason for which an id sits out; empty: it does not."""
@@ -331,12 +325,6 @@ class Roster:
 
     # ---- several of them
 
-    def settle_kind(self, kind: Kind) -> None:
-        """Ends the wait for groups of the other kind."""
-        self.kind = kind
-        for replica_id in list(self.peers):
-            self.place(replica_id)
-
     def take(self, quorum: Quorum, now_s: float) -> None:
         """Makes its members the previous ones, with the claims to the state."""
         before, self.previous = self.previous, frozenset(quorum.ids)
@@ -360,7 +348,7 @@ class Roster:
         for replica_id in sorted(touched):
             self.place(replica_id)
         for replica_id in [i for i in self.candidates if i not in touched]:
-            self.place(replica_id)  # who waits on under a new id may have been in it under the old one
+            self.place(replica_id)  # a group that waits on under a new id may have been in it under the old one
 
     def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
         """Counts the members of a quorum from the state file or a report as alive, for a heartbeat timeout from now."""

@@ -40,7 +40,7 @@ class QuorumView:
     previous: Collection[str] = ()  # ids of the previous quorum
     reachable: int = 0  # healthy members of the previous quorum, whether they have called or not
     claims: int = 0  # previous members that may hold the state, and have neither left nor been succeeded
-    claims_expired: bool = False  # those were silent for takeover_s, or an operator gave the word
+    claims_expired: bool = False  # those were silent for takeover_s, or an operator has allowed it
     waited_s: float = 0.0  # since the first candidate called, previous members first
     settled: int = 0  # no state below it, unless restored on purpose
     min_replicas: int = 1
@@ -173,9 +173,8 @@ def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozens
         others[one].add(other)
         others[other].add(one)
     names = sorted(others)
-    place = {
-        i: k for k, i in enumerate(sorted(sorted(others, reverse=True), key=lambda i: (i in spare, -len(others[i]))))
-    }
+    last_first = sorted(others, reverse=True)
+    place = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in spare, -len(others[i]))))}
     for size in (1, 2, 3):
         if covers := set(_covers(pairs, frozenset(), size)):
             return min(covers, key=lambda cover: sorted(map(place.__getitem__, cover)))

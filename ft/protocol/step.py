@@ -68,17 +68,7 @@ class StepConfig:
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
     leave_if_divergent: bool = False  # a group whose weights differ from the others' leaves, and does not heal
     restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
-    writes_checkpoint: bool = False
     shape: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class LedgerEntry:
-    """The effect of a commit on the ledger."""
-
-    contributed: tuple[int, ...]  # slots
-    holes: tuple[int, ...]  # slots of the deal that did not make it, and will be dealt again
-    useless: tuple[int, ...]  # slots that were MAX_UNABLE times unable: skipped, or the reason to stop
 
 
 class Ledger:
@@ -100,7 +90,7 @@ class Ledger:
         self.slots_per_step = slots_per_step  # 0: one for each participant
         self.position = 0  # all sequences before it were committed, but for the holes
         self.holes: list[int] = []  # sorted
-        self.unable: dict[int, int] = {}  # hole -> times
+        self.unable = Counter[int]()  # hole -> times
         self.skipped: list[int] = []
         # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
         self.pending: dict[int, str] = {}
@@ -110,7 +100,7 @@ class Ledger:
         return self.slots_per_step or participants
 
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
-        """The deal of the coming step, in turns. An open one is kept, whoever is there now: `redeal` is for that."""
+        """The deal of the coming step, in turns. An open one is kept: `redeal` adapts it to the groups that are there."""
         if not self.pending:
             count = self.slots_per_step or len(participants)
             new = count - len(self.holes)
@@ -141,29 +131,27 @@ class Ledger:
         """Returns the open deal: all its slots, as if they had never been dealt."""
         self.pending = {}
 
-    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> LedgerEntry:
-        """`tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: none, and its group
-        said that it cannot. skip: a slot that was unable too often is left out for good."""
+    def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the slots that contributed, and those that were MAX_UNABLE times unable: left out for good if `skip`, else the reason to
+        stop. `tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: its group cannot."""
         assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
         slots = list(self.pending)
         given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
         contributed = set(given)
         if UNABLE in tokens:
-            for slot, count in zip(slots, tokens, strict=True):
-                if count == UNABLE:
-                    self.unable[slot] = self.unable.get(slot, 0) + 1
+            self.unable.update(slot for slot, count in zip(slots, tokens, strict=True) if count == UNABLE)
         worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
         useless = tuple(slot for slot in slots if slot in worn) if worn else ()
         gone = contributed | (set(useless) if skip else set())
         self.skipped += useless if skip else ()
         self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
-        self.unable = {slot: count for slot, count in self.unable.items() if slot not in gone}
+        self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.pending = {}
-        return LedgerEntry(given, tuple([slot for slot in slots if slot not in gone]), useless)
+        return given, useless
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. With the open deal: whoever heals from it must continue it."""
+        """JSON. With the open deal: a group that heals from it must continue it."""
         return {
             "slot_size": self.slot_size,
             "position": self.position,
@@ -174,20 +162,22 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
-        """keep_deal=False for a checkpoint: who was dealt what then is of no use now.
+        """keep_deal=False for a checkpoint, whose deal is of no use any more.
 
         Raises ValueError when the size of a slot has changed and open holes cannot be cut to it.
         """
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
+            divisors = [number for number in range(1, old + 1) if old % number == 0]
+            nearest = min(divisors, key=lambda number: (abs(number - self.slot_size), number))
             raise ValueError(
                 f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} open ones of {old}; "
-                f"nearest: {_nearest_divisor(old, self.slot_size)} sequences per group"
+                f"nearest: {nearest} sequences per group"
             )
         self.position = int(state["position"])
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
         same = old == self.slot_size
-        self.unable = {int(slot): int(count) for slot, count in state.get("unable", ())} if same else {}
+        self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
         self.skipped = [int(slot) for slot in state.get("skipped", ())]
         open_deal = state.get("pending", ()) if keep_deal and same else ()
         self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
@@ -197,10 +187,6 @@ class Ledger:
 def _deal_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
     text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 class Phase(Enum):
@@ -237,34 +223,28 @@ class StepControl:
 class LocalContribution:
     """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
 
-    computed: m.Computed | None = None  # this group's figures; its gradients are kept
-    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into them
+    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into its gradients
+    computed: bool = False  # forward and backward are done
+    loss_sum: float = 0.0
+    able: bool = True  # as Computed.able, and so is `kept`
+    kept: bool = True
     excused: bool = False  # the others know that this group's slots are of no use
 
 
 @dataclass
 class OpenHeal:
-    """A rank's heal, from the part that asks for it to the group's word on whether all ranks hold the whole state."""
+    """A rank's heal, from the part that asks for it to the group's outcome: whether all ranks have the whole state."""
 
-    quorum_id: int
-    attempt: int
+    at: tuple[int, int, int]  # as Step.at, for votes and outcomes on this heal
     reference: State  # what is to come
     voted: bool = False
     agreed: bool = False  # all ranks have it
     state: dict[str, Any] = field(default_factory=dict)  # what has come
 
-    @property
-    def at(self) -> tuple[int, int, int]:
-        """As Step.at, for votes and outcomes on this heal."""
-        return self.quorum_id, self.attempt, self.reference[0]
-
 
 class Step:
-    """Events: Begin Part QuorumFailed WantsRestore Restored Configured Computed Reduced ReduceFailed Outcome HealEnded Leaving Tick Notice.
-    Effects: AskQuorum Configure Compute LaunchTail InterruptCollectives CastVote AbandonGeneration DropGradients Fence CommitStep HoldSums
-    DropHeld LoadState LoadCheckpoint Settled WeightsDiffer GiveUp Stop.
-
-    An event that does not fit the phase (late, repeated, of another generation) changes nothing."""
+    """In: the cases of `handle`. Out: the effects of messages/step.py. An event that does not fit the phase (late, repeated, of another
+    generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
@@ -276,7 +256,7 @@ class Step:
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation failed
         self.finished = False  # a group has saved the last step, and left
-        self._abort_reason = ""  # the reason, where a notice said that the generation will fail
+        self.abort_reason = ""  # not empty: a member of the newest quorum is lost, or has called for another one
         self._wants_change = ""  # the reason, to be announced in the next tail
         # received while asking: the answer that they may belong to comes on another stream
         self._early_notices: list[m.Notice] = []
@@ -292,8 +272,8 @@ class Step:
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
         self._digests = 0  # numbers in the tail of this step that are digests
-        self._contribution = LocalContribution()
-        self._heal: OpenHeal | None = None
+        self.contribution = LocalContribution()
+        self.heal: OpenHeal | None = None  # while the state is arriving, and until it is loaded
         self._heal_failed = False  # the last one was closed without a state, and the group is still behind
         self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
         self._failure: m.ReduceFailed | None = None
@@ -365,39 +345,24 @@ class Step:
         are held."""
         return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
 
-    @property
-    def computed(self) -> bool:
-        """True when forward and backward of this step are done."""
-        return self._contribution.computed is not None
-
-    @property
-    def is_broken(self) -> bool:
-        """True when a member of the newest quorum is lost, or has called for another one."""
-        return bool(self._abort_reason)
-
-    @property
-    def healing(self) -> bool:
-        """True while the state is arriving, and until it is loaded."""
-        return self._heal is not None
-
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
-        return vote.kind == "healed" or self._heal is not None
+        return vote.kind == "healed" or self.heal is not None
 
     def is_for_all(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
-        return vote.kind == "commit" and self._heal is None and not self._heal_uncommitted
+        return vote.kind == "commit" and self.heal is None and not self._heal_uncommitted
 
     # ---- a step begins
 
     def _on_begin(self, now_s: float) -> None:
         """Enters the next step from the boundary, unless a quorum or a state is waited for."""
         is_full = len(self._held) >= self.config.heal_backlog
-        if self._heal and self._heal.agreed and (self._due or is_full):
+        if self.heal and self.heal.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(now_s)
-        elif self._heal and (self._due or is_full):
+        elif self.heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
         elif self._due:
@@ -417,7 +382,6 @@ class Step:
             commit_id=self.commit_id,
             commit_quorum_id=self.commit_quorum_id,
             restored=self._restored,
-            writes_checkpoint=self.config.writes_checkpoint,
             dealt=0 if self.void else len(self.ledger.pending),
             deal_id="" if self.void else self.ledger.deal_id,
             init_sync=self.config.init_sync,
@@ -433,16 +397,14 @@ class Step:
         self._attempt = self._attempt + 1 if same else 0
         self.part, self._collective_step = part, part.reference[0]
         self._tail_slots = part.dealt or self.ledger.width(len(part.participants))
-        self._due, self._failed, self._abort_reason, self._wants_change, self._failure = False, False, "", "", None
-        self._retries, self._deal_returned, self._healed_in_generation, self._heal_uncommitted = (
-            0,
-            False,
-            False,
-            part.heal,
-        )
-        self._offering = bool(part.recover_dst_replica_ranks)
-        if part.heal:
-            self._become_void(part)
+        self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
+        self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
+        self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
+        if part.heal:  # this group's state is not the one from which the others continue
+            self.void = True
+            self.heal, self._heal_failed = OpenHeal(self.at, part.reference), False
+            self._drop_gradients()
+            self._drop_held()
         else:
             # The open deal is kept if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new
             # one. Kept gradients follow the slots.
@@ -451,7 +413,7 @@ class Step:
             else:
                 self.ledger.drop()
                 self.ledger.deal(part.participants)
-            if not self._contribution.tokens.keys() <= set(self._owned_slots()):
+            if not self.contribution.tokens.keys() <= set(self._owned_slots()):
                 self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
         self._out.append(m.Configure(part, self._attempt))
@@ -459,20 +421,13 @@ class Step:
         for notice in early:
             self._on_notice(notice, now_s)
 
-    def _become_void(self, part: Part) -> None:
-        """Drops this group's state: it is not the one from which the others continue."""
-        self.void = True
-        self._heal, self._heal_failed = OpenHeal(part.quorum_id, self._attempt, part.reference), False
-        self._drop_gradients()
-        self._drop_held()
-
     def _on_configured(self, event: m.Configured) -> None:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
         if not event.ok:
-            self._failure = m.ReduceFailed(event.quorum_id, self._attempt, self._collective_step, event.reason)
-        ok = event.ok and not self._abort_reason
-        why = "" if ok else event.reason or self._abort_reason
+            self._failure = m.ReduceFailed(*self.at, event.reason)
+        ok = event.ok and not self.abort_reason
+        why = "" if ok else event.reason or self.abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
         self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
@@ -488,18 +443,17 @@ class Step:
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
         self._digests = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
-        self._missing = tuple([slot for slot in slots if slot not in self._contribution.tokens])
+        self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
-            self._contribution.excused = False  # of what is new the others know nothing
+            self.contribution.excused = False  # of what is new the others know nothing
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
-        self.reason = f"step {self._collective_step}: " + (
-            "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
-        )
+        sends = "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
+        self.reason = f"step {self._collective_step}: {sends}"
         if not slots and not self.void and self.part.heal:  # a spare stands by, and wants none
             self._wants_change = "healed, to be dealt"
-        self._launch(retry=bool(slots))
+        self._launch()
 
     def _owned_slots(self) -> tuple[int, ...]:
         """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
@@ -508,29 +462,26 @@ class Step:
         me = process_of(self.part.replica_id)
         return tuple([slot for slot, owner in self.ledger.pending.items() if process_of(owner) == me])
 
-    def _launch(self, *, retry: bool) -> None:
+    def _launch(self) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
         something to learn from in `_slots`, all of which are computed."""
-        part, own, slots = self.part, self._contribution, self._slots
+        part, own, slots = self.part, self.contribution, self._slots
         assert part is not None
-        if self._abort_reason:
-            self._failure = self._failure or m.ReduceFailed(
-                part.quorum_id, self._attempt, self._collective_step, self._abort_reason
-            )
+        if self.abort_reason:
+            self._failure = self._failure or m.ReduceFailed(*self.at, self.abort_reason)
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
         healing = len(part.recover_dst_replica_ranks)
         is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
         self._leave_announced = (self._leaving and not is_only_holder) or self._collective_step + 1 == self._last
-        able = own.computed is None or own.computed.able
-        usable = able and any(own.tokens[slot] > 0 for slot in slots)
+        usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if own.excused else 0.0)
         tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.pending, 0.0), **figures}
-        loss_sum = own.computed.loss_sum if usable and own.computed else 0.0
+        loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.excused or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
         knows = self._digests > 0 and not self.void and self.step == self._collective_step
@@ -541,7 +492,6 @@ class Step:
                 self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digests),
                 not usable,
-                retry=retry and usable,
                 digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
@@ -550,23 +500,17 @@ class Step:
     def _on_computed(self, event: m.Computed) -> None:
         if not self._missing:
             return
-        own, before = self._contribution, self._contribution.computed
-        # Of a slot of which nothing is said there were no tokens.
+        own = self.contribution
+        # A slot without a figure had no tokens.
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
-        own.computed = event
-        if before is not None:
-            own.computed = m.Computed(
-                before.tokens + event.tokens,
-                before.loss_sum + event.loss_sum,
-                before.able and event.able,
-                before.kept and event.kept,
-            )
+        own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
+        own.able, own.kept = own.able and event.able, own.kept and event.kept
         self._missing = ()
         self.reason = "the gradients are complete"
         if self._failure:
             self._vote_on_commit()
         else:
-            self._launch(retry=False)
+            self._launch()
 
     def _on_reduced(self, event: m.Reduced) -> None:
         if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
@@ -575,8 +519,7 @@ class Step:
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
             self.tail, self._failure = tail, None
         else:
-            why = "the sums in the tail are not finite"
-            self._failure = m.ReduceFailed(event.quorum_id, event.attempt, event.step, why)
+            self._failure = m.ReduceFailed(*self.at, "the sums in the tail are not finite")
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -603,7 +546,7 @@ class Step:
     # ---- the outcome
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
-        """The group's word on a heal, in any phase; that the process group stands, in AGREEING; on a commit, in VOTING."""
+        """Takes the group's outcome: of a heal in any phase, of the process group in AGREEING, of a commit in VOTING."""
         if outcome.kind == "healed":
             return self._on_healed(outcome, now_s)
         expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
@@ -611,7 +554,7 @@ class Step:
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
             self._heal_uncommitted = False  # void: of a heal that failed, other ranks may not have heard
-        if outcome.healed and self._heal:
+        if outcome.healed and self.heal:
             self._take_state()
         if outcome.kind == "configured":
             if outcome.verdict == "yes":
@@ -624,23 +567,18 @@ class Step:
         if outcome.verdict == "retry":
             return self._try_again()
         if set(outcome.blame) == set(part.members):
-            why = f"after step {self.step} the groups hold different weights, and no majority has the same"
-            return self._stop(why)
+            return self._stop(f"after step {self.step} the groups hold different weights, and no majority has the same")
         if self._copied:
             self._copied = at(tail.digests, part.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
-            self._deal_returned = True
-            self._return_deal()
-            self._due, self.reason = (
-                True,
-                f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal",
-            )
+            self.ledger.drop()
+            self._drop_gradients()
+            self._deal_returned = self._due = True
+            self.reason = f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop(
-                f"step {self._collective_step}: none of its slots has a target to learn", tuple(self.ledger.pending)
-            )
+            self._stop_for_deal("none of its slots has a target to learn")
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
@@ -659,15 +597,11 @@ class Step:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
-            slots = tuple(self.ledger.pending)
-            self._stop(
-                f"step {self._collective_step}: {self._retries} attempts in a row, in each of which a group could not contribute",
-                slots,
-            )
+            self._stop_for_deal(f"{self._retries} attempts in a row, in each of which a group could not contribute")
             return
-        self.phase, self._contribution.excused = Phase.COMPUTING, True
+        self.phase, self.contribution.excused = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
-        self._launch(retry=True)
+        self._launch()
 
     def _commit(self, tail: StepControl, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
@@ -677,7 +611,7 @@ class Step:
             self._out.append(m.Fence(self.step))
             self._offering = False
         owners = self.ledger.pending
-        entry = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
+        contributed, useless = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
         if self.step > self.settled:  # of this generation, or chosen by it: and it lives, for it commits
             self.settled = self.step
             self._out.append(m.Settled(self.step))
@@ -686,12 +620,9 @@ class Step:
         contributions = ",".join([str(round(count)) for count in tail.tokens])
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.commit_quorum_id, self._restored, self._collective_step = (
-            part.quorum_id,
-            None,
-            max(self._collective_step, self.step),
-        )
-        gave = tuple([owners[slot] for slot in entry.contributed])
+        self.commit_quorum_id, self._restored = part.quorum_id, None
+        self._collective_step = max(self._collective_step, self.step)
+        gave = tuple([owners[slot] for slot in contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
             m.CommitStep(
@@ -701,19 +632,19 @@ class Step:
                 contributors=_ranks_of(gave, part.members),
                 mean_loss=tail.loss_sum / divisor,
                 quorum_size=len(part.members),
-                slots=tuple(zip(entry.contributed, gave, strict=True)),
+                slots=tuple(zip(contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
                 leave=self.step == self._last or (self._leave_announced and not held),
             )
         )
-        self._contribution = LocalContribution()
+        self.contribution = LocalContribution()
         self._retries = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.deal(part.participants))
-        if entry.useless and not self.config.skip_unable:
-            self._stop(f"slots {entry.useless} could not be trained on, {MAX_UNABLE} times", entry.useless)
+        if useless and not self.config.skip_unable:
+            self._stop(f"slots {useless} could not be trained on, {MAX_UNABLE} times", useless)
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation. Computed gradients are kept for the next one."""
@@ -722,37 +653,34 @@ class Step:
         if self.part:
             self._out.append(m.AbandonGeneration(self.part.quorum_id))
         self._return_deal_unless_kept()
-        if self.config.max_failures is not None and self._failures > self.config.max_failures:
-            self._stop(
-                f"{self._failures} attempts in a row failed, fault_tolerance.max_failures allows {self.config.max_failures}: {why}"
-            )
-        elif self._heal and not self._heal.agreed:
+        allowed = self.config.max_failures
+        if allowed is not None and self._failures > allowed:
+            failed = f"{self._failures} attempts in a row failed"
+            self._stop(f"{failed}, fault_tolerance.max_failures allows {allowed}: {why}")
+        elif self.heal and not self.heal.agreed:
             self._vote_on_heal("failed", why)
             self.phase, self.reason = Phase.CLOSING, why
         else:
-            if self._heal:
+            if self.heal:
                 self._take_state()
             self._close(why)
 
     def _return_deal_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
-        if not self.config.keep_gradients or (self._contribution.computed and not self._contribution.computed.kept):
-            self._return_deal()
-
-    def _return_deal(self) -> None:
-        self.ledger.drop()
-        self._drop_gradients()
+        if not (self.config.keep_gradients and self.contribution.kept):
+            self.ledger.drop()
+            self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        if self._contribution.computed:
+        if self.contribution.computed:
             self._out.append(m.DropGradients())
-        self._contribution = LocalContribution()
+        self.contribution = LocalContribution()
 
     # ---- healing
 
     def _on_heal_ended(self, event: m.HealEnded) -> None:
-        heal = self._heal
-        if heal is None or event.quorum_id != heal.quorum_id or heal.voted:
+        heal = self.heal
+        if heal is None or event.quorum_id != heal.at[0] or heal.voted:
             return
         heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
@@ -762,7 +690,7 @@ class Step:
             self._vote_on_heal("failed", event.reason or f"the state is {found}", event.blame)
 
     def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> None:
-        heal = self._heal
+        heal = self.heal
         if heal and not heal.voted:
             heal.voted = True
             rank = self.config.group_rank
@@ -772,12 +700,12 @@ class Step:
         """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
         the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
         another applies held steps, in collectives that need both."""
-        heal = self._heal
+        heal = self.heal
         if heal is None or heal.at != (outcome.quorum_id, outcome.attempt, outcome.step):
             return
         heal.agreed = outcome.verdict == "yes"
         if not heal.agreed:
-            self._heal, self._heal_failed = None, True
+            self.heal, self._heal_failed = None, True
             self._wants_change, self.reason = "the heal failed", outcome.reason
         elif self.config.zeros_wait or self.phase in (Phase.AWAITING, Phase.CLOSING):
             self._take_state()
@@ -796,8 +724,8 @@ class Step:
     def _take_state(self) -> None:
         """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
         assert self.part is not None
-        assert self._heal is not None
-        heal, self._heal = self._heal, None
+        assert self.heal is not None
+        heal, self.heal = self.heal, None
         self._load(heal.state, keep_deal=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
@@ -825,7 +753,7 @@ class Step:
 
     def _on_restored(self, event: m.Restored) -> None:
         self._drop_held()
-        self._heal, self._heal_failed = None, False
+        self.heal, self._heal_failed = None, False
         self._load(event.state or _INITIAL, keep_deal=False)
         self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
@@ -845,12 +773,15 @@ class Step:
             return
         elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"
-        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self._abort_reason):
-            self._abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
+        elif isinstance(notice, m.MemberLost | m.GenerationAborted) and not (self._failed or self.abort_reason):
+            self.abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
             if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
-                self._out.append(m.InterruptCollectives(notice.quorum_id, self._abort_reason))
+                self._out.append(m.InterruptCollectives(notice.quorum_id, self.abort_reason))
             elif self.phase is Phase.AWAITING:
-                self._fail(self._abort_reason, now_s)
+                self._fail(self.abort_reason, now_s)
+
+    def _stop_for_deal(self, why: str) -> None:
+        self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.pending))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft.telemetry import NO_WAIT, SELDOM_S, SENDS, CurrentWait, ManagerTelemetry, NoPhaseTimer, Status, ignore_event
+from ft.telemetry import SELDOM_S, SENDS, ManagerTelemetry, NoPhaseTimer, Status, ignore_event
 
 
 class Books(NoPhaseTimer):
@@ -64,13 +64,13 @@ def test_what_is_new_is_told_within_a_beat(clock: Clock):
 def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     one = made(1, clock)
     one.sums_began_s = clock.now_s
-    one.current_wait = CurrentWait("sums", clock.now_s)
+    one.current_wait = "sums"
     assert not one.status(1.0).waiting
     clock.now_s += 0.6
     assert one.status(1.0) == Status(waiting=True)
-    one.current_wait = NO_WAIT
+    one.current_wait = ""
     assert one.status(1.0) == Status()
-    one.current_wait = CurrentWait("vote", one.sums_began_s)
+    one.current_wait = "vote"
     assert one.status(1.0) == Status(waiting=True, summed=True), "it has waited since the sums began"
 
 

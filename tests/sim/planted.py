@@ -157,7 +157,7 @@ class TakesStateWhenTold(Step):
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out = super().handle(event, now_s)
-        if isinstance(event, m.Outcome) and event.kind == "healed" and self._heal and self._heal.agreed:
+        if isinstance(event, m.Outcome) and event.kind == "healed" and self.heal and self.heal.agreed:
             self._out = []
             self._take_state()
             return replace(out, effects=(*out.effects, *self._out))

@@ -11,7 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load
-from ft.config import FaultTolerance
 from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
@@ -62,10 +61,6 @@ def test_gpus_that_multiply_bf16(capability: tuple[int, int], *, fast: bool) -> 
 )
 def test_which_attention_takes_the_last_rows(device: str, dtype: torch.dtype, head_dim: int, *, by_name: bool) -> None:
     assert aligns_last_rows(device, dtype, head_dim) is by_name
-
-
-def test_which_library_sums_between_groups() -> None:
-    assert (FaultTolerance().group_kind("cuda"), FaultTolerance().group_kind("cpu")) == ("nccl", "gloo")
 
 
 def test_weights_are_drawn_by_a_generator_of_the_host_wherever_they_lie() -> None:

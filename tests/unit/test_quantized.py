@@ -128,20 +128,6 @@ def test_everything_arrives():
     assert held_back.abs().max() < 0.5, "it does not grow"
 
 
-def test_small_values_arrive_in_time():
-    """Beside a large value in their block one rounds to nothing, each time; with feedback they add up."""
-    feedback, total = [Feedback(), Feedback()], torch.zeros(BLOCK)
-    for _ in range(100):
-        tensors = [torch.full((BLOCK,), 0.001) for _ in range(2)]
-        for tensor in tensors:
-            tensor[0] = 1.0
-        summed(tensors, feedback)
-        for own in feedback:
-            own.commit()
-        total += tensors[0]
-    assert (total[1:] - 0.2).abs().max() < 2 * 2 / LEVELS
-
-
 def test_who_gives_nothing_keeps_what_it_held_back():
     feedback = [Feedback(), Feedback()]
     summed([torch.linspace(-1, 1, 700), torch.linspace(0, 3, 700)], feedback)

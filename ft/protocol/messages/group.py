@@ -241,9 +241,7 @@ class Part(Event):
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
     participants: tuple[str, ...]  # members that are dealt slots, by replica_rank
-    dealt: (
-        int  # slots of the open deal of all reference members; 0: they have none, or different ones, and make a new one
-    )
+    dealt: int  # slots of the open deal of all reference members; 0: they make a new one, as they have none, or different ones
     same_generation: bool = False  # the rank has formed it already: keep the process group
     handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
 

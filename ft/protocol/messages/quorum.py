@@ -82,7 +82,7 @@ class Times:
     heartbeat_timeout_s: float = 5.0
     rendezvous_s: float = 10.0
     heal_grace_s: float = 30.0
-    takeover_s: float | None = 30.0  # None: never, an operator's word
+    takeover_s: float | None = 30.0  # None: never, unless an operator orders it
     stall_s: float = 60.0
     collective_s: float = 600.0
 
@@ -106,8 +106,8 @@ class Terms:
     """The lighthouse's promises for the job's life, over restarts. Members rely on them: only an operator may lower one."""
 
     min_replicas: int = 1
-    takeover_s: float | None = 30.0  # None: never, an operator's word
-    num_replica_groups: int = 0  # that the job is meant to have; 0: not said
+    takeover_s: float | None = 30.0  # None: never, unless an operator orders it
+    num_replica_groups: int = 0  # that the job is meant to have; 0: unknown
 
     def at_least(self, before: Terms | None) -> Terms:
         """These, raised to those before."""

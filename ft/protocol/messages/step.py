@@ -125,7 +125,6 @@ class LaunchTail(Effect):
     step: int
     tail: tuple[float, ...]
     zeros: bool = False  # all buckets as zeros
-    retry: bool = False  # the kept gradients, on this attempt's generation (nothing was launched before)
     digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
     copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
