@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.multiproc.pool import Pool
-from tests.unit.checkpoint_job import Ledger, Lines, flip_a_bit, steps_in
+from tests.unit.checkpoint_job import Ledger, flip_a_bit, steps_in
+from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Ranks
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])

@@ -21,7 +21,7 @@ from parallelisms.layout import Layout
 from parallelisms.mesh import MeshCoordinate, ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
-from tests.unit.checkpoint_job import Lines
+from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_dcp import Streamed
 from training.config import TrainingConfig

@@ -29,7 +29,7 @@ import torch
 import train
 from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
-from tests.unit.checkpoint_job import Lines
+from tests.unit.fakes import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
 from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
