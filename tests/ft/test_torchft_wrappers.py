@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,32 +15,12 @@ from ft import DistributedDataParallel, Optimizer
 from ft.compat.wrappers import tensors_in
 
 
-class FakeManager:
-    """Answers as it is told."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.holds = True
-
-    def start_quorum(self) -> None:
-        self.calls.append("start_quorum")
-
-    def should_commit(self) -> bool:
-        self.calls.append("should_commit")
-        return self.holds
-
-    def attach(self, parts: list[nn.Module]) -> None:
-        self.calls.append("attach")
-
-    def backward_begins(self) -> None:
-        self.calls.append("begins")
-
-    def backward_ended(self) -> None:
-        self.calls.append("ended")
+def calls_of(manager: Mock) -> list[str]:
+    return [name for name, *_ in manager.method_calls]
 
 
 def test_the_optimizer_steps_only_if_the_step_holds():
-    manager, model = FakeManager(), nn.Linear(2, 2)
+    manager, model = Mock(), nn.Linear(2, 2)
     inner = torch.optim.AdamW(model.parameters(), lr=0.5)
     optimizer = Optimizer(manager, inner)  # type: ignore[arg-type]
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
@@ -48,12 +29,12 @@ def test_the_optimizer_steps_only_if_the_step_holds():
     assert inner.state and all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
     model(torch.ones(2)).sum().backward()
-    manager.holds = False
+    manager.should_commit.return_value = False
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    manager.holds = True
+    manager.should_commit.return_value = True
     optimizer.step()
-    assert not torch.equal(model.weight, before[0]) and manager.calls == ["start_quorum", *["should_commit"] * 2]
+    assert not torch.equal(model.weight, before[0]) and calls_of(manager) == ["start_quorum", *["should_commit"] * 2]
     schedule.step()
     assert inner.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -83,9 +64,9 @@ class Shapes(nn.Module):
     [lambda loss: loss, lambda loss: [{"a": loss}, "text"], lambda loss: Output(loss), lambda loss: (loss, loss)],
 )
 def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor], Any]):
-    manager = FakeManager()
+    manager = Mock()
     ddp = DistributedDataParallel(manager, Shapes(make))  # type: ignore[arg-type]
-    ddp.module.weight.register_hook(lambda _: manager.calls.append("gradient"))
+    ddp.module.weight.register_hook(lambda _: manager.gradient() and None)
     assert set(ddp.state_dict()) == {"module.weight"}  # as torch's has it
     for _ in range(2):
         returned = ddp(2.0)
@@ -95,9 +76,9 @@ def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor],
         ddp(2.0)
     with ddp.no_sync():
         next(tensors_in(ddp(2.0))).backward()
-    assert manager.calls == ["attach", *["begins", "gradient", "ended"] * 2, "gradient"]
+    assert calls_of(manager) == ["attach", *["backward_begins", "gradient", "backward_ended"] * 2, "gradient"]
 
 
 def test_a_module_without_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter to train"):
-        DistributedDataParallel(FakeManager(), nn.Identity())  # type: ignore[arg-type]
+        DistributedDataParallel(Mock(), nn.Identity())  # type: ignore[arg-type]
