@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Process, Settings
 from tests.dashboard.house import TOKEN, WAIT_S, House
+from tests.waiting import in_time
 
 Houses, Herds = Callable[..., House], Callable[[House], Herd]
 # Says each SIGTERM, and lives on: what it does with one is its own affair.
@@ -63,16 +63,6 @@ class Group:
         self.process.communicate()
         self.client.close()
         self.server.close()
-
-
-def in_time(true: Callable[[], bool]) -> bool:
-    """Whether it becomes true."""
-    until_s = time.monotonic() + WAIT_S
-    while not true():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.fixture

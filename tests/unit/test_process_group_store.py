@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ft.process_groups.store import StoreClient, no_names, parse, serve, sweep
+from tests.waiting import in_time
 
 LIMIT_S = 60.0
 
@@ -84,9 +85,8 @@ def test_the_keys_of_past_generations_go():
             member.set(f"epoch/{quorum_id}/0/here/{rank}", "said")
             if quorum_id != 50:
                 member.set(f"epoch/{quorum_id}/0/0/{rank}", "address" * 20)
-            assert member.check(
-                [f"epoch/{quorum_id}/0/here/{rank}"]
-            )  # the server has taken them: nobody answers a `set`
+            # The server has taken them: nobody answers a `set`.
+            assert member.check([f"epoch/{quorum_id}/0/here/{rank}"])
         sweep(store, quorum_id)
         most = max(most, store.num_keys())
         members[7].set(f"epoch/{quorum_id - 1}/0/0/7", "late")
@@ -125,8 +125,7 @@ def woken(store: StoreClient, wait: Callable[[], object], under_way: Callable[[]
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not under_way():
-        time.sleep(0.001)
+    assert in_time(under_way)
     store.hang_up()
     thread.join(LIMIT_S)
     assert told, "it still waits"
