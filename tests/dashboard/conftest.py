@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -20,29 +21,15 @@ INSTALL_S = 300
 
 @pytest.fixture
 def house() -> Iterator[Callable[..., House]]:
-    made: list[House] = []
-
-    def build(**options: Any) -> House:
-        made.append(House(**options))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(House(**options)))
 
 
 @pytest.fixture
 def herd(house: Callable[..., House]) -> Iterator[Callable[[House], Herd]]:
     """Its groups end before the house does."""
-    made: list[Herd] = []
-
-    def build(of: House) -> Herd:
-        made.append(Herd(of.address, of.token, loop=of.loop))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda of: stack.enter_context(closing(Herd(of.address, of.token, loop=of.loop)))
 
 
 @pytest.fixture(scope="package")  # playwright holds an event loop in this thread: no test elsewhere could run one

@@ -128,13 +128,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     one.close()
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
-    yield server
-    server.shutdown()
-
-
 # ------------------------------------------------------------------------------------------------ HTTP
 
 GOOD = {"Authorization": f"Bearer {TOKEN}"}

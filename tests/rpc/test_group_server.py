@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import Link
 from ft.rpc.serving import CallRefused
+from tests.counting import counting
 from tests.rpc.wire import ROOT, WAIT_S, Wire
 
 RANKS = 2
@@ -82,23 +84,9 @@ def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
-    yield server
-    server.shutdown()
-
-
-@pytest.fixture
 def team(lighthouse: LighthouseServer) -> Iterator[Callable[..., Team]]:
-    teams: list[Team] = []
-
-    def build(name: str, **settings: Any) -> Team:
-        teams.append(Team(lighthouse.address(), name, **settings))
-        return teams[-1]
-
-    yield build
-    for one in teams:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(closing(Team(lighthouse.address(), name, **settings)))
 
 
 def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
@@ -588,18 +576,12 @@ def test_a_report_costs_the_same_however_many_ranks_there_are():
     """Counted: the calls that are made to take one in."""
 
     def calls(size: int) -> int:
-        ranks, count = RankReports(size), 0
+        ranks = RankReports(size)
         for rank in range(size):
             ranks.hear(rank, pharos_pb2.Report(waiting=True))
-
-        def profile(frame: object, event: str, _: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        ranks.hear(1, pharos_pb2.Report(waiting=False))
-        assert not ranks.waiting
-        sys.setprofile(None)
-        return count
+        with counting() as seen:
+            ranks.hear(1, pharos_pb2.Report(waiting=False))
+            assert not ranks.waiting
+        return seen[""]
 
     assert calls(2) == calls(64)
