@@ -190,8 +190,7 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: 
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}],
+    "bad", [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}]
 )
 def test_a_stream_that_tells_nonsense_is_refused(house: Houses, herd: Herds, bad: dict[str, object]):
     one, job = three(house, herd)

@@ -20,12 +20,8 @@ from ft import LighthouseServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
-HARMS = {
-    "c": "kill-in-inner-steps",
-    "d": "kill-in-prepare",
-    "e": "kill-in-outer-step",
-    "f": "stop-in-inner-steps",
-}  # in this order
+# in this order
+HARMS = {"c": "kill-in-inner-steps", "d": "kill-in-prepare", "e": "kill-in-outer-step", "f": "stop-in-inner-steps"}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -10,11 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ft import (
-    Manager,
-    ProcessGroupGloo,
-    WorldSizeMode,
-)
+from ft import Manager, ProcessGroupGloo, WorldSizeMode
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
 from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves

@@ -47,13 +47,7 @@ class Split:
                 self.agreed.set()
 
         manager = Manager(
-            group,
-            config,
-            options,
-            seen=looks,
-            gradients=Launches(self, rank),
-            connect=partial(Votes, self),
-            **more,
+            group, config, options, seen=looks, gradients=Launches(self, rank), connect=partial(Votes, self), **more
         )
         if rank == 1:
             manager.healer.transport = Late(self, manager.healer.transport)  # type: ignore[assignment]

@@ -18,15 +18,7 @@ import torch
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
-from ft.healing.transport import (
-    MAX_READERS,
-    Fenced,
-    HealConfig,
-    HealFailed,
-    StateOffer,
-    StateSource,
-    Withdrawn,
-)
+from ft.healing.transport import MAX_READERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, Withdrawn
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import as_it_is, cut, flip, hold

@@ -112,9 +112,7 @@ def test_a_step_whose_first_attempt_dies_has_the_same_bits(pool: Pool, kind: str
     assert all(answer == answers[0] for answer in answers)
     in_place, kept, died = answers[0]
     assert died == kept and len(set(kept)) == 3
-    if (
-        kind == "baby_gloo"
-    ):  # in this process a matrix is summed where it is, so biases lie in other buckets: another order of terms
+    if kind == "baby_gloo":  # in this process a matrix is summed where it is, biases in other buckets: another order
         assert in_place == kept
 
 

@@ -26,9 +26,8 @@ from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import gradient_norm
 
 T, BATCH = 16, 4
-UNEVEN = llama.Config(
-    dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40
-)  # rows that 2 and 3 ranks cannot share evenly
+# rows that 2 and 3 ranks cannot share evenly
+UNEVEN = llama.Config(dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40)
 HEADS = llama.Config(dim=24, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=40)
 GROUPED = llama.Config(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=40)
 ALONE = ParallelismConfig()

@@ -241,9 +241,8 @@ def torchs_ways(kind: str) -> None:
     assert funcol.wait_tensor(funcol.all_gather_tensor(ours, 0, group))[:2].eq(1 if group.size() > 1 else 0).all()
 
     mesh = DeviceMesh.from_group(group, to)
-    assert (
-        mesh.size() == 1 and mesh.get_group() is group
-    )  # torch knows it as a group of one, whatever its size is today
+    # torch knows it as a group of one, whatever its size is today
+    assert mesh.size() == 1 and mesh.get_group() is group
     dist.all_reduce(value, group=mesh.get_group())
     assert value.eq(54).all()
 

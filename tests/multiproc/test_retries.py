@@ -83,7 +83,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
                 seen.sent.append(between.count - before)
             if (
                 failures
-            ):  # a rank that hears of a failure before it has computed gives its slots back: not the case meant here
+            ):  # a rank that hears of one before it has computed gives its slots back: not the case meant here
                 all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
             fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))

@@ -356,9 +356,8 @@ class RankPlayer(Player):
     def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
         super().__init__()
         self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
-        self.keys: dict[
-            str, tuple[int, int, int]
-        ] = {}  # quorum_id, attempt, step of the newest vote of each kind, and sums
+        # quorum_id, attempt, step of the newest vote of each kind, and sums
+        self.keys: dict[str, tuple[int, int, int]] = {}
 
     def say(self, event: m.Event) -> list[m.Effect]:
         effects = super().say(event)

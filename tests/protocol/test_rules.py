@@ -276,9 +276,8 @@ def test_a_figure_of_zero_is_a_copys_as_well():
 
 IDS = ("a:1", "a:1.1", "a:2", "b:1", "c:1", "c:2")
 one_id = st.sampled_from(IDS)
-one_process = st.sampled_from(
-    ["a:2", "b:1", "c:1", "c:2"]
-)  # another id of a member's process counts once it has called
+# another id of a member's process counts once it has called
+one_process = st.sampled_from(["a:2", "b:1", "c:1", "c:2"])
 sayings = st.one_of(
     st.builds(
         m.Call,

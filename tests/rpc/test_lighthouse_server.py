@@ -24,18 +24,7 @@ from ft import LighthouseClient, LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec, state_file
 from ft.rpc.generated import pharos_pb2, torchft_pb2
-from tests.rpc.wire import (
-    HEARTBEAT,
-    OURS,
-    QUORUM,
-    ROOT,
-    WAIT_S,
-    Stream,
-    Wire,
-    pharos_call,
-    quorum_of,
-    torchft_call,
-)
+from tests.rpc.wire import HEARTBEAT, OURS, QUORUM, ROOT, WAIT_S, Stream, Wire, pharos_call, quorum_of, torchft_call
 
 LEAVE = "/pharos.Lighthouse/Leave"
 SOON = timedelta(seconds=WAIT_S)

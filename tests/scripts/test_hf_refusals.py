@@ -24,12 +24,7 @@ from contrib.interchange.folder import landing
 from contrib.interchange.hf_export import TensorByTensor
 from contrib.interchange.weights import Weights
 from scripts import make_seed_checkpoint
-from tests.scripts.hf_world import (
-    ROOT,
-    refusal,
-    run,
-    tokenizers_of,
-)
+from tests.scripts.hf_world import ROOT, refusal, run, tokenizers_of
 from tests.scripts.tiny_job import python
 from training.checkpoint_files import list_steps
 
@@ -267,9 +262,8 @@ def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys
     said = capsys.readouterr().out
     assert 'model.tokenizer_path = "ours/tokenizer": there is no such file, so theirs has no tokenizer.json' in said
     assert not Path("theirs/tokenizer.json").exists()
-    assert (
-        json.loads(Path("theirs/config.json").read_text())["eos_token_id"] == 2
-    )  # by the model's own generation_config.json
+    # by the model's own generation_config.json
+    assert json.loads(Path("theirs/config.json").read_text())["eos_token_id"] == 2
 
 
 def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -12,13 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plot_loss.py"
 
 
 def plot(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command: list[str | Path] = [
-        sys.executable,
-        "-I",
-        "-S",
-        SCRIPT,
-        *arguments,
-    ]  # -S: no packages, as on a bare machine
+    command = [sys.executable, "-I", "-S", SCRIPT, *arguments]  # -S: no packages, as on a bare machine
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
 
 

@@ -179,9 +179,8 @@ class Cluster:
         self.world.run(self.is_over)
         for group in self.live():
             for rank in group.ranks:
-                if (
-                    rank.weights is not None and rank.commit_id == rank.machine.commit_id
-                ):  # else its trainer has yet to catch up
+                # else its trainer has yet to catch up
+                if rank.weights is not None and rank.commit_id == rank.machine.commit_id:
                     self.truth.ledger(rank.process.name, rank.commit_id, rank.machine.state_dict()["ledger"])
 
     def is_over(self) -> bool:

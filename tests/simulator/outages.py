@@ -239,9 +239,8 @@ class Outages:
             if fault.who % 3:
                 name.failing_heals = 2 + int(fault.share * 4)
             else:
-                name.slow_heals = (
-                    7 if self.cluster.setting.groups < 6 else 3
-                )  # for who sits out, the others make hundreds of steps
+                # for who sits out, the others make hundreds of steps
+                name.slow_heals = 7 if self.cluster.setting.groups < 6 else 3
 
     # -- time ---------------------------------------------------------------------------------------------------------
 

@@ -188,9 +188,8 @@ class LighthouseNode:
         """Checks a decision when it is made: a disk that takes nothing keeps it, and a refusal behind it, from those whom they are for."""
         if isinstance(effect, m.Refuse) and effect.code == "LOST":
             self._told_s.setdefault(effect.replica_id, self.world.now_s)
-        if (
-            isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids != self._members
-        ):  # no old answer again
+        # no old answer again
+        if isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids != self._members:
             heard = {i for i in self._streams if self._counts(i)}
             asked = {*effect.quorum.ids, *self._waiting}
             heard -= self.machine.roster.sitting.keys()
