@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from bench.page_job import Herd
 from tests import system_packages
-from tests.dashboard.house import House
+from tests.dashboard.house import THREE, House
 
 INSTALL_S = 300
 
@@ -30,6 +30,21 @@ def herd(house: Callable[..., House]) -> Iterator[Callable[[House], Herd]]:
     """Its groups end before the house does."""
     with ExitStack() as stack:
         yield lambda of: stack.enter_context(closing(Herd(of.address, of.token, loop=of.loop)))
+
+
+@pytest.fixture
+def job(house: Callable[..., House], herd: Callable[[House], Herd]) -> Callable[..., tuple[House, Herd]]:
+    """A house that waits for all of these groups, which have made a quorum and a step."""
+
+    def build(ids: Sequence[str] = THREE, **options: Any) -> tuple[House, Herd]:
+        one = house(**{"min_replicas": len(ids), **options})
+        groups = herd(one)
+        groups.open(ids)
+        groups.form()
+        groups.beat()
+        return one, groups
+
+    return build
 
 
 @pytest.fixture(scope="package")  # playwright holds an event loop in this thread: no test elsewhere could run one

@@ -19,6 +19,7 @@ from ft.rpc.lighthouse_main import serve, until_stopped
 from ft.rpc.lighthouse_service import LighthouseService
 
 TOKEN = "0123456789abcdef"
+THREE = ("0:a", "1:b", "2:c")
 WAIT_S = 30.0
 
 
