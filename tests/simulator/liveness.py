@@ -86,16 +86,14 @@ class Liveness:
         known_s = max((detection_s for until_s, detection_s, _ in self._faults if until_s > now_s), default=0.0)
         allowed_s = known_s + times.rendezvous_s + SLACK_S + sum(self._extra.values())
         if waited_s > allowed_s:
+            node = self.cluster.lighthouse
+            why = node.machine.reason if node is not None else "there is no lighthouse"
             kinds = sorted({kind for until_s, _, kind in self._faults if until_s > now_s})
             require(
                 False,
                 f"no commit for {waited_s:.0f} s, while {[group.process.name for group in able]} are well; after {kinds or 'nothing'} "
-                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {self._why()}",
+                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {why}",
             )
-
-    def _why(self) -> str:
-        node = self.cluster.lighthouse
-        return node.machine.reason if node is not None else "there is no lighthouse"
 
     def _able(self) -> list[GroupNode]:
         """Groups that are well, and reach the lighthouse and each other: of those that a cut parts, as many as may be."""
