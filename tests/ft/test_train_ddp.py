@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 import re
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -20,78 +17,50 @@ import torch.nn.functional as F
 
 from examples.train_ddp import Images, Net
 from ft import DistributedSampler, LighthouseServer
+from tests.scripts.tiny_job import Started
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120.0
 BATCH, EVERY = 64, 50  # the example's: images of a group's batch, steps between two lines
 WINDOW = 4 * EVERY  # whose losses are compared
-LINE = re.compile(r"\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)")
+LINE = re.compile(r"\[(\d+)\] (\d) groups, loss (\S+), weights (\S+)\n")
 
 
-class Program:
-    """One group's process. `steps`: what it has printed, by step: groups, loss, weights."""
+class Program(Started):
+    """One group's process."""
 
-    def __init__(self, group: int, lighthouse: str) -> None:
-        self.steps: dict[int, tuple[int, float, str]] = {}
-        self.text: list[str] = []
-        self._news = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "train_ddp.py", "--steps", "1000000"],
-            env={
-                **os.environ,
-                "TORCHFT_LIGHTHOUSE": lighthouse,
-                "REPLICA_GROUP_ID": str(group),
-                "NUM_REPLICA_GROUPS": "2",
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def __init__(self, group: int, lighthouse: str, out: Path) -> None:
+        command = [sys.executable, ROOT / "examples" / "train_ddp.py", "--steps", "1000000"]
+        said = {"TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
+        super().__init__(command, out, cwd=ROOT, **said)
+
+    @property
+    def steps(self) -> dict[int, tuple[int, float, str]]:
+        """What it has printed, by step: groups, loss, weights."""
+        return {int(found[1]): (int(found[2]), float(found[3]), found[4]) for found in LINE.finditer(self.text)}
 
     def wait_for(self, step: int, groups: int) -> int:
         """The first line of at least that step that so many groups took part in."""
-        until_s = time.monotonic() + LIMIT_S
-        with self._news:
-            while True:
-                found = [at for at, (size, _, _) in self.steps.items() if at >= step and size == groups]
-                if found:
-                    return found[0]
-                assert self.process.poll() is None, "".join(self.text)
-                assert self._news.wait(until_s - time.monotonic()), "".join(self.text)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
+        def found(_: str) -> list[int]:
+            return [at for at, (size, _, _) in self.steps.items() if at >= step and size == groups]
 
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            with self._news:
-                self.text.append(line)
-                if found := LINE.match(line):
-                    self.steps[int(found[1])] = (int(found[2]), float(found[3]), found[4])
-                self._news.notify_all()
+        return found(self.until(f"step {step} of {groups} groups", found))[0]
 
 
 @contextmanager
-def job() -> Iterator[Callable[[int], Program]]:
+def job(folder: Path) -> Iterator[Callable[[int], Program]]:
     """Starts a group."""
-    lighthouse, made = LighthouseServer("127.0.0.1:0", 1), list[Program]()
+    with ExitStack() as stack:
+        lighthouse, numbers = LighthouseServer("127.0.0.1:0", 1), itertools.count()
+        stack.callback(lighthouse.shutdown)
 
-    def start(group: int) -> Program:
-        made.append(Program(group, lighthouse.address()))
-        return made[-1]
+        def start(group: int) -> Program:
+            made = Program(group, lighthouse.address(), folder / f"{next(numbers)}.txt")
+            stack.callback(made.process.wait)
+            stack.callback(made.process.kill)
+            return made
 
-    try:
         yield start
-    finally:
-        for program in made:
-            program.end()
-        lighthouse.shutdown()
 
 
 def losses_without_faults(steps: int) -> list[float]:
@@ -116,11 +85,11 @@ def losses_without_faults(steps: int) -> list[float]:
 
 
 @pytest.mark.timeout(900)  # three programs start, and a run is computed again
-def test_the_example_outlives_a_kill():
-    with job() as start:
+def test_the_example_outlives_a_kill(tmp_path: Path):
+    with job(tmp_path) as start:
         left, right = start(0), start(1)
         together = left.wait_for(50, groups=2)
-        right.end()
+        right.process.kill()
         alone = left.wait_for(together, groups=1)
         again = start(1)
         met = again.wait_for(alone, groups=2)

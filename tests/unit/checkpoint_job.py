@@ -29,7 +29,28 @@ class Ledger:
         self.state = dict(state)
 
 
-class Job:
+class Trains:
+    """Steps of a `model` by its `optimizer`, kept by its `ledger`; the batch is that of the step, wherever it is made."""
+
+    ledger: Ledger
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.ledger.state["step"] += 1
+            self.ledger.state["position"] += 4
+            torch.manual_seed(self.ledger.state["step"])
+            loss = self.model(torch.randint(7, (4,))).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+class Job(Trains):
     """A tiny model, its optimizer and a cursor, with the checkpointer over them."""
 
     def __init__(
@@ -74,19 +95,6 @@ class Job:
 
     def reach(self, stage: str) -> None:
         self.at.pop(stage, int)()
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            self.ledger.state["step"] += 1
-            self.ledger.state["position"] += 4
-            torch.manual_seed(self.ledger.state["step"])
-            loss = self.model(torch.randint(7, (4,))).square().sum()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
 
     def step_and_save(self, *steps: int) -> None:
         for step in steps:
