@@ -92,6 +92,14 @@ class Trained:
         raise NotImplementedError
 
 
+def finish(*trained: T) -> tuple[T, ...]:
+    """Waits until all have ended; what one has raised is raised."""
+    for one in trained:
+        if error := one.join().error:
+            raise error
+    return trained
+
+
 @dataclass
 class Rank(Trained):
     """One rank of a group, trained by a thread. `at`: called in it at the boundary before a step, with (rank, step)."""

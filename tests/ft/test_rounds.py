@@ -17,7 +17,7 @@ from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import cut
 from ft.semi_sync_manager import SemiSyncManager
-from tests.ft.groups import LIMIT_S
+from tests.ft.groups import LIMIT_S, finish
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
 from training.checkpoint import ModelState
 
@@ -60,8 +60,7 @@ def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> 
     with job(min_replicas=len(names)) as made:
         rounds = SYNCS * schedule.fragments
         groups = [made.group(name, schedule, rounds, **more) for name in names]
-        for group in groups:
-            assert group.join().error is None
+        finish(*groups)
         papers = Papers(schedule, names, averages=more.get("outer") is average, quantized=bool(more.get("quantized")))
         for step in range(1, rounds + 1):
             papers.round([(slot, name_of(owner)) for slot, owner in groups[0].history[step].slots])
@@ -153,8 +152,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
         a, b = (made.group(name, schedule, FOR_EVER, inside=inside) for name in "ab")
         assert reached.wait(LIMIT_S)
         c = made.group("c", schedule, FOR_EVER, inside=ends, finite=begins)
-        for group in (a, b, c):
-            assert group.join().error is None
+        finish(a, b, c)
         assert healed_at, "it healed inside a round of the others"
         assert c.computed and min(c.history) >= healed_at[0]
         first = min(number for number, _ in c.computed)
@@ -176,8 +174,7 @@ def test_a_window_with_a_loss_that_is_no_number_leaves_no_trace():
 
     with job(min_replicas=2) as made:
         a, b = (made.group(name, Schedule(6, fragments=2), 8, finite=finite) for name in "ab")
-        for group in (a, b):
-            assert group.join().error is None
+        finish(a, b)
         after = b.history[4]
         assert broken[0] not in {slot for slot, _ in after.slots} and len(after.slots) == 1
         for local, outer in zip(after.local, after.outer, strict=True):
