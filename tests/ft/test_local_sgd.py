@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ft import DiLoCo, LocalSGD, Manager, ProcessGroupGloo
+from ft import DiLoCo, LocalSGD, Manager
 from ft.compat.local_sgd import in_buckets
 from ft.config import Schedule
 from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, run_job
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
+from tests.ft.torchft_groups import manager_of
 
 ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
 FOR_EVER = 1 << 20
@@ -77,16 +78,7 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=self.model.load_state_dict,
-            state_dict=self.model.state_dict,
-            min_replica_size=1,
-            replica_id=self.name,
-            lighthouse_addr=self.lighthouse,
-            init_sync=False,
-            dies_with_group=False,
-        )
+        self.manager = manager_of(self.name, self.lighthouse, self.model, init_sync=False)
         made: list[int] = []
         with self.make(self) as self.syncs:
             while self.manager.current_step() < self.until:

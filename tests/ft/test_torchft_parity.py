@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.futures import Future
 
-from ft import Manager, ProcessGroupGloo
+from ft import Manager
 from ft.seam import GroupEnded, Stopped
 from tests.ft.groups import Rank, finish
 from tests.ft.groups import job as driver_job
-from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, moves
+from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, manager_of, moves
 
 A, B = 4.0, 16.0
 FOR_EVER = 1 << 30
@@ -29,16 +29,7 @@ FOR_EVER = 1 << 30
 def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
     """In a job of its own, which begins with so many groups."""
     with job(min_replicas=min_replicas) as made:
-        manager = Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=lambda state: None,
-            state_dict=dict,
-            min_replica_size=1,
-            replica_id="alone",
-            lighthouse_addr=made.lighthouse,
-            dies_with_group=False,
-            **arguments,
-        )
+        manager = manager_of("alone", made.lighthouse, torch.nn.Module(), **arguments)
         try:
             yield manager
         finally:

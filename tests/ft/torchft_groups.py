@@ -32,6 +32,17 @@ class Sum(nn.Module):
         return {"loss": (self.a * value).sum() + (self.b * value).sum()}
 
 
+def manager_of(name: str, lighthouse: str, model: nn.Module, **arguments: Any) -> Manager:
+    """A group's, which lives on when the group's server dies."""
+    return Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        lighthouse_addr=lighthouse,
+        **{"min_replica_size": 1, "replica_id": name, "dies_with_group": False, **arguments},
+    )
+
+
 @dataclass
 class Group(Trained):
     """`body`: forward and backward, all between zero_grad and step. `at`: called before each step."""
@@ -62,20 +73,8 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(),
-            load_state_dict=self.model.load_state_dict,
-            state_dict=self.model.state_dict,
-            **{
-                "min_replica_size": 1,
-                "replica_id": self.name,
-                "lighthouse_addr": self.lighthouse,
-                "timeout": timedelta(seconds=60),
-                "dies_with_group": False,
-                "seen": lambda now_s, event, out: self.events.append(event),
-                **self.arguments,
-            },
-        )
+        given = {"timeout": timedelta(seconds=60), "seen": lambda now_s, event, out: self.events.append(event)}
+        self.manager = manager_of(self.name, self.lighthouse, self.model, **{**given, **self.arguments})
         self.ddp = DistributedDataParallel(self.manager, self.model) if self.wrap else self.model
         self.optimizer = Optimizer(self.manager, self.inner)
         while (before := self.manager.current_step()) < self.steps:
