@@ -26,8 +26,9 @@ from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.parallelize import Parallelized
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_gradients import address, digest
+from tests.multiproc.test_gradients import digest
 from tests.multiproc.test_layouts import on_cpu
+from tests.multiproc.test_process_groups import server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
 
@@ -96,7 +97,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
 
 def join_group() -> tuple[str, int, PrefixStore]:
     """This worker's default group becomes that of its replica group alone, as a launcher would have made it."""
-    rank, (host, _, port) = dist.get_rank(), address().partition(":")
+    rank, (host, _, port) = dist.get_rank(), server().rstrip("/").partition(":")
     dist.destroy_process_group()
     name, group_rank = "ab"[rank // 2], rank % 2
     store = PrefixStore(name, TCPStore(host, int(port), None, False, wait_for_workers=False))
