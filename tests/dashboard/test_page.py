@@ -139,9 +139,8 @@ def test_a_group_is_drained_and_another_killed(job: Jobs, tab: Open):
     assert groups.obeyed == [("drain", "1:b"), ("kill", "2:c")]
     status = page.evaluate("""async () => (await fetch("orders", {method: "POST", headers: {"Content-Type": "application/json"},
         body: JSON.stringify({order: "kill", replica_id: "0:a"})})).status""")
-    assert status == 401 and len(groups.obeyed) == 2, (
-        "the token goes along in a header, and in nothing that a browser sends by itself"
-    )
+    # the token goes along in a header, and in nothing that a browser sends by itself
+    assert status == 401 and len(groups.obeyed) == 2
 
 
 def test_an_order_that_is_refused_says_why(job: Jobs, tab: Open):

@@ -416,9 +416,8 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
             assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
             copies = copies_in(rank, members=3, interval=2)
             assert copies[0] == copies[-1] == set() and [said for said in copies if said] == [{"a"}]
-            assert wrote["a", rank.group_rank, 3] and not wrote["a", rank.group_rank, 4], (
-                "no checkpoint of wrong weights"
-            )
+            wrong = [wrote["a", rank.group_rank, step] for step in (3, 4)]
+            assert wrong[0] and not wrong[1], "no checkpoint of wrong weights"
         del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
         text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
         assert caplog.messages.count(text) == shown.count(("corruption", 3, text)) == 3

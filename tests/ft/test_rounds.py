@@ -107,9 +107,7 @@ def test_a_death_costs_the_others_no_inner_step(place: str):
         history = {**a.history, **b.history}
         assert set(range(round_ + 1, round_ + 5)) <= history.keys(), "every round is there"
         for group in (a, b):
-            assert set(range(round_ + 2, round_ + 5)) <= group.history.keys(), (
-                "only the round of the death may be healed over"
-            )
+            assert set(range(round_ + 2, round_ + 5)) <= group.history.keys(), "more than the death's round healed over"
             assert len(group.computed) == len({number for number, _ in group.computed}), "no round was computed twice"
             for number, first in group.computed:
                 assert (first, group.manager.replica_id) in history[number + 1].slots, "its inner steps count"

@@ -107,9 +107,7 @@ def test_a_lighthouse_that_is_killed_and_comes_back_stops_nobody(tmp_path: Path)
             parts = asked[0]
         else:
             parts = _quorum(*ranks, known=known, failed=known > 0)
-        assert {part.members for part in parts} == {("a:1", "b:1", "c:1")}, (
-            "the ids of the first start: nobody was lost"
-        )
+        assert {part.members for part in parts} == {("a:1", "b:1", "c:1")}, "ids of the first start: nobody was lost"
         [known] = {part.quorum_id for part in parts}
         ids.append(known)
     assert ids == sorted(set(ids))

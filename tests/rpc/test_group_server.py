@@ -131,9 +131,8 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
     for rank in b.ranks:  # whoever comes second changes nothing
         rank.leave(clean=True, reason="done")
     change = m.ChangeAnnounced(parts[0].quorum_id, "b:1.1 done")
-    assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None), (
-        "after what both ranks heard of the old generation"
-    )
+    # after what both ranks heard of the old generation
+    assert change in iter(lambda: a.heard.get(timeout=WAIT_S), None)
 
 
 def test_a_rank_that_dies_takes_its_group_along(team: Callable[..., Team]):
