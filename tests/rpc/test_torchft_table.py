@@ -19,5 +19,5 @@ def test_every_test_of_torchft_has_a_row(torchft: Path):
     }
     assert brought, "a wheel without tests shows nothing"
     assert not brought - told, "no row"
-    rows = {(file, name) for file, name in told if file.endswith("_test.py")}
-    assert not rows - brought, "a row of a test that is not"
+    of_tests = {(file, name) for file, name in told if file.endswith("_test.py")}
+    assert not of_tests - brought, "a row of a test that is not"
