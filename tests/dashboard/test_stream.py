@@ -150,9 +150,8 @@ def test_the_files_of_the_page_hold_nothing_of_the_job(job: Jobs):
         status, text, headers = one.ask("GET", path)
         assert status == 200 and "0:a" not in text, "the same for everybody"
         policy = headers["Content-Security-Policy"]
-        assert (
-            "default-src 'none'" in policy and "unsafe" not in policy and headers["X-Content-Type-Options"] == "nosniff"
-        )
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
     assert one.ask("GET", "/feed.py", **one.headers())[0] == one.ask("GET", "/..%2ffeed.py", **one.headers())[0] == 404
 
 

@@ -78,9 +78,7 @@ class QueueGroup:
                 sent_tag, data, told = wire.queues[rank].get(timeout=0.01)
             except queue.Empty:
                 return False
-            assert (
-                sent_tag == tag and data.numel() * data.element_size() == tensors[0].numel() * tensors[0].element_size()
-            )
+            assert sent_tag == tag and data.nbytes == tensors[0].nbytes
             tensors[0].copy_(data)
             if rank == 1:
                 self._spoil(tag, tensors[0])

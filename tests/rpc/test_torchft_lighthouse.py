@@ -24,10 +24,8 @@ def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
             rank.kill()
 
     same: dict[str, Any] = {"together": 2, "every_step": True, "options": {"init_sync": True}}
-    with (
-        peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000) as address,
-        closing(Job(address)) as job,
-    ):
+    lighthouse = peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000)
+    with lighthouse as address, closing(Job(address)) as job:
         a = job.group("a", steps=12, **same)[0]
         b = job.group("b", steps=12, at=dies, **same)[0]
         assert isinstance(b.join().error, GroupEnded)

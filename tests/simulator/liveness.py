@@ -185,12 +185,6 @@ class Liveness:
             since_s = self._refused_s.setdefault(group.name, self.world.now_s)
             waited_s = self.world.now_s - since_s
             require(waited_s < NAME_S, f"{who} has been refused its name for {waited_s:.0f} s: {why}")
-        allowed = (
-            group.harmed
-            or self.cluster.name_of(group).slow_heals
-            or group.left
-            or self.cluster.stopped_because
-            or not member
-        )
-        if not allowed:
+        hindered = group.harmed or self.cluster.name_of(group).slow_heals
+        if not (hindered or group.left or self.cluster.stopped_because or not member):
             require(False, f"{who} ends, and nothing was done to its group: {why}")

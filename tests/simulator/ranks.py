@@ -549,11 +549,8 @@ class RankNode:
         number, until_s = self._fetching, self.world.now_s + self.cluster.times.heal_grace_s
         dice = self.cluster.dice
         # Some states arrive within a step; a few take longer than the others wait.
-        took_s = (
-            dice.between(0.0, 0.3)
-            if dice.chance(0.25)
-            else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
-        )
+        is_soon = dice.chance(0.25)
+        took_s = dice.between(0.0, 0.3) if is_soon else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
         self._arrived = None
         name = self.cluster.name_of(self.group)
         slow = name.slow_heals > 0

@@ -114,10 +114,8 @@ def test_a_lighthouse_that_no_route_leads_to():
 
 def test_a_lighthouse_without_an_address():
     for name in ("head.cluster", f"{'a' * 64}.cluster"):  # the resolver has no answer; no name can be so long
-        with (
-            no_names(),
-            pytest.raises(ValueError, match=rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"),
-        ):
+        said = rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"
+        with no_names(), pytest.raises(ValueError, match=said):
             advertised("", f"http://{name}:29510")
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE nonsense: must be HOST:PORT"):
         advertised("", "nonsense")

@@ -171,9 +171,6 @@ def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -
 @pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.stem)
 def test_configurations_for_gpus_compile_and_read_beside_the_step(path: Path) -> None:
     config = load([str(path)])
-    assert (
-        config.compile.enable
-        and config.compile.components == ("model", "loss")
-        and config.compile.backend == "inductor"
-    )
+    compiled = config.compile
+    assert (compiled.enable, compiled.components, compiled.backend) == (True, ("model", "loss"), "inductor")
     assert 2 <= config.training.dataloader.num_workers <= 4

@@ -132,11 +132,8 @@ def test_the_test_sees_a_violation():
 
 def _is_upward(module: str, name: str) -> bool:
     """True where the core of ft/ imports its interface for torchft."""
-    return (
-        f"{name}.".startswith("ft.compat.")
-        and not f"{module}.".startswith("ft.compat.")
-        and f"{module}.".startswith("ft.")
-    )
+    here, there = f"{module}.", f"{name}."
+    return there.startswith("ft.compat.") and here.startswith("ft.") and not here.startswith("ft.compat.")
 
 
 def _may(module: str, name: str) -> bool:
