@@ -43,11 +43,7 @@ pytestmark = [
 
 GPUS = torch.cuda.device_count()
 enough_gpus = pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
-KINDS = [
-    "gloo",
-    "baby_gloo",
-    *(pytest.param(kind, marks=enough_gpus) for kind in ("nccl", "baby_nccl")),
-]
+KINDS = ["gloo", "baby_gloo", *(pytest.param(kind, marks=enough_gpus) for kind in ("nccl", "baby_nccl"))]
 SIZE = 3
 LIMIT_S = 300.0  # for a whole run: who is slow because the machine is busy does not fail
 _servers: list[TCPStore] = []  # of this worker; its groups may still be on their way out when a test is over

@@ -81,21 +81,11 @@ def _fill(folder: Path, pins: Sequence[str]) -> None:
         raise Unavailable("PHAROS_NO_INSTALL=1, and it was not installed before")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         target = Path(temporary, "new")
-        pip = [
-            sys.executable,
-            "-I",
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--no-input",
-            "install",
-            "--no-compile",
-        ]
-        sources = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
+        pip = [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        sources = ["--no-compile", "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
+        command = [*pip, *sources, "--target", target, *pins]
         try:
-            done = subprocess.run(
-                [*pip, *sources, "--target", target, *pins], capture_output=True, text=True, timeout=INSTALL_S
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"pip took longer than {INSTALL_S:g} s") from None
         if done.returncode:

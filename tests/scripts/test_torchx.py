@@ -44,17 +44,10 @@ def start(folder: Path, component: str, *arguments: str) -> Started:
         packages = install(ROOT / ".venv-torchx", PINS)
     except Unavailable as error:
         pytest.skip(f"no TorchX: {error}")
-    command = [
-        "-m",
-        "torchx.cli.main",
-        "run",
-        "--wait",
-        "--scheduler=local_cwd",
-        f"{COMPONENT}:{component}",
-        *arguments,
-    ]
+    torchx = [sys.executable, "-m", "torchx.cli.main", "run", "--wait", "--scheduler=local_cwd"]
+    command = [*torchx, f"{COMPONENT}:{component}", *arguments]
     env = {"PYTHONPATH": str(packages), "PYTHON": sys.executable}
-    return Started([sys.executable, *command], folder / f"{component}.txt", cwd=folder, **env)
+    return Started(command, folder / f"{component}.txt", cwd=folder, **env)
 
 
 @pytest.mark.timeout(600)
