@@ -83,6 +83,12 @@ def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
     return together(*(ask(team, rank) for team in teams for rank in range(RANKS)))
 
 
+def service_and_end(size: int = 1, **config: Any) -> tuple[GroupService, asyncio.Future[str]]:
+    """A group's, in this process and of no lighthouse; and why it ends."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    return GroupService(GroupConfig("a:1", size, **config), "http://127.0.0.1:1", Access(), ended.set_result), ended
+
+
 @pytest.fixture
 def team(lighthouse: LighthouseServer) -> Iterator[Callable[..., Team]]:
     with ExitStack() as stack:
@@ -226,8 +232,7 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
     """In whatever task: one that died unseen would leave ranks waiting for ever."""
 
     async def story() -> None:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service, ended = service_and_end()
 
         async def fails() -> None:
             raise KeyError("no such key")
@@ -244,7 +249,7 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
     """Of the same rank: what is refused is the vote."""
 
     async def story() -> None:
-        service = GroupService(GroupConfig("a:1", 2), "http://127.0.0.1:1", Access(), lambda why: None)
+        service, _ = service_and_end(2)
         call = asyncio.ensure_future(service.ask((0, None), m.RankCall(0, m.Member(""))))
         await asyncio.sleep(0)
         late = m.Vote(0, "commit", 9, 0, 0, "yes")
@@ -372,8 +377,7 @@ def test_an_operators_orders():
     told in answer that it is lost, it would return under a new id, and the others form a quorum with what is about to die."""
 
     async def story() -> tuple[list[signal.Signals], str, str]:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service, ended = service_and_end()
         sent: list[signal.Signals] = []
 
         trainer: Any = SimpleNamespace(send=sent.append)
@@ -456,8 +460,7 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
 
     async def beats() -> int:
         looks, beaten = iter([True] * 5), asyncio.Event()
-        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=m.Times(beat_s=3600.0))
-        service = GroupService(config, "http://127.0.0.1:1", Access(), lambda why: None)
+        service, _ = service_and_end(times=m.Times(beat_s=3600.0))
 
         async def send(report: object) -> None:
             beaten.set()
@@ -477,11 +480,7 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
     """It waits for a file server that is away; the server is its child and would beat for as long."""
 
     async def ends() -> str:
-        over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        times = m.Times(beat_s=0.01, heartbeat_timeout_s=0.05)
-        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=times)
-        service = GroupService(config, "http://127.0.0.1:1", Access(), over.set_result)
-
+        service, over = service_and_end(times=m.Times(beat_s=0.01, heartbeat_timeout_s=0.05))
         trainer: Any = SimpleNamespace(is_stopped=lambda: False, is_dying=lambda: True)
         service.processes[0] = trainer
         service.start()
