@@ -43,12 +43,7 @@ ONLY_WITH_ALL = {
 }
 # While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
 # They come last, so that no worker waits for its turn while there is something else to do.
-ALONE = (
-    "e2e/",
-    "scripts/test_check_cluster.py",
-    "scripts/test_slurm.py",
-    "sim/test_seeds.py::test_many_seeds",
-)
+ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_seeds.py::test_many_seeds")
 IN_BOTH = (
     "e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",

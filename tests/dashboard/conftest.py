@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -14,22 +14,37 @@ import pytest
 
 from bench.page_job import Herd
 from tests import system_packages
-from tests.dashboard.house import House
+from tests.dashboard.house import THREE, Herds, House, Houses, Jobs
 
 INSTALL_S = 300
 
 
 @pytest.fixture
-def house() -> Iterator[Callable[..., House]]:
+def house() -> Iterator[Houses]:
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(closing(House(**options)))
 
 
 @pytest.fixture
-def herd(house: Callable[..., House]) -> Iterator[Callable[[House], Herd]]:
+def herd(house: Houses) -> Iterator[Herds]:
     """Its groups end before the house does."""
     with ExitStack() as stack:
         yield lambda of: stack.enter_context(closing(Herd(of.address, of.token, loop=of.loop)))
+
+
+@pytest.fixture
+def job(house: Houses, herd: Herds) -> Jobs:
+    """A house that waits for all of these groups, which have made a quorum and a step."""
+
+    def build(ids: Sequence[str] = THREE, **options: Any) -> tuple[House, Herd]:
+        one = house(**{"min_replicas": len(ids), **options})
+        groups = herd(one)
+        groups.open(ids)
+        groups.form()
+        groups.beat()
+        return one, groups
+
+    return build
 
 
 @pytest.fixture(scope="package")  # playwright holds an event loop in this thread: no test elsewhere could run one

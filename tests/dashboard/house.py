@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -20,6 +20,7 @@ from ft.rpc.lighthouse_main import serve, until_stopped
 from ft.rpc.lighthouse_service import LighthouseService
 
 TOKEN = "0123456789abcdef"
+THREE = ("0:a", "1:b", "2:c")
 WAIT_S = 30.0
 THREE = ("0:a", "1:b", "2:c")
 
@@ -93,18 +94,7 @@ class House:
         assert not self._thread.is_alive()
 
 
-Houses, Herds = Callable[..., House], Callable[[House], Herd]
-
-
-def started(house: Houses, herd: Herds, ids: Iterable[str] = THREE, **options: Any) -> tuple[House, Herd]:
-    """A job whose groups have formed a quorum and told of their first step."""
-    ids = list(ids)
-    one = house(**{"min_replicas": len(ids), **options})
-    job = herd(one)
-    job.open(ids)
-    job.form()
-    job.beat()
-    return one, job
+Houses, Herds, Jobs = Callable[..., House], Callable[[House], Herd], Callable[..., tuple[House, Herd]]
 
 
 class Reader:

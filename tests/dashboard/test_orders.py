@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
@@ -21,7 +20,8 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupProcess
 from ft.rpc.group_server import Process, Settings
-from tests.dashboard.house import TOKEN, WAIT_S, Herds, House, Houses, started
+from tests.dashboard.house import TOKEN, WAIT_S, House, Houses, Jobs
+from tests.waiting import in_time
 
 # Says each SIGTERM, and lives on: what it does with one is its own affair.
 TRAINER = """
@@ -61,16 +61,6 @@ class Group:
         self.process.communicate()
         self.client.close()
         self.server.close()
-
-
-def in_time(true: Callable[[], bool]) -> bool:
-    """Whether it becomes true."""
-    until_s = time.monotonic() + WAIT_S
-    while not true():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.fixture
@@ -129,14 +119,14 @@ def test_a_signal_to_a_process_that_is_gone_hits_nobody():
     ],
 )
 def test_what_is_refused_changes_nothing(
-    house: Houses, herd: Herds, order: str, replica_id: object, headers: dict[str, str] | None, status: int, said: str
+    job: Jobs, order: str, replica_id: object, headers: dict[str, str] | None, status: int, said: str
 ):
-    one, job = started(house, herd, ["0:a"])
+    one, groups = job(["0:a"])
     assert in_time(lambda: "0:a" in one.service.streams)  # its stream and its call are read in any order
     found, text = one.order(order, replica_id, **(headers or {}))
     assert found == status and said in text
-    job.beat()
-    assert not job.obeyed and "0:a" in one.service.streams
+    groups.beat()
+    assert not groups.obeyed and "0:a" in one.service.streams
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b"\xff", b'{"order": "kill"}', b"null", b"[" * 10_000])
@@ -151,8 +141,8 @@ def test_a_link_gives_no_order(house: Houses):
     assert one.ask("GET", "/orders?order=kill&replica_id=0:a", **one.headers())[0] == 405
 
 
-def test_a_job_without_a_token_takes_no_orders(house: Houses, herd: Herds):
-    one, _ = started(house, herd, ["0:a"], token="")
+def test_a_job_without_a_token_takes_no_orders(job: Jobs):
+    one, _ = job(["0:a"], token="")
     status, text = one.order("kill", "0:a")
     assert status == 403 and "start the lighthouse with --token_file" in text
     assert in_time(lambda: "0:a" in one.service.streams)
@@ -174,15 +164,12 @@ def test_orders_are_limited(house: Houses):
     assert found == [404] * BURST + [429] * 2
 
 
-def test_one_without_a_stream_can_be_taken_out_but_not_drained(house: Houses, herd: Herds):
-    one, _ = started(house, herd, ["0:a", "1:b"])
+def test_one_without_a_stream_can_be_taken_out_but_not_drained(job: Jobs):
+    one, _ = job(["0:a", "1:b"])
     one.loop.call_soon_threadsafe(one.service.streams.pop, "1:b")  # as after a restart, until it comes again
-    while "1:b" in one.service.streams:
-        pass
-    assert one.order("drain", "1:b") == (
-        409,
-        "it has no stream that an order could go down; kill takes it out of the job\n",
-    )
+    assert in_time(lambda: "1:b" not in one.service.streams)
+    said = "it has no stream that an order could go down; kill takes it out of the job\n"
+    assert one.order("drain", "1:b") == (409, said)
     status, text = one.order("kill", "1:b")
     assert status == 202 and "taken out" in text
     with one.watch() as reader:
@@ -192,6 +179,5 @@ def test_one_without_a_stream_can_be_taken_out_but_not_drained(house: Houses, he
 def test_torchfts_groups_take_no_orders(house: Houses):
     one = house()
     one.loop.call_soon_threadsafe(one.service.driver.feed, m.Beat("0:a", "torchft"))
-    while "0:a" not in one.service.machine:
-        pass
+    assert in_time(lambda: "0:a" in one.service.machine)
     assert one.order("kill", "0:a") == (409, "that is a group of torchft's, which takes no orders from here\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dashboard.house import THREE, TOKEN, Herds, House, Houses, started
+from tests.dashboard.house import THREE, TOKEN, Herds, House, Houses, Jobs
 
 pytestmark = pytest.mark.timeout(400)  # the first one may install the browser
 WAIT_MS = 30_000
@@ -63,8 +63,8 @@ def until(page: Any, expression: str) -> None:
         page.wait_for_timeout(20)
 
 
-def test_groups_come_and_go_and_a_death_is_seen_at_once(house: Houses, herd: Herds, tab: Open):
-    one, job = started(house, herd)
+def test_groups_come_and_go_and_a_death_is_seen_at_once(job: Jobs, tab: Open):
+    one, groups = job()
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert page.inner_text("#headline").endswith("Trains") and page.title().startswith("Trains · 1")
@@ -75,27 +75,27 @@ def test_groups_come_and_go_and_a_death_is_seen_at_once(house: Houses, herd: Her
         }).observe(document.querySelector("#table"), {subtree: true, childList: true, attributes: true});
     }""")
     began_ms = page.evaluate("Date.now()")
-    job.lose("1:b")
+    groups.lose("1:b")
     until(page, "window.seen")
     print(f"a death stands on the page after {page.evaluate('window.seen') - began_ms:.0f} ms")
     assert "its connection broke" in row(page, "1:b").inner_text()
     until(page, "document.querySelector('#live').textContent.includes('1:b is lost')")  # and is read out
     assert page.locator("#event-list li").first.get_attribute("data-grade") == "bad"
-    job.open(["1:d"])
-    job.form(failed=True)
-    job.heal("1:d", 0.25)
-    job.beat(0)
+    groups.open(["1:d"])
+    groups.form(failed=True)
+    groups.heal("1:d", 0.25)
+    groups.beat(0)
     page.wait_for_selector("#heal-list progress[value='25']")
     assert "1:d ← from 0:a and 2:c" in page.inner_text("#heal-list")
     assert row(page, "1:b").count() == 0
-    job.heal("1:d", 1.0)
-    job.beat()
+    groups.heal("1:d", 1.0)
+    groups.beat()
     page.wait_for_selector("#heals", state="hidden")
     assert page.locator("#chart .sign.bad").count() >= 1 and page.locator("#chart .line").get_attribute("d")
 
 
-def test_nothing_is_shown_before_the_token_and_after_log_out(house: Houses, herd: Herds, tab: Open):
-    one, _ = started(house, herd)
+def test_nothing_is_shown_before_the_token_and_after_log_out(job: Jobs, tab: Open):
+    one, _ = job()
     page = tab(one, log_in=False)
     page.wait_for_selector("#log-in[open]")
     assert "0:a" not in page.content()
@@ -121,8 +121,8 @@ def test_nothing_is_shown_before_the_token_and_after_log_out(house: Houses, herd
     assert page.evaluate("sessionStorage.length") == 0 and "0:a" not in page.content()
 
 
-def test_a_group_is_drained_and_another_killed(house: Houses, herd: Herds, tab: Open):
-    one, job = started(house, herd)
+def test_a_group_is_drained_and_another_killed(job: Jobs, tab: Open):
+    one, groups = job()
     page = tab(one)
     row(page, "1:b").get_by_role("button", name="Drain 1:b").click()
     assert page.locator("#order").get_by_text("1:b").count() == 1
@@ -135,34 +135,33 @@ def test_a_group_is_drained_and_another_killed(house: Houses, herd: Herds, tab: 
     row(page, "2:c").get_by_role("button", name="Kill 2:c").press("Enter")
     page.press("#order-yes", "Enter")
     page.wait_for_selector("tr[data-health='lost']")
-    assert job.obeyed == [("drain", "1:b"), ("kill", "2:c")]
+    assert groups.obeyed == [("drain", "1:b"), ("kill", "2:c")]
     status = page.evaluate("""async () => (await fetch("orders", {method: "POST", headers: {"Content-Type": "application/json"},
         body: JSON.stringify({order: "kill", replica_id: "0:a"})})).status""")
-    assert status == 401 and len(job.obeyed) == 2, (
-        "the token goes along in a header, and in nothing that a browser sends by itself"
-    )
+    # the token goes along in a header, and in nothing that a browser sends by itself
+    assert status == 401 and len(groups.obeyed) == 2
 
 
-def test_an_order_that_is_refused_says_why(house: Houses, herd: Herds, tab: Open):
-    one, job = started(house, herd)
+def test_an_order_that_is_refused_says_why(job: Jobs, tab: Open):
+    one, groups = job()
     page = tab(one)
     page.evaluate("sessionStorage.setItem('pharos-token', 'another token')")
     row(page, "1:b").get_by_role("button", name="Kill 1:b").click()
     page.click("#order-yes")
     until(page, "document.querySelector('#order-error').textContent === 'Not done: this job has a token'")
-    assert not job.obeyed
+    assert not groups.obeyed
 
 
-def test_without_a_token_the_buttons_are_off_and_the_page_says_why(house: Houses, herd: Herds, tab: Open):
-    one, _ = started(house, herd, token="")
+def test_without_a_token_the_buttons_are_off_and_the_page_says_why(job: Jobs, tab: Open):
+    one, _ = job(token="")
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert page.locator("tbody button:enabled").count() == 0
     assert "--token_file" in page.inner_text("#orders-note")
 
 
-def test_a_cut_connection_is_made_again_and_catches_up(house: Houses, herd: Herds, tab: Open):
-    one, job = started(house, herd)
+def test_a_cut_connection_is_made_again_and_catches_up(job: Jobs, tab: Open):
+    one, groups = job()
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     page.evaluate("document.querySelector('tbody tr').id = 'the-same'")  # all anew would make another one
@@ -174,14 +173,14 @@ def test_a_cut_connection_is_made_again_and_catches_up(house: Houses, herd: Herd
     one.loop.call_soon_threadsafe(cut)
     page.wait_for_selector("#connection[data-state='bad']")
     assert page.locator("body.stale").count() == 1, "what is shown is old"
-    job.lose("2:c")
+    groups.lose("2:c")
     page.wait_for_selector("tr[data-health='lost']")
     page.wait_for_selector("#connection[data-state='good']")
     assert page.locator("#the-same").count() == 1 and page.locator("body.stale").count() == 0
 
 
-def test_another_life_of_the_lighthouse_is_told_from_its_beginning(house: Houses, herd: Herds, tab: Open):
-    one, _ = started(house, herd)
+def test_another_life_of_the_lighthouse_is_told_from_its_beginning(job: Jobs, tab: Open):
+    one, _ = job()
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
     page.evaluate("document.querySelector('tbody tr').id = 'of-old'")
@@ -197,10 +196,10 @@ def test_another_life_of_the_lighthouse_is_told_from_its_beginning(house: Houses
     assert [x.inner_text() for x in page.locator("tbody th .id").all()] == list(THREE)
 
 
-def test_what_groups_say_is_text(house: Houses, herd: Herds, tab: Open):
-    one, job = started(house, herd, HOSTILE)
-    job.beat(phase="\u202ednuora\x00<b onclick=alert(1)>bold</b>")
-    job.tell(HOSTILE[0], "corruption", "\u202e<img src=x onerror=alert(1)>" + "y" * 400)
+def test_what_groups_say_is_text(job: Jobs, tab: Open):
+    one, groups = job(HOSTILE)
+    groups.beat(phase="\u202ednuora\x00<b onclick=alert(1)>bold</b>")
+    groups.tell(HOSTILE[0], "corruption", "\u202e<img src=x onerror=alert(1)>" + "y" * 400)
     for width in (1280, 360):
         page = tab(one, width=width)
         page.wait_for_selector(f"tbody tr:nth-child({len(HOSTILE)})")
@@ -216,17 +215,16 @@ def test_what_groups_say_is_text(house: Houses, herd: Herds, tab: Open):
 
 def test_a_name_of_ten_kilobytes_does_not_come_in(house: Houses, herd: Herds):
     one = house()
-    job = herd(one)
-    job.open(["y" * 10_000])
+    herd(one).open(["y" * 10_000])
     with one.watch() as reader:
         reader.next()
         assert not reader.names
     assert not one.service.streams
 
 
-def test_a_thousand_groups_the_worst_first(house: Houses, herd: Herds, tab: Open):
+def test_a_thousand_groups_the_worst_first(job: Jobs, tab: Open):
     ids = [f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000)]
-    one, job = started(house, herd, ids)
+    one, groups = job(ids)
     page = tab(one, log_in=False)
     page.wait_for_selector("#log-in[open]")
     page.fill("#token", one.token)
@@ -239,7 +237,7 @@ def test_a_thousand_groups_the_worst_first(house: Houses, herd: Herds, tab: Open
     }""")
     until(page, "window.usable")
     print(f"1,000 groups stand there {page.evaluate('window.usable - window.began'):.0f} ms after the log-in")
-    job.lose(ids[700])
+    groups.lose(ids[700])
     page.wait_for_selector(f"tbody tr[data-health='lost'] >> text={ids[700].partition(':')[0]}")
     assert page.locator("tbody tr").count() == 1 and "1 of 1,000 groups want a look" in page.inner_text("#groups-note")
     page.fill("#find", "CA_00042")
@@ -255,8 +253,8 @@ def test_a_thousand_groups_the_worst_first(house: Houses, herd: Herds, tab: Open
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_a_keyboard_and_a_screen_reader_find_everything(house: Houses, herd: Herds, tab: Open, width: int):
-    one, _ = started(house, herd)
+def test_a_keyboard_and_a_screen_reader_find_everything(job: Jobs, tab: Open, width: int):
+    one, _ = job()
     page = tab(one, width=width)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert [page.get_by_role(role).count() for role in ("banner", "main", "table", "slider")] == [1] * 4

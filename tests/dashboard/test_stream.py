@@ -10,67 +10,68 @@ from ft.dashboard.feed import FeedLimits
 from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID
 from ft.rpc.generated import pharos_pb2
-from tests.dashboard.house import THREE, WAIT_S, Herds, Houses, started
+from tests.dashboard.house import THREE, WAIT_S, Herds, Houses, Jobs
+from tests.waiting import in_time
 
 
-def test_a_job_as_a_watcher_sees_it(house: Houses, herd: Herds):
-    one, job = started(house, herd)
+def test_a_job_as_a_watcher_sees_it(job: Jobs):
+    one, groups = job()
     with one.watch() as reader:
         reader.until(lambda r: r.job and all(r.row(i)[:1] == [1] for i in THREE))
         assert reader.row("0:a") == [1, reader.row("0:a")[1], TRAINS, 1, 0, 90, CONNECTED, ""]
         assert reader.answer.getheader("Content-Type") == "text/event-stream; charset=utf-8"
         assert (reader.job["state"], reader.job["members"], reader.job["step"]) == ("good", 3, 1)
-        job.beat(4, waiting=True)
+        groups.beat(4, waiting=True)
         reader.until(lambda r: r.job["step"] == 5 and r.points[-1][1] == 5)
-        job.lose("2:c")
+        groups.lose("2:c")
         reader.until(lambda r: r.row("2:c")[2] == LOST)
         assert reader.row("2:c")[7] == "its connection broke" and reader.row("2:c")[0] == VOID
         reader.until(lambda r: "2:c is lost: its connection broke" in r.texts)
         assert reader.job["headline"] == "Trains, short of groups"
-        job.open(["2:d"])
+        groups.open(["2:d"])
         reader.until(lambda r: r.row("2:d") and r.row("2:d")[2] == JOINS)
-        job.form(failed=True)
+        groups.form(failed=True)
         reader.until(lambda r: r.row("2:d")[2:4] == [HEALS, 2])
-        job.heal("2:d", 0.5)
-        job.beat(0)
+        groups.heal("2:d", 0.5)
+        groups.beat(0)
         heals = reader.next()
         while not heals.get("heals") or heals["heals"][0][0][2] == 0:
             heals = reader.next()
         [[key, sources, done, total]] = heals["heals"][0]
         assert reader.names[key] == "2:d" and [reader.names[i] for i in sources] == ["0:a", "1:b"] and 2 * done == total
         assert not reader.row("2:c"), "its name has come back"
-        job.heal("2:d", 1.0)
-        job.beat()
+        groups.heal("2:d", 1.0)
+        groups.beat()
         reader.until(lambda r: r.row("2:d")[2] == TRAINS and "2:d has the state of step 5" in r.texts)
 
 
-def test_what_ranks_saw_is_on_the_timeline(house: Houses, herd: Herds):
-    one, job = started(house, herd)
-    job.tell("0:a", "corruption", "after step 1 rank 0 of group 2 holds other weights")
-    job.tell("1:b", "commit", "loss nan at slot 5")
+def test_what_ranks_saw_is_on_the_timeline(job: Jobs):
+    one, groups = job()
+    groups.tell("0:a", "corruption", "after step 1 rank 0 of group 2 holds other weights")
+    groups.tell("1:b", "commit", "loss nan at slot 5")
     with one.watch() as reader:
         reader.until(lambda r: "a step failed: loss nan at slot 5" in r.texts)
         lanes = {event[5]: event[2] for event in reader.events.values()}
         assert lanes["after step 1 rank 0 of group 2 holds other weights"] == 3
 
 
-def test_who_keeps_the_others_waiting_is_named(house: Houses, herd: Herds):
-    one, job = started(house, herd)
-    slow = job.streams.pop("1:b")
-    job.beat(0, waiting=True)
+def test_who_keeps_the_others_waiting_is_named(job: Jobs):
+    one, groups = job()
+    slow = groups.streams.pop("1:b")
+    groups.beat(0, waiting=True)
     with one.watch() as reader:
         reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LATE)
         reader.until(lambda r: r.job["headline"] == "Waits in a step")
         assert reader.job["reason"] == "1:b keeps the others waiting in the reduction."
-    job.streams["1:b"] = slow
+    groups.streams["1:b"] = slow
 
 
-def test_one_that_was_cut_off_is_told_what_it_missed(house: Houses, herd: Herds):
-    one, job = started(house, herd)
+def test_one_that_was_cut_off_is_told_what_it_missed(job: Jobs):
+    one, groups = job()
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
         last_id = reader.last_id
-    job.lose("2:c")
+    groups.lose("2:c")
     with one.watch(**{"Last-Event-ID": last_id}) as reader:
         while "2:c is lost: its connection broke" not in reader.texts:
             reader.next()
@@ -81,35 +82,34 @@ def test_one_that_was_cut_off_is_told_what_it_missed(house: Houses, herd: Herds)
             assert reader.begun == 1
 
 
-def test_who_is_away_for_too_long_is_told_all_of_it(house: Houses, herd: Herds):
-    one, job = started(house, herd, limits=FeedLimits(ring=2))
+def test_who_is_away_for_too_long_is_told_all_of_it(job: Jobs):
+    one, groups = job(limits=FeedLimits(ring=2))
     with one.watch() as other:
         with one.watch() as reader:
             reader.until(lambda r: r.row("2:c"))
             last_id = reader.last_id
         for _ in range(4):
-            job.beat()
-            step = job.step
+            groups.beat()
+            step = groups.step
             other.until(lambda r: r.job and r.job["step"] == step)  # noqa: B023 (called at once)
         with one.watch(**{"Last-Event-ID": last_id}) as reader:
-            reader.until(lambda r: r.job and r.job["step"] == job.step)
+            reader.until(lambda r: r.job and r.job["step"] == groups.step)
             assert reader.begun == 1
 
 
-def test_nobody_watches_and_nothing_is_made(house: Houses, herd: Herds):
-    one, job = started(house, herd, limits=FeedLimits(linger_s=0.0))
+def test_nobody_watches_and_nothing_is_made(job: Jobs):
+    one, groups = job(limits=FeedLimits(linger_s=0.0))
     assert not one.feed.awake
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
         assert one.feed.awake
     while one.feed.watchers:  # the next word to it finds it gone
-        job.beat()
-    while one.feed.awake:
-        pass
+        groups.beat()
+    assert in_time(lambda: not one.feed.awake)
     assert not one.feed.ring
-    job.beat()
+    groups.beat()
     with one.watch() as reader:
-        reader.until(lambda r: r.job and r.job["step"] == job.step and len(r.points) > 1)
+        reader.until(lambda r: r.job and r.job["step"] == groups.step and len(r.points) > 1)
 
 
 def test_too_many_watchers_are_refused_in_words(house: Houses):
@@ -130,8 +130,7 @@ def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Hou
         sock.connect(("127.0.0.1", one.port))
         request = f"GET /events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {one.token}\r\n\r\n"
         sock.sendall(request.encode())
-        while not one.feed.watchers:
-            pass
+        assert in_time(lambda: one.feed.watchers)
         number = 0
         while one.feed.watchers:  # until it is dropped, there is more and more for it
             number += 1
@@ -141,30 +140,29 @@ def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Hou
         assert reader.next()["begin"], "others are served"
 
 
-def test_the_files_of_the_page_hold_nothing_of_the_job(house: Houses, herd: Herds):
-    one, _ = started(house, herd)
+def test_the_files_of_the_page_hold_nothing_of_the_job(job: Jobs):
+    one, _ = job()
     for path in ("/", "/page.js", "/page.css", "/icon.svg"):
         status, text, headers = one.ask("GET", path)
         assert status == 200 and "0:a" not in text, "the same for everybody"
         policy = headers["Content-Security-Policy"]
-        assert (
-            "default-src 'none'" in policy and "unsafe" not in policy and headers["X-Content-Type-Options"] == "nosniff"
-        )
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
     assert one.ask("GET", "/feed.py", **one.headers())[0] == one.ask("GET", "/..%2ffeed.py", **one.headers())[0] == 404
 
 
-def test_a_job_without_a_token_is_shown_to_who_reaches_it(house: Houses, herd: Herds):
-    one, _ = started(house, herd, token="")
+def test_a_job_without_a_token_is_shown_to_who_reaches_it(job: Jobs):
+    one, _ = job(token="")
     with one.watch() as reader:
         assert reader.next()["begin"][0]["orders"] is False
 
 
-def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: Herds):
-    one, job = started(house, herd)
+def test_a_fault_of_the_page_ends_the_page_and_not_the_job(job: Jobs):
+    one, groups = job()
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
         one.loop.call_soon_threadsafe(one.service.reports.__setitem__, "nobody", object())  # no report at all
-        job.beat()
+        groups.beat()
         with pytest.raises(AssertionError, match="the stream has ended"):
             reader.until(lambda r: False)
     assert one.service.page is None
@@ -172,39 +170,37 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(house: Houses, herd: 
         503,
         "the page had a fault and is switched off; the lighthouse's log has it\n",
     )
-    assert job.form() == 1, "quorums go on"
+    assert groups.form() == 1, "quorums go on"
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}],
+    "bad", [{"lane": "mine"}, {"lane": "commit", "text": "x" * 501}, {"lane": "commit", "step": 1 << 50}]
 )
-def test_a_stream_that_tells_nonsense_is_refused(house: Houses, herd: Herds, bad: dict[str, object]):
-    one, job = started(house, herd)
-    job.do(job.streams["0:a"].write(pharos_pb2.Up(happened=pharos_pb2.Happened(**bad)).SerializeToString()))  # type: ignore[arg-type]
+def test_a_stream_that_tells_nonsense_is_refused(job: Jobs, bad: dict[str, object]):
+    one, groups = job()
+    groups.do(groups.streams["0:a"].write(pharos_pb2.Up(happened=pharos_pb2.Happened(**bad)).SerializeToString()))  # type: ignore[arg-type]
     with one.watch() as reader:
         reader.until(lambda r: r.row("0:a") and r.row("0:a")[2] == LOST)
 
 
-def test_a_thousand_groups_in_updates_of_50_kb(house: Houses, herd: Herds):
-    ids = (f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000))
-    one, job = started(house, herd, ids)
+def test_a_thousand_groups_in_updates_of_50_kb(job: Jobs):
+    one, groups = job([f"replica_{i:05d}:0f0e0d0c-0000-4000-8000-{i:012d}" for i in range(1000)])
     with one.watch() as reader:
         reader.until(lambda r: len(r.rows) == 1000 and r.job["step"] == 1)
         before = len(reader.sizes)
-        job.beat(1000)
+        groups.beat(1000)
         reader.until(lambda r: all(row[0] == 1001 for row in r.rows.values()))
-        job.lose(*(name for name in list(job.streams)[:500]))
+        groups.lose(*list(groups.streams)[:500])
         reader.until(lambda r: sum(row[2] == LOST for row in r.rows.values()) == 500)
     print(f"the largest event: {max(reader.sizes)} bytes; once it began: {max(reader.sizes[before:])}")
     assert max(reader.sizes) <= 50_000
 
 
 @pytest.mark.parametrize("others", [("0:a", "2:c"), ()])
-def test_a_clean_leave_is_shown_for_what_it_is(house: Houses, herd: Herds, others: tuple[str, ...]):
+def test_a_clean_leave_is_shown_for_what_it_is(job: Jobs, others: tuple[str, ...]):
     """Also the last one's: nobody is left who would be told, so the machine wants nothing done."""
-    one, job = started(house, herd, [*others, "1:b"])
-    job.leave("1:b")
+    one, groups = job((*others, "1:b"))
+    groups.leave("1:b")
     with one.watch() as reader:
         reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LEFT)
         reader.until(lambda r: "1:b left: drained" in r.texts)

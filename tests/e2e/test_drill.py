@@ -56,16 +56,9 @@ def drill(folder: Path, groups: int, kinds: list[str], *overrides: str, ranks: i
     """What it said, all of which holds; raises AssertionError with the last of it otherwise."""
     write_text(folder)
     (folder / "tiny.toml").write_text(CONFIG)
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "drill.py"),
-        "tiny.toml",
-        f"--groups={groups}",
-        "--minutes=0",
-        "--no-twin",
-    ]
+    job = ["tiny.toml", f"--groups={groups}", "--minutes=0", "--no-twin", f"--faults={','.join(kinds)}", *overrides]
     with subprocess.Popen(
-        [*command, f"--faults={','.join(kinds)}", *overrides],
+        [sys.executable, str(ROOT / "bench" / "drill.py"), *job],
         cwd=folder,
         env={**os.environ, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

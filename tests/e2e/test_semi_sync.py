@@ -22,9 +22,8 @@ LOCAL_SGD = (HOLES, "--fault_tolerance.semi_sync_method=local_sgd", "--fault_tol
 
 
 def test_shards_that_are_killed_and_stopped(tmp_path: Path):
-    kinds = (
-        [kind for kind in QUICK if kind != "corrupt"] if ALL else ["kill", "stop"]
-    )  # weights of a group alone are compared with nobody's
+    # weights of a group alone are compared with nobody's
+    kinds = [kind for kind in QUICK if kind != "corrupt"] if ALL else ["kill", "stop"]
     eight_bits = "--fault_tolerance.should_quantize=true"
     said = drill(tmp_path, 3 if ALL else 2, sorted(kinds), *SEMI, eight_bits, *([] if ALL else ["--brief"]), ranks=2)
     assert injected(said) >= {"kill", "stop"}

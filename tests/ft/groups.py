@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.seam import GroupEnded, Stopped, from_checkpoint
+from tests.waiting import in_time
 from training.progress import Progress
 
 LIMIT_S = 60.0  # of any wait in a test; nothing is to take so long
@@ -73,11 +73,8 @@ class Trained:
         server = self.core.membership.server
         assert server
         os.kill(server.pid, signal.SIGKILL)
-        until_s = time.monotonic() + LIMIT_S
         # Where the trainer waits for an answer of the server, it may close before the stream says that the server is gone.
-        while not (self.core.status().server_gone or self.core.status().closed):
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        assert in_time(lambda: self.core.status().server_gone or self.core.status().closed, LIMIT_S)
 
     def run(self) -> None:
         try:
@@ -93,6 +90,14 @@ class Trained:
 
     def train(self) -> None:
         raise NotImplementedError
+
+
+def finish(*trained: T) -> tuple[T, ...]:
+    """Waits until all have ended; what one has raised is raised."""
+    for one in trained:
+        if error := one.join().error:
+            raise error
+    return trained
 
 
 @dataclass
@@ -122,9 +127,7 @@ class Rank(Trained):
     progress: Progress = field(init=False)
     model: torch.nn.Module = field(init=False)
     commits: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # step, quorum size, contributors
-    computed: list[tuple[int, tuple[int, ...]]] = field(
-        default_factory=list
-    )  # step, slots: forward and backward were run
+    computed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # step, slots that were computed
     weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after that step
     seen: list[tuple[float, m.Event, m.Out]] = field(default_factory=list)
     told: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)  # events

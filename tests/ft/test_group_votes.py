@@ -12,7 +12,7 @@ from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient
 from ft.seam import GroupEnded
-from tests.ft.groups import LIMIT_S, Rank, job
+from tests.ft.groups import LIMIT_S, Rank, finish, job
 
 
 class Cast:
@@ -45,8 +45,7 @@ def test_one_rank_asks_for_all():
         ranks = [
             rank for name in "ab" for rank in made.group(name, size=3, steps=6, together=2, agrees=True, make=cast.make)
         ]
-        for rank in ranks:
-            assert rank.join().error is None
+        finish(*ranks)
         commits = ranks[0].commits
         assert len(commits) >= 6 and all(rank.commits == commits for rank in ranks)
     assert cast.votes and {(rank, word.whole) for rank, word in cast.votes} == {(0, True)}
@@ -69,8 +68,7 @@ def test_a_rank_whose_sums_failed_asks_by_itself_and_all_make_the_step_again():
     with job(min_replicas=1) as made:
         ranks = made.group("a", size=2, steps=1 << 30, agrees=True, at=ends)
         other = made.group("b", size=2, steps=1 << 30, together=2, agrees=True, at=dies)[0]
-        for rank in ranks:
-            assert rank.join().error is None
+        finish(*ranks)
         assert ranks[0].commits == ranks[1].commits and ranks[0].computed == ranks[1].computed
         assert isinstance(other.join().error, GroupEnded)
         assert max(size for _, size, _ in ranks[0].commits) == 2

@@ -214,6 +214,12 @@ class Fetches:
     def close(self) -> None: ...
 
 
+def part(replica_id: str, replica_rank: int, **more: Any) -> m.Part:
+    """Of quorum 3, which has the groups a and b."""
+    nobody = {"heal": False, "sources": (), "recover_dst_replica_ranks": (), "participants": (), "dealt": 0}
+    return m.Part(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
+
+
 @pytest.mark.parametrize(("unlike", "grace_s"), [(True, 600.0), (False, 0.0)])
 def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_s: float):
     """When its time is over, or at once where no other try would do."""
@@ -230,22 +236,8 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
         ask=lambda address: address,
     )
     sources = (m.Source(0, "http://127.0.0.1:2"),)
-    part = m.Part(
-        3,
-        "",
-        "b:1",
-        1,
-        ("a:1", "b:1"),
-        "",
-        (7, 2, ""),
-        heal=True,
-        sources=sources,
-        recover_dst_replica_ranks=(),
-        participants=(),
-        dealt=0,
-    )
     with closing(healer):
-        healer.fetch(part)
+        healer.fetch(part("b:1", 1, heal=True, sources=sources))
         word = ended.get(timeout=LIMIT_S)
         assert isinstance(word, m.HealEnded) and not word.ok and word.reason == "another shape"
         assert transport.done.get(timeout=LIMIT_S) == 3
@@ -254,7 +246,7 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
 
 @pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])
 def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool):
-    members, told = ("a:1", "b:1"), list[object]()
+    told = list[object]()
 
     class Notes(Wrapped):
         def offer(self, *what: Any, **more: Any) -> None:
@@ -264,23 +256,9 @@ def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool
             told.append(quorum_id)
 
     transport: Any = Notes(HttpTransport("127.0.0.1", "a:1", Access()))
-    part = m.Part(
-        3,
-        "",
-        "a:1",
-        0,
-        members,
-        "",
-        (7, 2, ""),
-        heal=False,
-        sources=(),
-        recover_dst_replica_ranks=(1,),
-        participants=(),
-        dealt=0,
-    )
     with closing(
         Healer(State(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)
     ) as one:
         one.end_offer(ended, "b is lost")
-        one.offer(part)
+        one.offer(part("a:1", 0, recover_dst_replica_ranks=(1,)))
     assert told == [ended, "offer", *[3] * over], "the transport would not have known of it"

@@ -19,7 +19,7 @@ from ft.seam import GroupEnded
 from ft.semi_sync import cut
 from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, run_job
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
-from tests.ft.torchft_groups import connect
+from tests.ft.torchft_groups import manager_of
 
 ROUNDING: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}  # fp32, through Adam
 FOR_EVER = 1 << 20
@@ -78,9 +78,9 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Blocks()
         self.inner = inner_optimizer(self.model)
-        self.manager = connect(self.name, self.lighthouse, self.model, init_sync=False)
+        self.manager = manager_of(self.name, self.lighthouse, self.model, init_sync=False)
         made: list[int] = []
-        with self.make(self) as syncs:
+        with self.make(self) as self.syncs:
             while self.manager.current_step() < self.until:
                 before = self.manager.current_step()
                 slot = 1000 * self.place + BATCH * sum(map(len, self.slots.values())) + BATCH * len(made)
@@ -93,7 +93,7 @@ class Group(Trained):
                     step = self.manager.current_step()
                     self.weights[step] = [p.detach().clone() for p in self.model.parameters()]
                     self.slots[step], made = made, []
-                    self.outer[step] = [p.detach().clone() for fragment in syncs.fragments for p in fragment.outer]
+                    self.outer[step] = [p.detach().clone() for fragment in self.syncs.fragments for p in fragment.outer]
 
 
 class Job(GroupsOfJob[Group]):
@@ -174,12 +174,8 @@ def test_a_death_costs_no_inner_step(when: str):
             a.until = b.until = died[0] + 3
             group.kill()
 
-    def make(group: Group) -> DiLoCo:
-        group.syncs = diloco(Schedule(4, delay=1))(group)
-        return group.syncs
-
     with job(min_replicas=2) as made:
-        a, b, _ = (made.group(name, make, FOR_EVER, inside=inside) for name in "abc")
+        a, b, _ = (made.group(name, diloco(Schedule(4, delay=1)), FOR_EVER, inside=inside) for name in "abc")
         made.join()
         [step] = died
         for after in range(step + 1, step + 4):
@@ -200,14 +196,10 @@ def test_a_newcomer_begins_from_the_outer_weights():
         if group.name == "b" and len(group.weights) == 2 and a.until == FOR_EVER:  # once: this sum moves the step
             a.until = b.until = group.manager.current_step() + 1
 
-    def make(group: Group) -> DiLoCo:
-        group.syncs = diloco(Schedule(4, fragments=2))(group)
-        return group.syncs
-
     with job(min_replicas=1) as made:
-        a = made.group("a", make, FOR_EVER, inside=inside)
+        a = made.group("a", diloco(Schedule(4, fragments=2)), FOR_EVER, inside=inside)
         assert reached.wait(LIMIT_S)
-        b = made.group("b", make, FOR_EVER, inside=inside)
+        b = made.group("b", diloco(Schedule(4, fragments=2)), FOR_EVER, inside=inside)
         made.join()
         assert min(b.outer) > 3
         for step in b.outer:
@@ -226,12 +218,8 @@ def test_a_sum_that_is_dropped_is_carried_by_the_next():
             kept = [p.detach() for p in group.syncs.fragments[0].outer]
             assert all(map(torch.equal, kept, reported[0]))
 
-    def make(group: Group) -> DiLoCo:
-        group.syncs = diloco(Schedule(4, delay=1))(group)
-        return group.syncs
-
     with job(min_replicas=1) as made:
-        a = made.group("a", make, 4, inside=inside)
+        a = made.group("a", diloco(Schedule(4, delay=1)), 4, inside=inside)
         made.join()
         assert reported and [len(a.slots[step]) for step in (1, 2, 3, 4)] == [4, 4, 8, 4]
 

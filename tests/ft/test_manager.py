@@ -25,7 +25,7 @@ from ft.protocol.step import Ledger, Phase, Step, StepConfig, StepControl
 from ft.recording import RecordingManager
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
-from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, group_config, job, lose_the_sums
+from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, finish, group_config, job, lose_the_sums
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
@@ -33,8 +33,7 @@ def test_three_groups_train_as_one(kind: type[ProcessGroup]):
     """And who has closed leaves nothing on parameters that live on: hooks would keep its scratch, twice the gradients."""
     with job(min_replicas=3) as made:
         ranks = [made.group(name, steps=5, together=3, group=kind)[0] for name in "abc"]
-        for rank in ranks:
-            assert rank.join().error is None
+        for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {3}
             assert rank.commits[-1][2] == (0, 1, 2)
         dealt = {slot for rank in ranks for _, slots in rank.computed for slot in slots}
@@ -47,8 +46,7 @@ def test_initial_states_that_differ_become_one():
     with job(min_replicas=3) as made:
         # Until all have given something to the same five steps: one that heals late is not to wait for others that are done.
         ranks = [made.group(name, steps=5, together=3, options={"init_sync": True})[0] for name in "abc"]
-        for rank in ranks:
-            assert rank.join().error is None
+        finish(*ranks)
         assert sum(bool(rank.seen_of(m.LoadState)) for rank in ranks) == 2
         assert ranks[0].commits[0][2] == (0,), "who heals gives nothing"
 
@@ -67,8 +65,7 @@ def test_a_death_costs_the_others_no_step():
     with job(min_replicas=2) as made:
         a, b = (made.group(name, steps=20, together=3)[0] for name in "ab")
         victim = made.group("c", steps=20, together=3, able=dies)[0]
-        for rank in (a, b):
-            assert rank.join().error is None
+        finish(a, b)
         assert isinstance(victim.join().error, GroupEnded)
         assert died_at
         for rank in (a, b):
@@ -119,8 +116,7 @@ def test_a_dead_groups_slot_is_computed_in_the_same_step(deterministic: bool, tm
             for name in "ab"
         )
         victim = made.group("c", steps=12, together=3, able=dies, options=options)[0]
-        for rank in (a, b):
-            assert rank.join().error is None
+        finish(a, b)
         assert isinstance(victim.join().error, GroupEnded)
         for rank in (a, b):
             ledger = from_checkpoint(rank.manager.state_dict())["ledger"]
@@ -209,8 +205,7 @@ def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup
         assert isinstance(stranger.error, BadInput), stranger.error
         assert "rank 2 has another optimizer.lr than the job" in str(stranger.error)
         assert not stranger.seen_of(m.LaunchTail)
-        for rank in ranks:
-            assert rank.join().error is None
+        for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {2}
             assert len(rank.seen_of(m.AbandonGeneration)) == 1
 
@@ -231,8 +226,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
             for name in "abc"
         ]
         stranger = ranks.pop()
-        for rank in ranks:
-            assert rank.join().error is None
+        for rank in finish(*ranks):
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.status().phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
@@ -270,8 +264,7 @@ def test_ranks_of_a_group_take_the_same_way():
     with job(min_replicas=1) as made:
         a = made.group("a", size=2, steps=20, together=2)
         b = made.group("b", size=2, steps=20, together=2, at=dies)
-        for rank in a:
-            assert rank.join().error is None
+        for rank in finish(*a):
             steps = [step for step, _, _ in rank.commits]
             assert steps == list(range(steps[0], steps[-1] + 1)) and rank.commits[-1][1] == 1
         for rank in b:
@@ -290,8 +283,7 @@ def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again():
     with job(min_replicas=1) as made:
         a = made.group("a", steps=20, together=2)[0]
         b = made.group("b", steps=20, together=2, able=able)[0]
-        for rank in (a, b):
-            assert rank.join().error is None
+        finish(a, b)
         [slot] = unable
         step = next(step for step, slots in b.computed if slots == (slot,))
         [who] = [who for committed, _, who in a.commits if committed == step + 1]
@@ -417,17 +409,15 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
         a, b, c = (
             made.group(name, size=2, steps=10, together=3, **{**COMPARED, "at": at, "make": make}) for name in "abc"
         )
-        for rank in (*a, *b, *c):
-            assert rank.join().error is None
+        for rank in finish(*a, *b, *c):
             assert {size for _, size, _ in rank.commits} == {3}, "nobody went"
             told = [m.name_of(odd) for effect in rank.seen_of(m.WeightsDiffer) for odd in effect.replica_ids]
             assert told == (["a"] if rank.group_rank == 0 else [])
             assert bool(rank.seen_of(m.LoadState)) == (rank.name == "a")
             copies = copies_in(rank, members=3, interval=2)
             assert copies[0] == copies[-1] == set() and [said for said in copies if said] == [{"a"}]
-            assert wrote["a", rank.group_rank, 3] and not wrote["a", rank.group_rank, 4], (
-                "no checkpoint of wrong weights"
-            )
+            wrong = [wrote["a", rank.group_rank, step] for step in (3, 4)]
+            assert wrong[0] and not wrong[1], "no checkpoint of wrong weights"
         del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
         text = "after step 3 rank 0 of group a holds other weights than the same rank of 2 others"
         assert caplog.messages.count(text) == shown.count(("corruption", 3, text)) == 3

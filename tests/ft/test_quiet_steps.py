@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from ft.protocol import messages as m
-from tests.ft.groups import LIMIT_S, Rank, job
+from tests.ft.groups import LIMIT_S, Rank, finish, job
 
 FROM, TO = 3, 9  # committed steps between which is counted
 
@@ -51,8 +51,7 @@ def test_a_steady_step_asks_the_lighthouse_nothing(every_step: bool):
 
     with job(min_replicas=2, seen=counted.seen) as made:
         ranks = [made.group(name, steps=TO + 3, together=2, at=at, every_step=every_step)[0] for name in "ab"]
-        for rank in ranks:
-            assert rank.join().error is None
+        for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {2}
     first, last = marks
     told = {type(event) for event in counted.events[first:last]}

@@ -16,7 +16,7 @@ from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import cut
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
-from tests.ft.groups import LIMIT_S
+from tests.ft.groups import LIMIT_S, finish
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
 from training.checkpoint import ModelState
 
@@ -59,8 +59,7 @@ def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> 
     with job(min_replicas=len(names)) as made:
         rounds = SYNCS * schedule.fragments
         groups = [made.group(name, schedule, rounds, **more) for name in names]
-        for group in groups:
-            assert group.join().error is None
+        finish(*groups)
         papers = Papers(schedule, names, averages=more.get("outer") is average, quantized=bool(more.get("quantized")))
         for step in range(1, rounds + 1):
             papers.round([(slot, name_of(owner)) for slot, owner in groups[0].history[step].slots])
@@ -107,9 +106,7 @@ def test_a_death_costs_the_others_no_inner_step(place: str):
         history = {**a.history, **b.history}
         assert set(range(round_ + 1, round_ + 5)) <= history.keys(), "every round is there"
         for group in (a, b):
-            assert set(range(round_ + 2, round_ + 5)) <= group.history.keys(), (
-                "only the round of the death may be healed over"
-            )
+            assert set(range(round_ + 2, round_ + 5)) <= group.history.keys(), "more than the death's round healed over"
             assert len(group.computed) == len({number for number, _ in group.computed}), "no round was computed twice"
             for number, first in group.computed:
                 assert (first, group.manager.replica_id) in history[number + 1].slots, "its inner steps count"
@@ -152,8 +149,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
         a, b = (made.group(name, schedule, FOR_EVER, inside=inside) for name in "ab")
         assert reached.wait(LIMIT_S)
         c = made.group("c", schedule, FOR_EVER, inside=ends, finite=begins)
-        for group in (a, b, c):
-            assert group.join().error is None
+        finish(a, b, c)
         assert healed_at, "it healed inside a round of the others"
         assert c.computed and min(c.history) >= healed_at[0]
         first = min(number for number, _ in c.computed)
@@ -175,8 +171,7 @@ def test_a_window_with_a_loss_that_is_no_number_leaves_no_trace():
 
     with job(min_replicas=2) as made:
         a, b = (made.group(name, Schedule(6, fragments=2), 8, finite=finite) for name in "ab")
-        for group in (a, b):
-            assert group.join().error is None
+        finish(a, b)
         after = b.history[4]
         assert broken[0] not in {slot for slot, _ in after.slots} and len(after.slots) == 1
         for local, outer in zip(after.local, after.outer, strict=True):

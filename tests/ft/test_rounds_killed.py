@@ -20,12 +20,8 @@ from ft import LighthouseServer
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
-HARMS = {
-    "c": "kill-in-inner-steps",
-    "d": "kill-in-prepare",
-    "e": "kill-in-outer-step",
-    "f": "stop-in-inner-steps",
-}  # in this order
+# in this order
+HARMS = {"c": "kill-in-inner-steps", "d": "kill-in-prepare", "e": "kill-in-outer-step", "f": "stop-in-inner-steps"}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -104,9 +100,8 @@ def test_deaths_at_every_place_of_a_round(tmp_path: Path):
             steps = [row["step"] for row in told[name]]
             for step in set(range(steps[0], max(states) + 1)).difference(steps):
                 # it took the state after it from one that had all sums when it had not: its own were among them
-                assert any(owner.startswith(f"{name}:") for _, owner in states[step][1]), (
-                    "a survivor passed over a round"
-                )
+                owners = [owner for _, owner in states[step][1]]
+                assert any(owner.startswith(f"{name}:") for owner in owners), "a survivor passed over a round"
             computed = told[name][-1]["computed"]
             assert len({number for number, _ in computed}) == len(computed), "a survivor computed a round twice"
             for number, first in computed:

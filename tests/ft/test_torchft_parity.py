@@ -14,9 +14,9 @@ from torch.futures import Future
 
 from ft import Manager
 from ft.seam import GroupEnded, Stopped
-from tests.ft.groups import Rank
+from tests.ft.groups import Rank, finish
 from tests.ft.groups import job as driver_job
-from tests.ft.torchft_groups import LIMIT_S, Group, Sum, connect, fetch_late, job, moves
+from tests.ft.torchft_groups import LIMIT_S, Group, fetch_late, job, manager_of, moves
 
 A, B = 4.0, 16.0
 FOR_EVER = 1 << 30
@@ -29,7 +29,7 @@ FOR_EVER = 1 << 30
 def alone(min_replicas: int = 1, **arguments: Any) -> Iterator[Manager]:
     """In a job of its own, which begins with so many groups."""
     with job(min_replicas=min_replicas) as made:
-        manager = connect("alone", made.lighthouse, Sum(0.0), **arguments)
+        manager = manager_of("alone", made.lighthouse, torch.nn.Module(), **arguments)
         try:
             yield manager
         finally:
@@ -265,6 +265,5 @@ def test_a_group_of_two_ranks_comes_back():
         b = made.group("b", size=2, steps=60, together=2, at=dies)
         for rank in b:
             assert isinstance(rank.join().error, GroupEnded)
-        for rank in (*a, *again):
-            assert rank.join().error is None
+        finish(*a, *again)
         assert len(again) == 2 and all(len(rank.together_commits) == 10 for rank in again)

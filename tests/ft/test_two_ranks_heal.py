@@ -10,7 +10,7 @@ from ft.gradients import Gradients
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.rpc.clients import GroupClient
-from tests.ft.groups import LIMIT_S, Rank, Wrapped, job
+from tests.ft.groups import LIMIT_S, Rank, Wrapped, finish, job
 
 
 class Slow(Manager):
@@ -114,9 +114,7 @@ def test_a_commit_that_waits_for_another_rank_does_not_hold_up_what_was_held():
         old = made.group("a", size=2, steps=10, together=2, at=joins, make=Slow)
         while not newcomer:
             old[1].thread.join(0.01)
-        for rank in newcomer:
-            assert rank.join().error is None
+        for rank in finish(*newcomer):
             assert len(rank.seen_of(m.HoldSums)) == 1, "the second one it needed not hold"
-        for rank in old:
-            assert rank.join().error is None
+        finish(*old)
         assert [r.commits[0] for r in newcomer] == [newcomer[0].commits[0]] * 2

@@ -31,10 +31,15 @@ class Sum(nn.Module):
         return {"loss": (self.a * value).sum() + (self.b * value).sum()}
 
 
-def connect(name: str, lighthouse: str, model: nn.Module, **arguments: Any) -> Manager:
-    """torchft's Manager of a group, of one rank unless said otherwise."""
-    settings = {"min_replica_size": 1, "replica_id": name, "lighthouse_addr": lighthouse, "dies_with_group": False}
-    return Manager(ProcessGroupGloo(), model.load_state_dict, model.state_dict, **{**settings, **arguments})
+def manager_of(name: str, lighthouse: str, model: nn.Module, **arguments: Any) -> Manager:
+    """A group's, which lives on when the group's server dies."""
+    return Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        lighthouse_addr=lighthouse,
+        **{"min_replica_size": 1, "replica_id": name, "dies_with_group": False, **arguments},
+    )
 
 
 @dataclass
@@ -67,11 +72,8 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-
-        def seen(now_s: float, event: m.Event, out: m.Out) -> None:
-            self.events.append(event)
-
-        self.manager = connect(self.name, self.lighthouse, self.model, seen=seen, **self.arguments)
+        given = {"seen": lambda now_s, event, out: self.events.append(event), **self.arguments}
+        self.manager = manager_of(self.name, self.lighthouse, self.model, **given)
         self.ddp = DistributedDataParallel(self.manager, self.model) if self.wrap else self.model
         self.optimizer = Optimizer(self.manager, self.inner)
         while (before := self.manager.current_step()) < self.steps:

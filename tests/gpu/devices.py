@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -22,16 +19,6 @@ def spin(seconds: float) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def in_time(true: Callable[[], bool], limit_s: float = 60.0) -> bool:
-    """Whether it becomes true; who is slow because the machine is busy does not fail."""
-    until_s = time.monotonic() + limit_s
-    while not true():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def free_bytes() -> int:

@@ -11,7 +11,7 @@ import torch
 
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.pg_transport import PgTransport
-from ft.healing.transport import Fenced
+from ft.healing.transport import Fenced, StateSource
 from tests.gpu.devices import one_device, spin
 from tests.healing.http_world import World, heal
 from tests.healing.states import Group, equal
@@ -28,10 +28,8 @@ Heal = Callable[[Group, Group], Any]
 def over_http() -> Iterator[Heal]:
     with ExitStack() as stack:
         world = World(stack)
-        try:
-            yield lambda group, joiner: heal(world.transport("j"), joiner, world.source(group))
-        finally:
-            world.open_gates()
+        yield lambda group, joiner: heal(world.transport("j"), joiner, world.source(group))
+        world.open_gates()
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_what_was_queued_before_the_offer_is_in_it_and_what_computes_after_it_ho
         source = world.source(group)
         snapshot = joiner.snapshot()
         spun = spin(30.0)  # the forward of the step that the source goes on with
-        received = world.transport("j").fetch([_named(source)], snapshot, quorum_id=3, step=7)
+        received = world.transport("j").fetch([StateSource("a", source.address)], snapshot, quorum_id=3, step=7)
         assert not spun.query(), "healing waited for the stream that computes"
         joiner.state.load(received)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -90,9 +88,3 @@ def test_what_was_queued_before_the_offer_is_in_it_and_what_computes_after_it_ho
         assert source.fence() is Fenced.FREE
         world.open_gates()
     torch.cuda.synchronize()
-
-
-def _named(transport: Any) -> Any:
-    from ft.healing.transport import StateSource
-
-    return StateSource("a", transport.address)

@@ -20,7 +20,8 @@ from ft.process_groups.errors import Abandoned, RendezvousFailed
 from ft.process_groups.forming import Rendezvous
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import serve
-from tests.gpu.devices import free_bytes, in_time, one_device, spin
+from tests.gpu.devices import free_bytes, one_device, spin
+from tests.waiting import in_time
 
 pytestmark = [one_device, pytest.mark.timeout(300)]
 

@@ -25,9 +25,8 @@ def test_a_member_is_killed_inside_a_sum_and_the_other_goes_on_alone() -> None:
         ]
         assert all(member.first.wait(LIMIT_S) for member in members)
         members[1].kill()
-        told(
-            members[:1], "abandon", reason="the other member is gone"
-        )  # as the Manager does, when the lighthouse tells it
+        # as the Manager does, when the lighthouse tells it
+        told(members[:1], "abandon", reason="the other member is gone")
         ended = sums[0].result(LIMIT_S)
         assert "the other member is gone" in ended["error"] and ended["done"] >= 1
         assert told(members[:1], "reaped")[0]["ended"]

@@ -17,7 +17,5 @@ __all__ = ["pool"]
 def world() -> Iterator[World]:
     with ExitStack() as stack:
         world = World(stack)
-        try:
-            yield world
-        finally:
-            world.open_gates()
+        yield world
+        world.open_gates()

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from ft.rpc.access import Endpoint
 
-Spoil = Callable[
-    [int, bytes], bytes
-]  # (bytes before these, these) -> what goes on; where it is shorter, the connection ends
+# (bytes before these, these) -> what goes on; where it is shorter, the connection ends
+Spoil = Callable[[int, bytes], bytes]
 
 
 class Proxy:

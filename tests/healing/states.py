@@ -48,13 +48,8 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.dtype != other.dtype or one.shape != other.shape:
             return False
-        return (
-            one.detach()
-            .clone(memory_format=torch.contiguous_format)
-            .view(-1)
-            .view(torch.uint8)
-            .equal(other.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8))
-        )
+        plain = (x.detach().clone(memory_format=torch.contiguous_format) for x in (one, other))
+        return torch.equal(*(x.view(-1).view(torch.uint8) for x in plain))
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

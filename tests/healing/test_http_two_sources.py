@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from ft.healing.transport import Fenced, HealConfig
 from tests.healing.http_world import MIB, World, commit, heal
 from tests.healing.proxy import Spoil, as_it_is, cut, hold
 from tests.healing.states import equal, large
+from tests.waiting import in_time
 
 
 def bodies(number: int, wait: Callable[[], Any]) -> Callable[[bytes], None]:
@@ -61,8 +61,8 @@ def test_a_source_that_is_far_too_slow_is_not_waited_for(world: World, caplog: p
     proxies = [world.proxy(world.source(group, name), as_it_is, bodies(1, stalls)) for name in "ab"]
     heal(world.transport("j", config=config), joiner, *proxies)
     assert equal(joiner.loaded, group.values)
-    until(lambda: caplog.text)  # its own thread says so, which the heal does not wait for
-    assert "it sends far more slowly than the other" in caplog.text
+    # Its own thread says so, which the heal does not wait for.
+    assert in_time(lambda: "it sends far more slowly than the other" in caplog.text, 30)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,6 @@ def test_sources_with_different_states(world: World):
     assert equal(joiner.loaded, one.values)
 
 
-def until(happened: Callable[[], Any]) -> None:
-    until_s = time.monotonic() + 30
-    while not happened() and time.monotonic() < until_s:
-        time.sleep(0.01)
-
-
 def after(gate: threading.Event) -> Spoil:
     """On no connection comes anything before the gate is open."""
 
@@ -119,7 +113,7 @@ def test_sources_of_which_one_has_a_flipped_bit(world: World, flipped: str, capl
     one, other, joiner = (large(seed, chunks=24) for seed in (1, 1, 2))
     other.values["model"][flipped].view(-1).view(torch.uint8)[-2] ^= 16
     gate, errors = world.event(), lambda: [it.getMessage() for it in caplog.records if it.levelno == logging.ERROR]
-    first = world.proxy(world.source(one, "a"), as_it_is, bodies(2, lambda: until(errors)))
+    first = world.proxy(world.source(one, "a"), as_it_is, bodies(2, lambda: in_time(errors, 30)))
     late = world.proxy(world.source(other, "b"), after(gate))
     heal(world.transport("j"), joiner, first, late, progress=lambda done, total: gate.set())
     assert equal(joiner.loaded, one.values) and late.passed < MIB

@@ -44,8 +44,10 @@ class Work:
 class QueueGroup:
     """The face of a process group, in one process. spoil(tag, data): may change a message from the source, or wait."""
 
-    def __init__(self, wires: dict[str, Wire], spoil: Callable[[int, torch.Tensor], None] | None = None) -> None:
-        self._wires, self._spoil = wires, spoil or (lambda tag, data: None)
+    def __init__(
+        self, wires: dict[str, Wire], spoil: Callable[[int, torch.Tensor], None] | None = None, patience_s: float = 60.0
+    ) -> None:
+        self._wires, self._spoil, self._patience_s = wires, spoil or (lambda tag, data: None), patience_s
         self._wire: Wire | None = None
         self._left = threading.Event()
 
@@ -53,7 +55,7 @@ class QueueGroup:
         assert size == 2
         self._wire, self._rank = self._wires.setdefault(store, Wire()), rank
         try:
-            self._wire.here.wait(0.5 if self._rank else 5)
+            self._wire.here.wait(self._patience_s)
         except threading.BrokenBarrierError:
             raise RuntimeError("nobody came") from None
 
@@ -76,9 +78,7 @@ class QueueGroup:
                 sent_tag, data, told = wire.queues[rank].get(timeout=0.01)
             except queue.Empty:
                 return False
-            assert (
-                sent_tag == tag and data.numel() * data.element_size() == tensors[0].numel() * tensors[0].element_size()
-            )
+            assert sent_tag == tag and data.nbytes == tensors[0].nbytes
             tensors[0].copy_(data)
             if rank == 1:
                 self._spoil(tag, tensors[0])
@@ -96,11 +96,13 @@ class QueueGroup:
             then()
 
 
-def pair(group: Group, config: HealConfig | None = None, spoil: Any = None) -> tuple[PgTransport, PgTransport]:
+def pair(
+    group: Group, config: HealConfig | None = None, spoil: Any = None, patience_s: float = 60.0
+) -> tuple[PgTransport, PgTransport]:
     """A source with its offer, and a joiner."""
     wires: dict[str, Wire] = {}
     source = PgTransport(lambda: QueueGroup(wires), "queues/x", "a", config)
-    joiner = PgTransport(lambda: QueueGroup(wires, spoil), "queues/y", "j", config)
+    joiner = PgTransport(lambda: QueueGroup(wires, spoil, patience_s), "queues/y", "j", config)
     source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
     return source, joiner
 
@@ -140,7 +142,7 @@ def test_a_wire_that_always_flips_is_given_up():
 
 
 def test_another_step_finds_nobody():
-    source, transport = pair(large(1, chunks=2))
+    source, transport = pair(large(1, chunks=2), patience_s=0.5)
     with pytest.raises(HealFailed, match="nobody came") as failed:
         heal(source, transport, large(2, chunks=2), step=8)
     assert not failed.value.touched

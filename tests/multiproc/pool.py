@@ -67,9 +67,8 @@ class Pool:
             worker.send(_Task(file, name, args, rank, world_size, store, timeout_s))
         answers = _collect(ranks, timeout_s)
         for worker, answer in zip(ranks, answers, strict=True):
-            if (
-                not isinstance(answer, _Answer) or not answer.fit
-            ):  # died, still in there, or out of step: of no use to the next test
+            # died, still in there, or out of step: of no use to the next test
+            if not isinstance(answer, _Answer) or not answer.fit:
                 worker.stop()
                 self._workers.remove(worker)
         problems = [(rank, problem) for rank, answer in enumerate(answers) if (problem := _problem(answer))]

@@ -10,33 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.gradients import Gradients
-from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import GroupError
-from ft.process_groups.gloo import ProcessGroupGloo
 from tests.multiproc.pool import Pool
+from tests.multiproc.test_process_groups import make, server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
-_servers: list[TCPStore] = []  # of this worker; its groups may still be on their way out when a test is over
-
-
-def address() -> str:
-    """Of one store for all ranks of the run; the first serves it."""
-    port = torch.zeros((), dtype=torch.int64)
-    if dist.get_rank() == 0:
-        _servers.append(TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
-        port.fill_(_servers[-1].port)
-    dist.broadcast(port, 0)
-    return f"127.0.0.1:{int(port)}"
-
-
-def make(kind: str) -> ProcessGroup:
-    classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
-    return classes[kind](30.0, rendezvous_s=60.0, interface="lo")
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -56,10 +38,10 @@ def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool, quantized
     model = nn.Sequential(nn.Linear(256, 2048), nn.Linear(2048, 256)).to(dtype)
     gradients = Gradients(keep=keep, shared=kind == "baby_gloo", quantized=quantized, bucket_bytes=300_000)
     gradients.attach(model.parameters())
-    group, store, rank, sums = make(kind), address(), dist.get_rank(), []
+    group, store, rank, sums = make(kind, 30.0, 60.0), server(), dist.get_rank(), []
     for step in range(3):
         for attempt in range(1 + dies):
-            group.configure(f"{store}/{step}/{attempt}", rank, dist.get_world_size())
+            group.configure(f"{store}{step}/{attempt}", rank, dist.get_world_size())
             gradients.open(group, dist.get_world_size())
             if attempt == 0:
                 model.zero_grad(set_to_none=step != 1)
@@ -112,9 +94,7 @@ def test_a_step_whose_first_attempt_dies_has_the_same_bits(pool: Pool, kind: str
     assert all(answer == answers[0] for answer in answers)
     in_place, kept, died = answers[0]
     assert died == kept and len(set(kept)) == 3
-    if (
-        kind == "baby_gloo"
-    ):  # in this process a matrix is summed where it is, so biases lie in other buckets: another order of terms
+    if kind == "baby_gloo":  # in this process a matrix is summed where it is, biases in other buckets: another order
         assert in_place == kept
 
 
@@ -149,7 +129,7 @@ def sharded() -> list[tuple[int, bool]]:
     from torch.distributed.device_mesh import DeviceMesh  # with these a worker takes seconds to start
     from torch.distributed.fsdp import fully_shard
 
-    rank, store = dist.get_rank(), address()
+    rank, store = dist.get_rank(), server()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     mine, shard = divmod(rank, 2)
     torch.manual_seed(3)
@@ -163,11 +143,11 @@ def sharded() -> list[tuple[int, bool]]:
         module.set_force_sum_reduction_for_comms(True)
     gradients = Gradients(bucket_bytes=1)
     gradients.attach(model.parameters())
-    between = make("gloo")
+    between = make("gloo", 30.0, 60.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen = []
     for step in range(3):
-        between.configure(f"{store}/{shard}/{step}", mine, 2)
+        between.configure(f"{store}{shard}/{step}", mine, 2)
         counting = Counting(between)
         gradients.open(counting, 2)  # type: ignore[arg-type]
         optimizer.zero_grad(set_to_none=step != 1)
@@ -181,7 +161,7 @@ def sharded() -> list[tuple[int, bool]]:
         if step == 2:
             dist.barrier()
             between.abandon("lost", then=gradients.give_up())
-            between.configure(f"{store}/{shard}/again", mine, 2)
+            between.configure(f"{store}{shard}/again", mine, 2)
             gradients.open(between, 2)
         gradients.launch([1.0])
         assert gradients.wait() == (2.0,)
@@ -243,8 +223,5 @@ def partial_sum() -> str:
 
 def test_a_gradient_that_its_ranks_have_not_summed(pool: Pool):
     """Its owner would take one rank's part for the whole."""
-    answers = pool.run(2, partial_sum)
-    assert (
-        answers
-        == ["parameter 0 of shape (5,): a gradient that is a partial sum over ranks cannot be summed over groups"] * 2
-    )
+    text = "parameter 0 of shape (5,): a gradient that is a partial sum over ranks cannot be summed over groups"
+    assert pool.run(2, partial_sum) == [text] * 2

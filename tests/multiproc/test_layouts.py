@@ -26,9 +26,8 @@ from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import gradient_norm
 
 T, BATCH = 16, 4
-UNEVEN = llama.Config(
-    dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40
-)  # rows that 2 and 3 ranks cannot share evenly
+# rows that 2 and 3 ranks cannot share evenly
+UNEVEN = llama.Config(dim=24, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=40)
 HEADS = llama.Config(dim=24, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=40)
 GROUPED = llama.Config(dim=24, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=40)
 ALONE = ParallelismConfig()
@@ -67,10 +66,16 @@ def parallelized(case: Case) -> Parallelized:
         precision=Precision(compute=case.dtype),
         loss_chunk_tokens=case.chunk_tokens,
     )
-    mesh = build_mesh(degrees(case.parallelism, dist.get_world_size()), "cpu")
     loss = {"ours": cross_entropy_sum, "plain": plain_loss}[case.loss]
-    options: dict[str, Any] = {"local_batch_size": BATCH, "seq_len": T, "device": torch.device("cpu"), "seed": 0}
-    return parallelize(model, mesh, loss, layout, **options)
+    return on_cpu(model, layout, loss, batch=BATCH, seq_len=T)
+
+
+def on_cpu(
+    model: Any, layout: Layout, loss: Any = cross_entropy_sum, *, seed: int = 0, batch: int, seq_len: int
+) -> Parallelized:
+    """The model on all ranks there are; `batch`: of a data-parallel rank."""
+    mesh, cpu = build_mesh(degrees(layout.parallelism, dist.get_world_size()), "cpu"), torch.device("cpu")
+    return parallelize(model, mesh, loss, layout, local_batch_size=batch, seq_len=seq_len, device=cpu, seed=seed)
 
 
 def step(case: Case) -> dict[str, Any]:

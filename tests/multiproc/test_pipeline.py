@@ -14,10 +14,10 @@ from torch import Tensor
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout, Precision
-from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import parallelize
+from parallelisms.mesh import ParallelismConfig, degrees
 from parallelisms.pipeline_schedule import cell_text, table
 from tests.multiproc.pool import Pool
+from tests.multiproc.test_layouts import on_cpu
 from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import gradient_norm
 
@@ -77,16 +77,8 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     checkpointing = ActivationCheckpointConfig(mode=setting.pop("activation_checkpoint", "none"))
     config = ParallelismConfig(**setting)
     where = degrees(config, dist.get_world_size())
-    parallel = parallelize(
-        build(),
-        build_mesh(where, "cpu"),
-        cross_entropy_sum,
-        Layout(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype)),
-        local_batch_size=BATCH,
-        seq_len=T,
-        device=torch.device("cpu"),
-        seed=0,
-    )
+    layout = Layout(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
+    parallel = on_cpu(build(), layout, batch=BATCH, seq_len=T)
     coordinate, n_sequences = where.coordinate(dist.get_rank()), BATCH * where.data_parallel
     rows = slice(coordinate.dp_rank * BATCH, (coordinate.dp_rank + 1) * BATCH)
     loss, looks = torch.zeros(()), []

@@ -42,16 +42,8 @@ pytestmark = [
 ]
 
 GPUS = torch.cuda.device_count()
-KINDS = [
-    "gloo",
-    "baby_gloo",
-    pytest.param(
-        "nccl", marks=pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
-    ),
-    pytest.param(
-        "baby_nccl", marks=pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
-    ),
-]
+enough_gpus = pytest.mark.skipif(GPUS < 3, reason=f"NCCL needs a GPU per rank; there are {GPUS} of 3")
+KINDS = ["gloo", "baby_gloo", *(pytest.param(kind, marks=enough_gpus) for kind in ("nccl", "baby_nccl"))]
 SIZE = 3
 LIMIT_S = 300.0  # for a whole run: who is slow because the machine is busy does not fail
 _servers: list[TCPStore] = []  # of this worker; its groups may still be on their way out when a test is over
@@ -241,9 +233,8 @@ def torchs_ways(kind: str) -> None:
     assert funcol.wait_tensor(funcol.all_gather_tensor(ours, 0, group))[:2].eq(1 if group.size() > 1 else 0).all()
 
     mesh = DeviceMesh.from_group(group, to)
-    assert (
-        mesh.size() == 1 and mesh.get_group() is group
-    )  # torch knows it as a group of one, whatever its size is today
+    # torch knows it as a group of one, whatever its size is today
+    assert mesh.size() == 1 and mesh.get_group() is group
     dist.all_reduce(value, group=mesh.get_group())
     assert value.eq(54).all()
 

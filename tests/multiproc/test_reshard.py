@@ -18,14 +18,13 @@ from ft import SoloManager
 from models import llama
 from models.init import draw
 from parallelisms.layout import Layout
-from parallelisms.mesh import MeshCoordinate, ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import parallelize
+from parallelisms.mesh import MeshCoordinate, ParallelismConfig, degrees
 from tests.multiproc.pool import Pool
-from tests.unit.checkpoint_job import Lines
+from tests.multiproc.test_layouts import on_cpu
+from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_dcp import Streamed
 from training.config import TrainingConfig
-from training.loss import cross_entropy_sum
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress
 
@@ -95,16 +94,8 @@ class Run:
         self.degrees = degrees(parallelism, dist.get_world_size())
         self.coordinate = self.degrees.coordinate(dist.get_rank())
         self.rows = BATCH // self.degrees.data_parallel
-        self.model = parallelize(
-            meta_model(vocab_size, n_layers),
-            build_mesh(self.degrees, "cpu"),
-            cross_entropy_sum,
-            Layout(parallelism),
-            local_batch_size=self.rows,
-            seq_len=T,
-            device=torch.device("cpu"),
-            seed=NOT_LOADED,
-        )
+        model = meta_model(vocab_size, n_layers)
+        self.model = on_cpu(model, Layout(parallelism), seed=NOT_LOADED, batch=self.rows, seq_len=T)
         self.optimizer = build_optimizer(OPTIMIZER, self.model.parts)
         parameters = [p for part in self.model.parts for p in part.parameters()]
         flat, unclipped = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), TrainingConfig(max_norm=0.0)

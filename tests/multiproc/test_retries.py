@@ -23,11 +23,12 @@ from ft.protocol import messages as m
 from ft.rpc.access import Access
 from models import llama
 from parallelisms.layout import Layout, Precision
-from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
-from parallelisms.parallelize import Parallelized, parallelize
+from parallelisms.mesh import ParallelismConfig
+from parallelisms.parallelize import Parallelized
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_gradients import address, digest
-from training.loss import cross_entropy_sum
+from tests.multiproc.test_gradients import digest
+from tests.multiproc.test_layouts import on_cpu
+from tests.multiproc.test_process_groups import server
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
 
@@ -81,9 +82,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
                 before = between.count
                 forward_backward(manager, parallel, slot)
                 seen.sent.append(between.count - before)
-            if (
-                failures
-            ):  # a rank that hears of a failure before it has computed gives its slots back: not the case meant here
+            if failures:  # a rank that heard of one before it has computed would give its slots back: another case
                 all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
             fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
@@ -98,7 +97,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
 
 def join_group() -> tuple[str, int, PrefixStore]:
     """This worker's default group becomes that of its replica group alone, as a launcher would have made it."""
-    rank, (host, _, port) = dist.get_rank(), address().partition(":")
+    rank, (host, _, port) = dist.get_rank(), server().rstrip("/").partition(":")
     dist.destroy_process_group()
     name, group_rank = "ab"[rank // 2], rank % 2
     store = PrefixStore(name, TCPStore(host, int(port), None, False, wait_for_workers=False))
@@ -117,16 +116,7 @@ def pipeline(schedule: str) -> Parallelized:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
-    return parallelize(
-        model,
-        build_mesh(degrees(config, 2), "cpu"),
-        cross_entropy_sum,
-        Layout(config, precision=BF16),
-        local_batch_size=BATCH,
-        seq_len=T,
-        device=torch.device("cpu"),
-        seed=0,
-    )
+    return on_cpu(model, Layout(config, precision=BF16), batch=BATCH, seq_len=T)
 
 
 def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> None:

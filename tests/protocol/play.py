@@ -52,11 +52,7 @@ def show(value: Any) -> str:
     """An effect, or what is in it: its name and the fields that differ from their defaults."""
     if isinstance(value, m.Persist):
         of = value.saved.quorum.quorum_id if value.saved.quorum else "no quorum"
-        last_id = (
-            ""
-            if value.saved.quorum and value.saved.quorum.quorum_id == value.saved.last_id
-            else f", last_id={value.saved.last_id}"
-        )
+        last_id = "" if of == value.saved.last_id else f", last_id={value.saved.last_id}"
         return f"Persist {of}{last_id}, settled={value.saved.settled}"
     if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
         return f"Answer all {show(value.quorum)}"
@@ -85,11 +81,8 @@ def show(value: Any) -> str:
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         ordinary = isinstance(value, (Member, m.RankCall, m.Vote)) and given == ORDINARY.get(field.name, field.default)
-        if (
-            ordinary
-            or (field.default is not dataclasses.MISSING and given == field.default)
-            or (isinstance(value, Member) and given == "")
-        ):
+        default = field.default is not dataclasses.MISSING and given == field.default
+        if ordinary or default or (isinstance(value, Member) and given == ""):
             continue
         text = show(given)
         if field.name in INLINE:
@@ -274,11 +267,8 @@ class LighthousePlayer(Player):
 
     def state(self) -> tuple[str, ...]:
         q = self.machine.quorum
-        known = (
-            f"{q.quorum_id} {''.join(member.name for member in q.members)}"
-            if q and q.quorum_id != self.answered
-            else ""
-        )
+        is_news = q and q.quorum_id != self.answered
+        known = f"{q.quorum_id} {''.join(member.name for member in q.members)}" if is_news else ""
         reason = self.machine.reason
         for text, short in SHORT.items():
             reason = reason.replace(text, short)
@@ -356,9 +346,8 @@ class RankPlayer(Player):
     def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
         super().__init__()
         self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
-        self.keys: dict[
-            str, tuple[int, int, int]
-        ] = {}  # quorum_id, attempt, step of the newest vote of each kind, and sums
+        # quorum_id, attempt, step of the newest vote of each kind, and sums
+        self.keys: dict[str, tuple[int, int, int]] = {}
 
     def say(self, event: m.Event) -> list[m.Effect]:
         effects = super().say(event)

@@ -1,4 +1,4 @@
-"""The fixtures that bring torchft, for the whole session; see peer.py."""
+"""A lighthouse of two groups; and the fixtures that bring torchft, for the whole session: see peer.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ft import LighthouseServer
 from tests.rpc.peer import Peer, Unavailable, install
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
+    yield server
+    server.shutdown()
 
 
 @pytest.fixture(scope="session")

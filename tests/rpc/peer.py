@@ -71,10 +71,9 @@ def _fill(folder: Path, pins: Sequence[str]) -> None:
         target = Path(temporary, "new")
         pip = [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
         sources = ["--no-compile", "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
+        command = [*pip, *sources, "--target", target, *pins]
         try:
-            done = subprocess.run(
-                [*pip, *sources, "--target", target, *pins], capture_output=True, text=True, timeout=INSTALL_S
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
         except subprocess.TimeoutExpired:
             raise Unavailable(f"pip took longer than {INSTALL_S:g} s") from None
         if done.returncode:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -30,7 +31,8 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import Link
 from ft.rpc.serving import CallRefused
-from tests.rpc.wire import ROOT, WAIT_S, Wire
+from tests.counting import counting
+from tests.rpc.wire import ROOT, WAIT_S, Wire, refused
 
 RANKS = 2
 R = TypeVar("R")
@@ -81,24 +83,16 @@ def quorum(*teams: Team, known: int = 0, failed: bool = False) -> list[Any]:
     return together(*(ask(team, rank) for team in teams for rank in range(RANKS)))
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10)
-    yield server
-    server.shutdown()
+def service_and_end(size: int = 1, **config: Any) -> tuple[GroupService, asyncio.Future[str]]:
+    """A group's, in this process and of no lighthouse; and why it ends."""
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    return GroupService(GroupConfig("a:1", size, **config), "http://127.0.0.1:1", Access(), ended.set_result), ended
 
 
 @pytest.fixture
 def team(lighthouse: LighthouseServer) -> Iterator[Callable[..., Team]]:
-    teams: list[Team] = []
-
-    def build(name: str, **settings: Any) -> Team:
-        teams.append(Team(lighthouse.address(), name, **settings))
-        return teams[-1]
-
-    yield build
-    for one in teams:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(closing(Team(lighthouse.address(), name, **settings)))
 
 
 def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
@@ -229,9 +223,8 @@ def test_a_report_that_the_lighthouse_would_refuse_is_refused_here(
     wire = Wire(team("a").server.address)
     up = [pharos_pb2.RankUp(hello=pharos_pb2.RankHello(group_rank=1)), pharos_pb2.RankUp(report=report)]
     call = wire.channel.stream_stream("/pharos.Group/Watch")(iter([one.SerializeToString() for one in up]))
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in caught.value.details()
+    code, reason = refused(lambda: list(call))
+    assert code == "INVALID_ARGUMENT" and said in reason
     wire.close()
 
 
@@ -239,8 +232,7 @@ def test_a_fault_of_ours_ends_the_group_and_is_said(caplog: pytest.LogCaptureFix
     """In whatever task: one that died unseen would leave ranks waiting for ever."""
 
     async def story() -> None:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service, ended = service_and_end()
 
         async def fails() -> None:
             raise KeyError("no such key")
@@ -257,7 +249,7 @@ def test_a_late_vote_fails_no_call_for_a_quorum():
     """Of the same rank: what is refused is the vote."""
 
     async def story() -> None:
-        service = GroupService(GroupConfig("a:1", 2), "http://127.0.0.1:1", Access(), lambda why: None)
+        service, _ = service_and_end(2)
         call = asyncio.ensure_future(service.ask((0, None), m.RankCall(0, m.Member(""))))
         await asyncio.sleep(0)
         late = m.Vote(0, "commit", 9, 0, 0, "yes")
@@ -385,8 +377,7 @@ def test_an_operators_orders():
     told in answer that it is lost, it would return under a new id, and the others form a quorum with what is about to die."""
 
     async def story() -> tuple[list[signal.Signals], str, str]:
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        service = GroupService(GroupConfig("a:1", 1), "http://127.0.0.1:1", Access(), ended.set_result)
+        service, ended = service_and_end()
         sent: list[signal.Signals] = []
 
         trainer: Any = SimpleNamespace(send=sent.append)
@@ -469,8 +460,7 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
 
     async def beats() -> int:
         looks, beaten = iter([True] * 5), asyncio.Event()
-        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=m.Times(beat_s=3600.0))
-        service = GroupService(config, "http://127.0.0.1:1", Access(), lambda why: None)
+        service, _ = service_and_end(times=m.Times(beat_s=3600.0))
 
         async def send(report: object) -> None:
             beaten.set()
@@ -490,11 +480,7 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
     """It waits for a file server that is away; the server is its child and would beat for as long."""
 
     async def ends() -> str:
-        over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        times = m.Times(beat_s=0.01, heartbeat_timeout_s=0.05)
-        config = GroupConfig("a:1", 1, "http://127.0.0.1:1", "store:1", times=times)
-        service = GroupService(config, "http://127.0.0.1:1", Access(), over.set_result)
-
+        service, over = service_and_end(times=m.Times(beat_s=0.01, heartbeat_timeout_s=0.05))
         trainer: Any = SimpleNamespace(is_stopped=lambda: False, is_dying=lambda: True)
         service.processes[0] = trainer
         service.start()
@@ -585,18 +571,12 @@ def test_a_report_costs_the_same_however_many_ranks_there_are():
     """Counted: the calls that are made to take one in."""
 
     def calls(size: int) -> int:
-        ranks, count = RankReports(size), 0
+        ranks = RankReports(size)
         for rank in range(size):
             ranks.hear(rank, pharos_pb2.Report(waiting=True))
-
-        def profile(frame: object, event: str, _: object) -> None:
-            nonlocal count
-            count += event in ("call", "c_call")
-
-        sys.setprofile(profile)
-        ranks.hear(1, pharos_pb2.Report(waiting=False))
-        assert not ranks.waiting
-        sys.setprofile(None)
-        return count
+        with counting() as seen:
+            ranks.hear(1, pharos_pb2.Report(waiting=False))
+            assert not ranks.waiting
+        return seen[""]
 
     assert calls(2) == calls(64)

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from ft import LighthouseClient, LighthouseServer
@@ -28,12 +28,12 @@ from tests.rpc.wire import (
     OURS,
     QUORUM,
     ROOT,
-    TOKEN,
     WAIT_S,
     Stream,
     Wire,
     pharos_call,
     quorum_of,
+    refused,
     torchft_call,
 )
 
@@ -45,12 +45,11 @@ class House:
     """A lighthouse and connections to it, closed together."""
 
     def __init__(self, **options: Any) -> None:
-        self.token = options.get("token", "")
         self.server = LighthouseServer("127.0.0.1:0", **{"min_replicas": 1, "quorum_tick_ms": 10, **options})
         self._wires: list[Wire] = []
 
-    def wire(self, token: str | None = None) -> Wire:
-        self._wires.append(Wire(self.server.address(), self.token if token is None else token))
+    def wire(self) -> Wire:
+        self._wires.append(Wire(self.server.address()))
         return self._wires[-1]
 
     def close(self) -> None:
@@ -61,15 +60,8 @@ class House:
 
 @pytest.fixture
 def house() -> Iterator[Any]:
-    houses: list[House] = []
-
-    def build(**options: Any) -> House:
-        houses.append(House(**options))
-        return houses[-1]
-
-    yield build
-    for one in houses:
-        one.close()
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(closing(House(**options)))
 
 
 # ------------------------------------------------------------------------------------------------ torchft's wire
@@ -258,12 +250,10 @@ def test_an_absurd_claim_is_refused_with_its_reason(shared: House, path: str, da
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[House]:
-    one = House()
-    yield one
-    one.close()
+    with closing(House()) as one:
+        yield one
 
 
-PATHS = (QUORUM, HEARTBEAT, OURS, *(f"/pharos.Lighthouse/{name}" for name in ("Leave", "Evict", "TakeOver")))
 UP = pharos_pb2.Up
 
 
@@ -286,31 +276,12 @@ UP = pharos_pb2.Up
 )
 def test_a_stream_of_nonsense_ends_with_the_reason(shared: House, sent: list[Any], said: str):
     data = [one if isinstance(one, bytes) else one.SerializeToString() for one in sent]
-    with pytest.raises(grpc.RpcError) as caught:
-        list(shared.wire().channel.stream_stream("/pharos.Lighthouse/Watch")(iter(data), timeout=WAIT_S))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and said in caught.value.details()
-
-
-def test_too_much_is_not_even_read(shared: House):
-    wire = shared.wire()
-    assert wire.code(QUORUM, b"\x00" * (17 << 20))[0] == "RESOURCE_EXHAUSTED"
-    wire.metadata = (("x-large", "x" * 100_000),)
-    assert wire.code(HEARTBEAT, b"\x0a\x01z")[0] in {"RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL"}
+    call = shared.wire().channel.stream_stream("/pharos.Lighthouse/Watch")(iter(data), timeout=WAIT_S)
+    code, reason = refused(lambda: list(call))
+    assert code == "INVALID_ARGUMENT" and said in reason
 
 
 # ------------------------------------------------------------------------------------------------ who may speak
-
-
-@pytest.mark.parametrize("token", ["", "0123456789abcdeX", "0123456789abcde"])
-def test_without_the_token_nothing_is_served(house: Any, token: str):
-    one = house(token=TOKEN)
-    wire = one.wire(token)
-    for path in PATHS:
-        assert wire.code(path, torchft_call("a"))[0] == "UNAUTHENTICATED", path
-    with pytest.raises(grpc.RpcError) as caught:
-        list(Stream(wire, "a:1").call)
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert one.wire().torchft("a").quorum_id == 1
 
 
 def test_without_a_token_only_this_machine_reaches_it():

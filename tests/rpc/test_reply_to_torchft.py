@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from ft.compat.group import torchft_reply
 from ft.protocol.messages import Member, Quorum
 from tests.protocol.test_plan import quorum
@@ -33,13 +31,8 @@ def test_peer_recovery_of_five_with_an_offset_by_rank():
     sources = [[torchft_reply(five, f"{name}:1", rank).recover_src_replica_rank for name in "ace"] for rank in (0, 1)]
     assert sources == [[1, 3, 1], [3, 1, 3]]
     b = torchft_reply(five, "b:1", 0)
-    assert (b.heal, tuple(b.recover_dst_replica_ranks), b.max_step, b.max_replica_rank, b.max_world_size) == (
-        False,
-        (0, 4),
-        1,
-        0,
-        2,
-    )
+    assert not b.heal and tuple(b.recover_dst_replica_ranks) == (0, 4)
+    assert (b.max_step, b.max_replica_rank, b.max_world_size) == (1, 0, 2)
     assert tuple(torchft_reply(five, "d:1", 1).recover_dst_replica_ranks) == (0, 4)
     assert optional(torchft_reply(five, "a:1", 0), "max_replica_rank") is None
 
@@ -56,8 +49,3 @@ def test_peer_commit_failures_and_handles():
     reply = torchft_reply(Quorum(1, members), "a:1", 1)
     assert reply.commit_failures == 2
     assert (list(reply.replica_ids), list(reply.reconfigure_handles)) == (["a:1", "b:1"], ["a1", "b1"])
-
-
-def test_peer_group_not_in_the_quorum():
-    with pytest.raises(KeyError, match="z:1 is not in quorum 1"):
-        torchft_reply(quorum(0, 0), "z:1", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -22,21 +23,17 @@ def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
         if len(rank.together_commits) == 3:
             rank.kill()
 
-    with peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000) as address:
-        job = Job(address)
-        try:
-            options = {"init_sync": True}
-            a = job.group("a", steps=12, together=2, every_step=True, options=options)[0]
-            b = job.group("b", steps=12, together=2, every_step=True, options=options, at=dies)[0]
-            assert isinstance(b.join().error, GroupEnded)
-            assert a.join().error is None
-            assert a.commits[-1][1] == 1
-            a = job.group("a", steps=4, together=2, every_step=True, options=options)[0]
-            b = job.group("b", steps=4, together=2, every_step=True, options=options)[0]
-            assert a.join().error is None and b.join().error is None
-            assert a.seen_of(m.LoadState) or b.seen_of(m.LoadState)
-        finally:
-            job.close()
+    same: dict[str, Any] = {"together": 2, "every_step": True, "options": {"init_sync": True}}
+    lighthouse = peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000)
+    with lighthouse as address, closing(Job(address)) as job:
+        a = job.group("a", steps=12, **same)[0]
+        b = job.group("b", steps=12, at=dies, **same)[0]
+        assert isinstance(b.join().error, GroupEnded)
+        assert a.join().error is None
+        assert a.commits[-1][1] == 1
+        a, b = (job.group(name, steps=4, **same)[0] for name in "ab")
+        assert a.join().error is None and b.join().error is None
+        assert a.seen_of(m.LoadState) or b.seen_of(m.LoadState)
 
 
 def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):

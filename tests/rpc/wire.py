@@ -39,12 +39,7 @@ class Wire:
         return self.channel.unary_unary(path).future(data, timeout=timeout_s, metadata=self.metadata)  # type: ignore[no-any-return]
 
     def code(self, path: str, data: bytes, timeout_s: float = WAIT_S) -> tuple[str, str]:
-        """Of a call that is refused: its status and reason."""
-        try:
-            self.send(path, data, timeout_s)
-        except grpc.RpcError as error:
-            return error.code().name, error.details()  # type: ignore[attr-defined]
-        return "OK", ""
+        return refused(lambda: self.send(path, data, timeout_s))
 
     def torchft(self, replica_id: str, timeout_s: float = WAIT_S, **member: Any) -> torchft_pb2.Quorum:
         data = self.send("/torchft.LighthouseService/Quorum", torchft_call(replica_id, **member), timeout_s)
@@ -93,6 +88,15 @@ class Stream:
 
     def close(self) -> None:
         self._up.put(None)
+
+
+def refused(do: Callable[[], object]) -> tuple[str, str]:
+    """Its status and reason."""
+    try:
+        do()
+    except grpc.RpcError as error:
+        return error.code().name, error.details()  # type: ignore[attr-defined]
+    return "OK", ""
 
 
 def torchft_call(replica_id: str, **member: Any) -> bytes:

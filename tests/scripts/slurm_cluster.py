@@ -209,12 +209,8 @@ def _fill(cache: Path) -> None:
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         folder = Path(temporary)
         (folder / "lists").mkdir()
-        places = (
-            f"Dir::State::Lists={folder / 'lists'}",
-            f"Dir::Cache={folder}",
-            "Debug::NoLocking=1",
-            "APT::Sandbox::User=",
-        )
+        places = [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder}"]
+        places += ["Debug::NoLocking=1", "APT::Sandbox::User="]
         options = [word for place in places for word in ("-o", place)]
         _apt(folder, *options, "update")
         plan = _apt(folder, *options, "install", "--simulate", "--no-install-recommends", *PACKAGES)

@@ -57,9 +57,8 @@ def test_a_hole_that_is_filled_later(tmp_path: Path):
     )
     exact = "exact: 92 sequences in 9 steps by 3 groups in 4 lives; every position from 0 to 91 was trained on once\n"
     assert samples(tmp_path, B_DIES) == (0, f"{table}\n{exact}", "")
-    assert samples(tmp_path, B_DIES, tail='{"step": 8, "slo') == (0, f"{table}\n{exact}", ""), (
-        "a line that is being written"
-    )
+    being_written = '{"step": 8, "slo'
+    assert samples(tmp_path, B_DIES, tail=being_written) == (0, f"{table}\n{exact}", "")
 
 
 def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):

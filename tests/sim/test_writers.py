@@ -16,7 +16,8 @@ import pytest
 
 from tests.sim import writers
 from training import checkpoint, checkpoint_files, saver, scribe
-from training import metrics_writer as relay
+from training.checkpoint import Checkpointer
+from training.metrics_writer import LeaderMetricsWriter as MetricsWriter
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
 SEEN = (
@@ -62,19 +63,10 @@ def test_one_seed_is_one_run(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------ planted bugs
 
 
-def finishes_without_a_look(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint.Checkpointer, "has", lambda self, step: True)
+# Each makes of a function another one.
 
 
-def tries_no_more(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint, "RETRY_S", float("inf"))
-
-
-def makes_up_for_nobody(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checkpoint.Checkpointer, "_find_newest", lambda self: None)
-
-
-def names_it_before_its_manifest(patch: pytest.MonkeyPatch) -> None:
+def names_it_before_its_manifest(real: Any) -> Any:
     def publish(folder: Path, manifest: checkpoint_files.Manifest, name: str = "") -> Path:
         final = checkpoint_files.step_folder(folder, manifest.step)
         (folder / f"step-{manifest.step}.partial{name}").rename(final)
@@ -82,110 +74,86 @@ def names_it_before_its_manifest(patch: pytest.MonkeyPatch) -> None:
             stream.write(manifest.to_json())
         return final
 
-    patch.setattr(checkpoint_files, "publish", publish)
+    return publish
 
 
-def makes_room_first(patch: pytest.MonkeyPatch) -> None:
-    real = checkpoint_files.begin
-
+def makes_room_first(real: Any) -> Any:
     def begin(folder: Path, step: int, name: str = "") -> Path:
         for older in checkpoint_files.list_steps(folder):
             shutil.rmtree(checkpoint_files.step_folder(folder, older))
         return real(folder, step, name)
 
-    patch.setattr(checkpoint_files, "begin", begin)
+    return begin
 
 
-def drops_rows(patch: pytest.MonkeyPatch) -> None:
-    real = scribe.Scribe.serve
-
+def drops_rows(real: Any) -> Any:
     def serve(self: scribe.Scribe, name: str, do: Any, *args: Any) -> None:
         def drops() -> None:
             try:
                 do()
             except OSError:
-                do.__self__.load_state_dict(
-                    do.__self__.state_dict()
-                )  # rows that came with a state are another's to write
+                metrics = do.__self__
+                metrics.load_state_dict(metrics.state_dict())  # rows that came with a state are another's to write
                 raise
 
         real(self, name, drops, *args)
 
-    patch.setattr(scribe.Scribe, "serve", serve)
+    return serve
 
 
-def raises_into_the_loop(patch: pytest.MonkeyPatch) -> None:
+def raises_into_the_loop(real: Any) -> Any:
     def save(self: saver.Saver) -> None:
         if self._manager.writes:
             with self._progress.phase("checkpoint"):
                 self.write()
 
-    patch.setattr(saver.Saver, "save", save)
+    return save
 
 
-def looks_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(writers.Trainer, "in_thread", lambda self, work: work())
-
-
-def settles_nothing_anew(patch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.Checkpointer.agree
-
-    def agree(self: checkpoint.Checkpointer, *args: Any) -> Any:
-        found = real(self, *args)
-        return "wait" if found == "regroup" else found
-
-    patch.setattr(checkpoint.Checkpointer, "agree", agree)
-
-
-def hears_by_rows_only(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(relay.LeaderMetricsWriter, "_check_role", lambda self: None)
-
-
-def syncs_each_kind(patch: pytest.MonkeyPatch) -> None:
-    sync = relay.LeaderMetricsWriter.sync
-
-    def each(self: relay.LeaderMetricsWriter) -> None:
-        for _ in ("journals", "records"):
-            sync(self)
-
-    patch.setattr(relay.LeaderMetricsWriter, "sync", each)
-
-
-def acquires_in_the_step(patch: pytest.MonkeyPatch) -> None:
-    real = checkpoint.Checkpointer.save
-
+def acquires_in_the_step(real: Any) -> Any:
     def save(self: checkpoint.Checkpointer, *args: Any, **named: Any) -> float:
         self._lease.acquire()
         return real(self, *args, **named)
 
-    patch.setattr(checkpoint.Checkpointer, "save", save)
+    return save
+
+
+def instead_of_regrouping_waits(real: Any) -> Any:
+    return lambda self, *args: "wait" if (found := real(self, *args)) == "regroup" else found
 
 
 class Bug(NamedTuple):
-    plant: Callable[[pytest.MonkeyPatch], None]
+    where: Any
+    name: str
+    planted: Callable[[Any], Any]
     seed: int
     found: str
 
 
-BUGS = (
-    Bug(finishes_without_a_look, 0, "has finished, and step"),
-    Bug(tries_no_more, 135, "a save was due"),
-    Bug(makes_up_for_nobody, 56, "a save was due"),
-    Bug(names_it_before_its_manifest, 3, "is torn"),
-    Bug(makes_room_first, 5, "is gone"),
-    Bug(drops_rows, 45, "steps are committed"),
-    Bug(raises_into_the_loop, 62, "ends in its loop"),
-    Bug(looks_in_the_step, 0, "in the step's own thread"),
-    Bug(settles_nothing_anew, 6, "not over after"),
-    Bug(hears_by_rows_only, 11, "steps are committed"),
-    Bug(syncs_each_kind, 67, "held up the step"),
-    Bug(acquires_in_the_step, 67, "held up the step"),
-)
+BUGS = {
+    "finishes without a look": Bug(Checkpointer, "has", lambda _: lambda self, step: True, 0, "has finished, and step"),
+    "tries no more": Bug(checkpoint, "RETRY_S", lambda _: float("inf"), 135, "a save was due"),
+    "makes up for nobody": Bug(Checkpointer, "_find_newest", lambda _: lambda self: None, 56, "a save was due"),
+    "names it too early": Bug(checkpoint_files, "publish", names_it_before_its_manifest, 3, "is torn"),
+    "makes room first": Bug(checkpoint_files, "begin", makes_room_first, 5, "is gone"),
+    "drops rows": Bug(scribe.Scribe, "serve", drops_rows, 45, "steps are committed"),
+    "raises into the loop": Bug(saver.Saver, "save", raises_into_the_loop, 62, "ends in its loop"),
+    "looks in the step": Bug(
+        writers.Trainer, "in_thread", lambda _: lambda self, work: work(), 0, "in the step's own thread"
+    ),
+    "settles nothing anew": Bug(Checkpointer, "agree", instead_of_regrouping_waits, 6, "not over after"),
+    "hears by rows only": Bug(MetricsWriter, "_check_role", lambda _: lambda self: None, 11, "steps are committed"),
+    "syncs each kind": Bug(
+        MetricsWriter, "sync", lambda real: lambda self: (real(self), real(self)), 67, "held up the step"
+    ),
+    "acquires in the step": Bug(Checkpointer, "save", acquires_in_the_step, 67, "held up the step"),
+}
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.plant.__name__)
-def test_the_bug_is_found(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", BUGS)
+def test_the_bug_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bug = BUGS[name]
     with monkeypatch.context() as patch:
-        bug.plant(patch)
+        patch.setattr(bug.where, bug.name, bug.planted(getattr(bug.where, bug.name)))
         assert bug.found in writers.play(bug.seed, tmp_path).failure
     assert not writers.play(bug.seed, tmp_path).failure  # it is the bug that was found

@@ -29,7 +29,7 @@ import torch
 import train
 from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
-from tests.unit.checkpoint_job import Lines
+from tests.unit.fakes import Lines
 from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
 from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
 from training.metrics_writer import SYNC_S, LeaderMetricsWriter
@@ -69,16 +69,16 @@ class Plan:
         self.rows_kept = rng.choice((6, 100))  # by a relay; fewer than a job has, in half of them
 
     def fails(self, since: str) -> Plan:
-        at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
-        long_s, whom = self.rng.choice((5.0, 30.0, 60.0, 200.0)), self.rng.choice(WHO)
-        self.outages.append((since, at_s, long_s, whom, self.rng.choice(ERRORS), 0.0))
+        self.outages.append((*self.outage(since, 5.0, 30.0, 60.0, 200.0), self.rng.choice(ERRORS), 0.0))
         return self
 
     def is_slow(self, since: str) -> Plan:
-        at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
-        long_s, whom = self.rng.choice((10.0, 30.0, 120.0)), self.rng.choice(WHO)
-        self.outages.append((since, at_s, long_s, whom, 0, self.rng.choice((0.5, 3.0, 20.0))))
+        self.outages.append((*self.outage(since, 10.0, 30.0, 120.0), 0, self.rng.choice((0.5, 3.0, 20.0))))
         return self
+
+    def outage(self, since: str, *long_s: float) -> tuple[str, float, float, str]:
+        at_s = self.rng.uniform(0, self.whole_s if since == "the start" else 3.0)
+        return since, at_s, self.rng.choice(long_s), self.rng.choice(WHO)
 
     def dies(self, *where: str) -> Plan:
         """At one of these places."""
@@ -253,14 +253,11 @@ def weights(history: list[str]) -> torch.Tensor:
 
 
 class Nothing:
-    def step(self, step: int) -> None:
-        pass
+    def step(self, step: int) -> None: ...
 
-    def step_done(self) -> None:
-        pass
+    def step_done(self) -> None: ...
 
-    def print_estimate(self, step: int) -> None:
-        pass
+    def print_estimate(self, step: int) -> None: ...
 
 
 class Figures(Nothing):
@@ -404,16 +401,10 @@ class Trainer(train.Run):
 
     def close(self) -> None:
         """As main() closes what it has opened, last first."""
-        closing: list[Callable[[], None]] = [
-            self.meter.close,
-            self.checkpointer.close,
-            self.manager.close,
-            self.scribe.close,
-        ]
         failure = None
-        for close in closing:
+        for opened in (self.meter, self.checkpointer, self.manager, self.scribe):
             try:
-                close()
+                opened.close()
             except (CheckpointFailed, OSError) as error:  # noqa: PERF203 (the others are closed all the same)
                 failure = error
         if failure is not None:
@@ -446,10 +437,13 @@ class Saves(Saver):
         began_s, saving = self.job.baton.now_s, self.trainer.checkpointer.saving
         joins = saving is not None and not saving.done()
         super().save()
-        self.job.held_up(self.group, self.job.baton.now_s - began_s, joins=joins)
+        if self.job.plan.async_mode == "async" and not joins:
+            took_s = self.job.baton.now_s - began_s
+            self.job.must(took_s <= SYNC_S, f"{self.group.name}: a save held up the step for {took_s:.1f} s")
 
     def save_last(self, asked: Callable[[], bool]) -> None:
-        self.job.end_begins(self.group)
+        self.job.say(f"{self.group.name} is at its end")
+        self.job.happens("the end")
         super().save_last(asked)
 
 
@@ -555,19 +549,23 @@ class Job:
         self.changed.notify_all()
 
     def leaves(self, group: Group, *, clean: bool, finished: bool) -> None:
+        part = group.manager.part
+        if part is not None and finished:
+            part.released |= part.withheld
+            part.withheld = set()
+            for member in part.members:
+                member.manager.finished = True
+        self.is_gone(group, lost=not clean or not finished)
+
+    def is_gone(self, group: Group, *, lost: bool = True) -> None:
+        """And all know it."""
         self.known.discard(group)
         self.asking.discard(group)
         self.disturbed_s = self.baton.now_s
-        part = group.manager.part
-        if part is not None:
-            part.due = True
-            if finished:
-                part.released |= part.withheld
-                part.withheld = set()
-                for member in part.members:
-                    member.manager.finished = True
-            if not clean or not finished:
-                part.lost.add(group)
+        if group.manager.part is not None:
+            group.manager.part.due = True
+            if lost:
+                group.manager.part.lost.add(group)
         self.form()
         self.changed.notify_all()
 
@@ -579,18 +577,8 @@ class Job:
         self.alive.discard(group)
         self.disturbed_s = self.baton.now_s
         self.look_at_folders()
-
-        def is_known() -> None:
-            self.known.discard(group)
-            self.asking.discard(group)
-            if group.manager.part is not None:
-                group.manager.part.lost.add(group)
-                group.manager.part.due = True
-            self.disturbed_s = self.baton.now_s
-            self.form()
-            self.changed.notify_all()
-
-        self.baton.spawn(f"loss of {group.name}", is_known, after_s=self.random.uniform(0, KNOWN_S))
+        gone = partial(self.is_gone, group)
+        self.baton.spawn(f"loss of {group.name}", gone, after_s=self.random.uniform(0, KNOWN_S))
         self.comes_back(group)
 
     def comes_back(self, group: Group) -> None:
@@ -609,7 +597,7 @@ class Job:
         self.ended_as[word] += 1
         self.seen[f"a group ends: {word}"] += 1
         if word == "failed":
-            self.leaves(group, clean=False, finished=False)
+            self.is_gone(group)
             if not group.was_asked:
                 self.seen["a start fails"] += 1
                 self.must(
@@ -670,10 +658,6 @@ class Job:
             group.dies_at_manifest = where
         else:
             group.dies_at = group.operations + count
-
-    def end_begins(self, group: Group) -> None:
-        self.say(f"{group.name} is at its end")
-        self.happens("the end")
 
     # ---- what must hold
 
@@ -740,10 +724,6 @@ class Job:
             late_s <= retry_s + 3 * self.plan.step_s + 1,
             f"a save was due {late_s:.1f} s ago at step {min(self.due, default=0)}, and {newest} is the newest",
         )
-
-    def held_up(self, group: Group, seconds: float, *, joins: bool) -> None:
-        if self.plan.async_mode == "async" and not joins:
-            self.must(seconds <= SYNC_S, f"{group.name}: a save held up the step for {seconds:.1f} s")
 
     def finished(self, group: Group) -> None:
         self.look_at_folders()

@@ -159,7 +159,7 @@ class Cluster:
         self.names: list[Name] = [Name(f"g{i}") for i in range(setting.groups)]
         self.nodes: dict[str, GroupNode] = {}  # by address
         self.calm_since_s = 0.0
-        self.stopped_because = ""
+        self.stopped_because, self._over = "", False
         self.transitions: Counter[tuple[type, tuple[type, ...]]] = Counter()
         self.reasons: Counter[str] = Counter()
         self._reason = ""
@@ -176,18 +176,12 @@ class Cluster:
         for fault in self.setting.faults:
             self.world.after(fault.at_s, None, self.harm.suffer, fault)
         self.world.after(1.0, None, self._watch)
-        self.world.run(self.is_over)
+        self.world.run(lambda: bool(self.stopped_because) or self._over)
         for group in self.live():
             for rank in group.ranks:
-                if (
-                    rank.weights is not None and rank.commit_id == rank.machine.commit_id
-                ):  # else its trainer has yet to catch up
+                # else its trainer has yet to catch up
+                if rank.weights is not None and rank.commit_id == rank.machine.commit_id:
                     self.truth.ledger(rank.process.name, rank.commit_id, rank.machine.state_dict()["ledger"])
-
-    def is_over(self) -> bool:
-        return bool(self.stopped_because) or self._over
-
-    _over = False
 
     def _watch(self) -> None:
         """Once a second: are all there, and does every wait end?"""
@@ -276,10 +270,6 @@ class Cluster:
 
     def name_of(self, group: GroupNode) -> Name:
         return self.names[int(group.name[1:])]
-
-    def site_of(self, store_address: str) -> str:
-        """Returns the site of a group's store."""
-        return self.nodes[f"http://{store_address.partition(':')[0]}"].site
 
     def job_stopped(self, reason: str) -> None:
         unable = any(fault.kind == "not a number" for fault in self.setting.faults)

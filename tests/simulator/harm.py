@@ -31,10 +31,8 @@ class Harm:
             self.world.note("fault", str(fault))
         cluster.calm_since_s = self.world.now_s
         known_s = faults.DETECTION_S[fault.kind]
-        if (
-            fault.kind == "trainer hangs"
-            and sum(not any(rank.trainer.hangs for rank in group.ranks) for group in live) < 3
-        ):
+        waits = [group for group in live if not any(rank.trainer.hangs for rank in group.ranks)]
+        if fault.kind == "trainer hangs" and len(waits) < 3:
             known_s = faults.ALL_HUNG_S  # who waits is no majority
         cluster.liveness.fault(fault.kind, known_s, fault.lasts_s)
         if fault.kind in self.outages.of:

@@ -33,9 +33,8 @@ class Inside:
     def __init__(self, world: World, size: int) -> None:
         self.world, self.size = world, size
         self.key: Key = ()  # of the newest that somebody entered
-        self.here: dict[
-            int, tuple[RankNode, Callable[[], None]]
-        ] = {}  # the ranks that wait in it, and what they do then
+        # the ranks that wait in it, and what they do then
+        self.here: dict[int, tuple[RankNode, Callable[[], None]]] = {}
 
     def enter(self, rank: RankNode, key: Key, took_s: Callable[[], float], done: Callable[[], None]) -> None:
         """`done` is called in the rank's process, so long after the last has come."""

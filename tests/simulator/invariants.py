@@ -67,9 +67,8 @@ class Truth:
         self.forgetful = False  # the lighthouse's state file was lost: an id that nobody received may come again
         self._quorums: dict[tuple[str, int], tuple[str, ...]] = {}  # (epoch, id) -> members, of those issued
         self._entered: dict[tuple[str, int], tuple[str, ...]] = {}
-        self._base: dict[
-            tuple[str, int, int], str
-        ] = {}  # (quorum_id, step) -> the one commit_id that its members go on from
+        # (quorum_id, step) -> the one commit_id that its members go on from
+        self._base: dict[tuple[str, int, int], str] = {}
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._votes: dict[tuple[str, m.Ballot], dict[int, str]] = {}  # (group, ballot) -> what each rank has said
         self._deals: dict[tuple[Any, ...], tuple[str, int]] = {}  # of each group in each quorum: the deal, and the step

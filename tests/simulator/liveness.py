@@ -86,16 +86,14 @@ class Liveness:
         known_s = max((detection_s for until_s, detection_s, _ in self._faults if until_s > now_s), default=0.0)
         allowed_s = known_s + times.rendezvous_s + SLACK_S + sum(self._extra.values())
         if waited_s > allowed_s:
+            node = self.cluster.lighthouse
+            why = node.machine.reason if node is not None else "there is no lighthouse"
             kinds = sorted({kind for until_s, _, kind in self._faults if until_s > now_s})
             require(
                 False,
                 f"no commit for {waited_s:.0f} s, while {[group.process.name for group in able]} are well; after {kinds or 'nothing'} "
-                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {self._why()}",
+                f"{known_s:g} s may pass, and besides {times.rendezvous_s + SLACK_S:g} s, {self._extra or ''}: {why}",
             )
-
-    def _why(self) -> str:
-        node = self.cluster.lighthouse
-        return node.machine.reason if node is not None else "there is no lighthouse"
 
     def _able(self) -> list[GroupNode]:
         """Groups that are well, and reach the lighthouse and each other: of those that a cut parts, as many as may be."""
@@ -187,12 +185,6 @@ class Liveness:
             since_s = self._refused_s.setdefault(group.name, self.world.now_s)
             waited_s = self.world.now_s - since_s
             require(waited_s < NAME_S, f"{who} has been refused its name for {waited_s:.0f} s: {why}")
-        allowed = (
-            group.harmed
-            or self.cluster.name_of(group).slow_heals
-            or group.left
-            or self.cluster.stopped_because
-            or not member
-        )
-        if not allowed:
+        hindered = group.harmed or self.cluster.name_of(group).slow_heals
+        if not (hindered or group.left or self.cluster.stopped_because or not member):
             require(False, f"{who} ends, and nothing was done to its group: {why}")

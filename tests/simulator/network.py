@@ -114,9 +114,8 @@ class Network:
         self.quality = quality
         self.at_break: Callable[[], None] = lambda: None  # a connection breaks of itself
         self.cuts: list[Cut] = []
-        self.calls: dict[
-            Call, None
-        ] = {}  # those without an answer; dicts, because the order of a set is not the seed's
+        # those without an answer; dicts, because the order of a set is not the seed's
+        self.calls: dict[Call, None] = {}
         self._services: dict[str, Service] = {}
         self._streams: dict[End, None] = {}  # client ends
         self._dice = world.dice("network")
@@ -231,10 +230,9 @@ class Network:
     def is_cut(self, source: Process, target: Process) -> bool:
         if source.site == target.site:
             return False
-        return bool(self.cuts or source.dark or target.dark) and self._is_hidden(source, target)
-
-    def _is_hidden(self, source: Process, target: Process) -> bool:
-        return source.dark or target.dark or any(cut.stops(source.site, target.site) for cut in self.cuts)
+        if source.dark or target.dark:
+            return True
+        return bool(self.cuts) and any(cut.stops(source.site, target.site) for cut in self.cuts)
 
     def is_parted(self, one: str, other: str) -> bool:
         """True when no connection comes about between two sites: each needs an answer, so one direction is enough."""

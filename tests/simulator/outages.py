@@ -44,9 +44,10 @@ class Outages:
             "other layout": self._other_layout,
             "joiner dies": self._joiner_dies,
             "heal fails": self._heal_fails,
-            "notices late": self._notices_late,
+            "notices late": lambda fault: self._set(fault, "notices_late_s", 0.2 + 4.0 * fault.share),
             "paused": self._paused,
-            "wall clock": self._wall_clock,
+            # A host's is set an hour ahead, or back. Nothing comes of it: all that a machine is told is Process.now_s.
+            "wall clock": lambda fault: None,
             "suspended": self._suspended,
         }
 
@@ -118,7 +119,7 @@ class Outages:
 
     # -- links --------------------------------------------------------------------------------------------------------
 
-    def _pair(self, fault: Fault) -> tuple[GroupNode, GroupNode, Cut] | None:
+    def _pair(self, fault: Fault) -> Cut | None:
         live = self.cluster.live()
         if len(live) < 2:
             return None
@@ -130,13 +131,12 @@ class Outages:
             self.harm.disturb(group, fault.lasts_s)
         one_way = int(fault.share * 128) % 2 == 0
         self.world.seen[f"pair parted: {'one way' if one_way else 'both ways'}"] += 1
-        return one, other, Cut(frozenset({one.site}), frozenset({other.site}), one_way=one_way)
+        return Cut(frozenset({one.site}), frozenset({other.site}), one_way=one_way)
 
     def _pair_parted(self, fault: Fault) -> None:
         """In the middle of whatever they do, or just before a generation is formed."""
-        if (found := self._pair(fault)) is None:
+        if (cut := self._pair(fault)) is None:
             return
-        _, _, cut = found
         self.network.cut(cut)
         if fault.kind == "pair parted, forming":
             live = self.cluster.live()
@@ -144,9 +144,8 @@ class Outages:
         self.harm.lasts(fault.lasts_s, lambda: self.network.mend(cut))
 
     def _link_flaps(self, fault: Fault) -> None:
-        if (found := self._pair(fault)) is None:
+        if (cut := self._pair(fault)) is None:
             return
-        _, _, cut = found
         until_s = self.world.now_s + fault.lasts_s
 
         def turn() -> None:
@@ -239,14 +238,10 @@ class Outages:
             if fault.who % 3:
                 name.failing_heals = 2 + int(fault.share * 4)
             else:
-                name.slow_heals = (
-                    7 if self.cluster.setting.groups < 6 else 3
-                )  # for who sits out, the others make hundreds of steps
+                # for who sits out, the others make hundreds of steps
+                name.slow_heals = 7 if self.cluster.setting.groups < 6 else 3
 
     # -- time ---------------------------------------------------------------------------------------------------------
-
-    def _notices_late(self, fault: Fault) -> None:
-        self._set(fault, "notices_late_s", 0.2 + 4.0 * fault.share)
 
     def _paused(self, fault: Fault) -> None:
         """Any process, until just before some timeout."""
@@ -261,9 +256,6 @@ class Outages:
         self.harm.disturb(group, lasts_s)
         processes = self._processes(group)
         self.harm.stop([processes[:1], processes[1:2], processes][kind - 1], lasts_s)
-
-    def _wall_clock(self, fault: Fault) -> None:
-        """A host's wall clock is set an hour ahead, or back. Nothing comes of it: all that a machine is told is Process.now_s."""
 
     def _suspended(self, fault: Fault) -> None:
         """A host, or all of them (a laptop's lid). The clock that trainers go by stands still meanwhile."""

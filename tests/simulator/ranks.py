@@ -15,7 +15,7 @@ from zlib import crc32
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, in_tail
-from ft.protocol.step import Ledger, Step, StepConfig, StepControl
+from ft.protocol.step import StepConfig, StepControl
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -128,7 +128,7 @@ class RankNode:
             m.LoadState: self._load_state,
             m.LoadCheckpoint: self.trainer.restore,
             m.Settled: self._settle,
-            m.GiveUp: self._give_up,
+            m.GiveUp: lambda e: group.leave(clean=False, reason=e.reason),
             m.Stop: self._stop,
         }
 
@@ -166,7 +166,8 @@ class RankNode:
             return
         for effect in out.effects:
             if isinstance(effect, m.InterruptCollectives):  # who would take it may be the one who waits
-                self._stop_waiting(effect)
+                self._stopped_quorum = effect.quorum_id
+                self._is_stopped(effect.quorum_id)
             else:
                 self.trainer.queue.append(effect)
         self.trainer.run()
@@ -289,21 +290,18 @@ class RankNode:
         self.cluster.collectives.join(
             self.process,
             self._generation(part.quorum_id),
-            self._meeting(),
+            ("meet", self.group_rank),
             part.replica_rank,
             len(part.members),
             None,
             lambda given: end(True) if given is not None else self.prober.look(lambda: end(False, "rendezvous broke")),
-            store=self.cluster.site_of(part.store_address),
+            store=self.cluster.nodes[f"http://{part.store_address.partition(':')[0]}"].site,
         )
         self._is_stopped(part.quorum_id)
 
     def _generation(self, quorum_id: int) -> tuple[Any, ...]:
         assert self._part is not None
         return (self._part.epoch, quorum_id)
-
-    def _meeting(self) -> tuple[Any, ...]:
-        return ("meet", self.group_rank)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -374,10 +372,6 @@ class RankNode:
         assert self.weights is not None, f"{self.process.name} compares a void state"
         figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES))
         return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
-
-    def _stop_waiting(self, effect: m.InterruptCollectives) -> None:
-        self._stopped_quorum = effect.quorum_id
-        self._is_stopped(effect.quorum_id)
 
     def _is_stopped(self, quorum_id: int) -> None:
         """Also what is launched after that was said."""
@@ -555,11 +549,8 @@ class RankNode:
         number, until_s = self._fetching, self.world.now_s + self.cluster.times.heal_grace_s
         dice = self.cluster.dice
         # Some states arrive within a step; a few take longer than the others wait.
-        took_s = (
-            dice.between(0.0, 0.3)
-            if dice.chance(0.25)
-            else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
-        )
+        is_soon = dice.chance(0.25)
+        took_s = dice.between(0.0, 0.3) if is_soon else dice.between(0.05, 3.0) * (5.0 if dice.chance(0.1) else 1.0)
         self._arrived = None
         name = self.cluster.name_of(self.group)
         slow = name.slow_heals > 0
@@ -649,9 +640,6 @@ class RankNode:
         for step in [step for step in self._checkpoints if step <= effect.step]:
             self.cluster.publish(step, self.group, self.group_rank, self._checkpoints.pop(step))
 
-    def _give_up(self, effect: m.GiveUp) -> None:
-        self.group.leave(clean=False, reason=effect.reason)
-
     def _stop(self, effect: m.Stop) -> None:
         if effect.reason.startswith("no quorum"):
             self.exit(effect.reason)
@@ -669,6 +657,3 @@ def add(given: list[Given]) -> tuple[Sums, tuple[float, ...]]:
             gradients[slot], tokens[slot] = weights, one.tokens[slot]
     sums = Sums(gradients, tokens, tuple(rank for rank, one in enumerate(given) if one.gradients))
     return sums, tuple(map(sum, zip(*(one.tail for one in given), strict=True)))
-
-
-__all__ = ["Given", "Ledger", "RankNode", "Snapshot", "Step", "Sums"]

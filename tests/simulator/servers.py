@@ -48,9 +48,8 @@ class LighthouseNode:
         self.dies_writing = False  # a fault: the next write is the last thing it does
         self._waiting: dict[str, list[Call]] = {}
         self._streams: dict[str, End] = {}
-        self._heard_s: dict[
-            str, float
-        ] = {}  # when those that have called, or were members, were last heard on their stream
+        # when those that have called, or were members, were last heard on their stream
+        self._heard_s: dict[str, float] = {}
         self._told_s: dict[str, float] = {}  # when a lost id was first told that it is
         self._members: tuple[str, ...] = ()
         self._left: set[str] = set()  # on purpose
@@ -75,17 +74,14 @@ class LighthouseNode:
         effects = deque(out.effects)
         while effects and self.process.alive:  # it may die between two of them
             effect = effects.popleft()
-            if self._waits_for_disk(effect):
+            if self._unwritten or (isinstance(effect, m.Persist) and self._waits_for_disk(effect.saved)):
                 self._unwritten += (effect, *effects)
                 return
             self._do[type(effect)](effect)
 
-    def _waits_for_disk(self, effect: m.Effect) -> bool:
-        """Nothing overtakes what waits for the state file; without it no quorum is answered."""
-        return bool(self._unwritten) or (isinstance(effect, m.Persist) and self._is_due(effect.saved))
-
-    def _is_due(self, saved: m.Saved) -> bool:
-        """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later."""
+    def _waits_for_disk(self, saved: m.Saved) -> bool:
+        """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later. Nothing
+        overtakes what waits."""
         known = self.cluster.state_file
         same = known is not None and known.quorum and saved.quorum and known.quorum.quorum_id == saved.quorum.quorum_id
         return self.disk_s > self.world.now_s and not same
@@ -188,9 +184,8 @@ class LighthouseNode:
         """Checks a decision when it is made: a disk that takes nothing keeps it, and a refusal behind it, from those whom they are for."""
         if isinstance(effect, m.Refuse) and effect.code == "LOST":
             self._told_s.setdefault(effect.replica_id, self.world.now_s)
-        if (
-            isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids != self._members
-        ):  # no old answer again
+        # no old answer again
+        if isinstance(effect, m.Answer) and effect.replica_ids == effect.quorum.ids != self._members:
             heard = {i for i in self._streams if self._counts(i)}
             asked = {*effect.quorum.ids, *self._waiting}
             heard -= self.machine.roster.sitting.keys()
@@ -368,10 +363,8 @@ class GroupNode:
             call.answer(reply)
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
-        outcome = effect.outcome
-        self.truth.decided(self, outcome)
-        ballot = outcome.key
-        self._answer(effect.group_rank, ballot, outcome)
+        self.truth.decided(self, effect.outcome)
+        self._answer(effect.group_rank, effect.outcome.key, effect.outcome)
 
     def _fail_rank(self, effect: m.FailRank) -> None:
         ballot = self._newest[1] if effect.code == "STALE" else None
@@ -434,7 +427,7 @@ class GroupNode:
                 self._heard(reply if reply is not None else m.LighthouseFailed("no answer"))
 
         if number == self._asked and not self.ended:
-            if self._knows_no_address():
+            if self.cluster.names_away and not self.is_connected:  # its name does not resolve
                 self.world.after(0.1, self.process, answered, None)
                 return
             self.network.call(self.process, LIGHTHOUSE, call, answered, timeout_s=20.0)
@@ -470,10 +463,6 @@ class GroupNode:
             return
         stream.message = self._heard
         stream.closed = lambda: self.world.after(again, self.process, self._connect, replica_id)
-
-    def _knows_no_address(self) -> bool:
-        """Its name does not resolve, and there is no connection left."""
-        return self.cluster.names_away and not self.is_connected
 
     @property
     def is_connected(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.unit.fakes import Lines
 from training import checkpoint_files
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.writer_lease import WriterLease
@@ -28,21 +29,28 @@ class Ledger:
         self.state = dict(state)
 
 
-class Lines:
-    """A log that remembers."""
+class Trains:
+    """Steps of a `model` by its `optimizer`, kept by its `ledger`; the batch is that of the step, wherever it is made."""
 
-    def __init__(self) -> None:
-        self.infos: list[str] = []
-        self.warnings: list[str] = []
+    ledger: Ledger
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
-    def info(self, message: str, *args: object) -> None:
-        self.infos.append(message % args)
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.ledger.state["step"] += 1
+            self.ledger.state["position"] += 4
+            torch.manual_seed(self.ledger.state["step"])
+            loss = self.model(torch.randint(7, (4,))).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
 
-    def warning(self, message: str, *args: object) -> None:
-        self.warnings.append(message % args)
 
-
-class Job:
+class Job(Trains):
     """A tiny model, its optimizer and a cursor, with the checkpointer over them."""
 
     def __init__(
@@ -87,19 +95,6 @@ class Job:
 
     def reach(self, stage: str) -> None:
         self.at.pop(stage, int)()
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            self.ledger.state["step"] += 1
-            self.ledger.state["position"] += 4
-            torch.manual_seed(self.ledger.state["step"])
-            loss = self.model(torch.randint(7, (4,))).square().sum()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
 
     def step_and_save(self, *steps: int) -> None:
         for step in steps:

@@ -12,12 +12,7 @@ from ft.process_groups.store import no_names
 from ft.rpc.access import has_ipv6
 
 ELSEWHERE = "http://192.0.2.77:29510"  # a number: never resolved, and nothing is sent to it
-OTHER_MACHINE = {
-    "lo": ["127.0.0.1", "::1"],
-    "eth0": ["10.1.2.3", "fd00::7"],
-    "ib0": ["192.168.7.9"],
-    "usb0": [],
-}
+OTHER_MACHINE = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3", "fd00::7"], "ib0": ["192.168.7.9"], "usb0": []}
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 
 
@@ -119,10 +114,8 @@ def test_a_lighthouse_that_no_route_leads_to():
 
 def test_a_lighthouse_without_an_address():
     for name in ("head.cluster", f"{'a' * 64}.cluster"):  # the resolver has no answer; no name can be so long
-        with (
-            no_names(),
-            pytest.raises(ValueError, match=rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"),
-        ):
+        said = rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"
+        with no_names(), pytest.raises(ValueError, match=said):
             advertised("", f"http://{name}:29510")
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE nonsense: must be HOST:PORT"):
         advertised("", "nonsense")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ft.materialise import materialise
-from tests.unit.checkpoint_job import Job, Lines, data_file, same, steps_in
+from tests.unit.checkpoint_job import Job, data_file, same, steps_in
+from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpoint_job import Job, Lines, data_file, flip_a_bit, same
+from tests.unit.checkpoint_job import Job, data_file, flip_a_bit, same
+from tests.unit.fakes import Lines
 from training import checkpoint_files
 from training.checkpoint import CheckpointFailed, ModelState
 

@@ -27,6 +27,13 @@ class Group(Job):
         super().__init__(folder, lease=self.lease, **settings)
 
 
+def resumes(folder: Path, step: int, group: Group) -> Job:
+    """From that step, with what the group has."""
+    resumed = Job(folder)
+    assert resumed.checkpointer.load() == step and same(resumed.everything(), group.everything())
+    return resumed
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoint").iterdir())
 
@@ -42,8 +49,7 @@ def test_one_that_wakes_before_its_save_leaves_the_others_alone(tmp_path: Path):
     b.checkpointer.save(6)
     assert steps_in(tmp_path) == [2, 4, 6] and names(tmp_path) == ["step-2", "step-4", "step-6"]
     assert a.log.infos[-1] == "checkpoint: step 4 not saved: another group is the checkpoint writer now"
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 6 and same(resumed.everything(), b.everything())
+    resumes(tmp_path, 6, b)
 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
@@ -57,8 +63,7 @@ def test_one_that_wakes_in_its_save_is_passed_over(tmp_path: Path, instant: str,
     a.checkpointer.close()
     assert a.log.infos[-1] == "checkpoint: step 2 not saved: another group has saved since"
     assert a.log.warnings == [] and names(tmp_path) == ["step-2"]
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+    resumes(tmp_path, 2, b)
 
 
 @pytest.mark.parametrize("instant", ["begin", "write", "publish"])
@@ -70,8 +75,7 @@ def test_a_save_that_another_one_meets_fails_neither(tmp_path: Path, instant: st
     a.at[instant] = lambda: b.checkpointer.save(2)
     a.checkpointer.save(2)
     assert names(tmp_path) == ["step-2"]
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+    resumes(tmp_path, 2, b)
 
 
 def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
@@ -95,8 +99,7 @@ def test_each_writes_into_a_folder_of_its_own(tmp_path: Path):
     assert stopped.wait(WAIT_S)
     b.checkpointer.save(2)
     assert names(tmp_path) == ["step-2"]
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 2 and same(resumed.everything(), b.everything())
+    resumes(tmp_path, 2, b)
 
 
 def test_the_role_moves_while_a_save_is_written_in_the_background(tmp_path: Path):
@@ -200,9 +203,7 @@ def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: P
     b.train(3)
     b.checkpointer.save(3, settled=False)
     assert names(tmp_path) == ["step-2", "step-3"] and ", unsettled, saved" in b.log.infos[-1]
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 3 and same(resumed.everything(), b.everything())
-    assert "went while it waited" in resumed.log.infos[-1]
+    assert "went while it waited" in resumes(tmp_path, 3, b).log.infos[-1]
 
 
 def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):
@@ -218,8 +219,7 @@ def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path
     assert not checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
     a.step_and_save(6)
     assert checkpoint_files.read_manifest(tmp_path / "checkpoint" / "step-6").settled
-    resumed = Job(tmp_path)
-    assert resumed.checkpointer.load() == 6 and same(resumed.everything(), a.everything())
+    resumes(tmp_path, 6, a)
 
 
 def test_of_two_unsettled_ones_of_a_step_the_first_stays(tmp_path: Path):

@@ -111,8 +111,7 @@ def test_layouts_that_cannot_run(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "has"),
-    [((0, 0), "there is none here"), ((8, 0), "its compute capability is 8.0"), ((9, 0), "")],
+    ("capability", "has"), [((0, 0), "there is none here"), ((8, 0), "its compute capability is 8.0"), ((9, 0), "")]
 )
 def test_float8_needs_its_hardware(capability: tuple[int, int], has: str) -> None:
     def found(config: Float8Config, package: str | None = "torchao") -> str:

@@ -74,6 +74,12 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     return load
 
 
+def refused(do: Callable[..., object], *given: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        do(*given)
+    return str(error.value)
+
+
 def test_nothing_given_is_all_defaults(load: Load) -> None:
     assert load("") == {"training": Training(), "optimizer": Optimizer(), "checkpoint": Checkpoint()}
 
@@ -214,9 +220,7 @@ BAD = [
 
 @pytest.mark.parametrize(("toml", "message"), BAD, ids=[message.partition(" ")[2][:40] for _, message in BAD])
 def test_bad_files(load: Load, toml: str | bytes, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load(toml)
-    assert str(error.value) == message
+    assert refused(load, toml) == message
 
 
 @pytest.mark.parametrize(
@@ -244,15 +248,12 @@ def test_bad_files(load: Load, toml: str | bytes, message: str) -> None:
     ],
 )  # fmt: skip
 def test_bad_overrides(load: Load, argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load("", *argv)
-    assert str(error.value) == message
+    assert refused(load, "", *argv) == message
 
 
 def test_all_problems_at_once_in_the_order_of_the_file(load: Load) -> None:
-    with pytest.raises(ConfigError) as error:
-        load("[optimizer]\nlr = 0\nx = 1\n[training]\nsteps = 0\n", "--checkpoint.interval=0")
-    assert [line.split(" ")[:2] for line in str(error.value).split("\n")] == [
+    said = refused(load, "[optimizer]\nlr = 0\nx = 1\n[training]\nsteps = 0\n", "--checkpoint.interval=0")
+    assert [line.split(" ")[:2] for line in said.split("\n")] == [
         ["t.toml:2:", "optimizer.lr"],
         ["t.toml:3:", "optimizer.x:"],
         ["t.toml:5:", "training.steps"],
@@ -261,9 +262,8 @@ def test_all_problems_at_once_in_the_order_of_the_file(load: Load) -> None:
 
 
 def test_an_override_into_what_is_no_table(load: Load) -> None:
-    with pytest.raises(ConfigError) as error:
-        load("training = 1", "--training.dataloader.num_workers=2", "--training.steps=2")
-    assert str(error.value) == "t.toml:1: training = 1: must be a table: [training], then its keys"
+    said = refused(load, "training = 1", "--training.dataloader.num_workers=2", "--training.steps=2")
+    assert said == "t.toml:1: training = 1: must be a table: [training], then its keys"
 
 
 def test_overrides_leave_the_document_as_it_was_read(load: Load) -> None:
@@ -274,9 +274,7 @@ def test_overrides_leave_the_document_as_it_was_read(load: Load) -> None:
 
 
 def test_a_flood_of_problems_is_cut(load: Load) -> None:
-    with pytest.raises(ConfigError) as error:
-        load("[training]\n" + "".join(f"x{i} = 1\n" for i in range(30)))
-    lines = str(error.value).split("\n")
+    lines = refused(load, "[training]\n" + "".join(f"x{i} = 1\n" for i in range(30))).split("\n")
     assert len(lines) == MOST_SHOWN + 1
     assert lines[-1] == f"... and {30 - MOST_SHOWN} more"
 
@@ -301,9 +299,7 @@ def test_windows_files_and_byte_order_marks(load: Load) -> None:
     ],
 )  # fmt: skip
 def test_command_lines_without_a_file(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse_argv(argv)
-    assert str(error.value) == message
+    assert refused(parse_argv, argv) == message
 
 
 def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +313,7 @@ def test_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "llama.toml": "llama.toml: no such file; did you mean configs/llama.toml?",
         "configs": "configs: a folder, not a TOML file; there are configs/llama.toml, configs/other.toml",
     }.items():
-        with pytest.raises(ConfigError) as error:
-            read(file)
-        assert str(error.value) == message
+        assert refused(read, file) == message
 
 
 def test_origin_names_places() -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.data_corpus import Lines, document, files_config, open_small, write_jsonl
+from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
+from tests.unit.fakes import Lines
 from training.config import TrainingConfig
 from training.data.cache import Corpus, Limits, bucket_of, open_corpus
 from training.data.sources import TextSource, TokenSource, find_source
@@ -235,22 +236,11 @@ def start_child(corpus_file: Path, cache: Path) -> subprocess.Popen[str]:
 
 
 def test_two_starts_at_once_tokenise_once(tmp_path: Path, corpus_file: Path) -> None:
-    cache, waits = tmp_path / "cache", threading.Event()
-
-    class Terminal(Lines):
-        """Shows how far the other one is."""
-
-        is_terminal = True
-
-        def overwrite(self, text: str) -> None:
-            waits.set()
-
-    keys: list[str] = []
-    config = files_config(corpus_file)
+    cache, waits, keys = tmp_path / "cache", threading.Event(), list[str]()
+    config, log = files_config(corpus_file), Lines(is_terminal=True)
+    log.overwrite = lambda text: waits.set()  # it shows how far the other one is
     with start_child(corpus_file, cache) as child:
-        second = threading.Thread(
-            target=lambda: keys.append(open_small(config, cache, tokenizer=Idle(), log=Terminal()).key)
-        )
+        second = threading.Thread(target=lambda: keys.append(open_small(config, cache, tokenizer=Idle(), log=log).key))
         second.start()
         assert waits.wait(30)
         key, _ = child.communicate("go on\n", timeout=30)

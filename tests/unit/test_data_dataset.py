@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.data_corpus import Lines, files_config, write_jsonl
+from tests.unit.data_corpus import files_config, write_jsonl
+from tests.unit.fakes import Lines
 from training.config import TrainingConfig
 from training.data.dataset import Dataset, open_data, short
 from training.data.loader import MicrobatchSampler

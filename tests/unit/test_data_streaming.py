@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.data_corpus import Lines, write_jsonl
+from tests.unit.data_corpus import write_jsonl
+from tests.unit.fakes import Lines
 from training.config import DataloaderConfig, TrainingConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data

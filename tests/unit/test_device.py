@@ -28,9 +28,8 @@ def test_the_kinds_of_devices() -> None:
     assert (cuda.type, cuda.traits.backend, cpu.traits.backend) == ("cuda", "nccl", "gloo")
     assert cuda.traits.pins_batches and not cpu.traits.pins_batches
     assert cuda.traits.has_allocator and not cpu.traits.has_allocator
-    assert {kind for kind, found in DEVICE_TRAITS.items() if found.queues_work} == HAVE_STREAMS, (
-        "ft/ knows no other package"
-    )
+    # ft/ knows no other package
+    assert {kind for kind, found in DEVICE_TRAITS.items() if found.queues_work} == HAVE_STREAMS
 
 
 def test_streams_are_those_of_the_device() -> None:
@@ -166,9 +165,6 @@ def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -
 @pytest.mark.parametrize("path", FOR_GPUS, ids=lambda path: path.stem)
 def test_configurations_for_gpus_compile_and_read_beside_the_step(path: Path) -> None:
     config = load([str(path)])
-    assert (
-        config.compile.enable
-        and config.compile.components == ("model", "loss")
-        and config.compile.backend == "inductor"
-    )
+    compiled = config.compile
+    assert (compiled.enable, compiled.components, compiled.backend) == (True, ("model", "loss"), "inductor")
     assert 2 <= config.training.dataloader.num_workers <= 4

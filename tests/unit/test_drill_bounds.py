@@ -35,10 +35,7 @@ def test_the_bounds_are_those_of_faults_that_there_are():
     assert BOUNDS.keys() <= HARMS.keys()
 
 
-@pytest.mark.parametrize(
-    ("kind", "kept_s", "missed_s"),
-    [("hang", 14.0, 16.0), ("pair, in a sum", 19.0, 21.0)],
-)
+@pytest.mark.parametrize(("kind", "kept_s", "missed_s"), [("hang", 14.0, 16.0), ("pair, in a sum", 19.0, 21.0)])
 def test_who_waits_too_long(kind: str, kept_s: float, missed_s: float):
     """Of three groups the others go on without a hung one after ten seconds and what it takes to come together, of a cut pair after the
     heartbeat timeout and a rendezvous."""

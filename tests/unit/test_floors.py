@@ -46,10 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
     "training": ({"parallelisms", "models", "ft.materialise", "ft.device", "ft.children", "ft.seam"}, None),
-    "training.components": (
-        {*PACKAGES},
-        None,
-    ),  # a part of train.py, on its floor: see test_components_are_of_the_top_floor
+    "training.components": ({*PACKAGES}, None),  # a part of train.py: see test_components_are_of_the_top_floor
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
 }
@@ -135,11 +132,8 @@ def test_the_test_sees_a_violation():
 
 def _is_upward(module: str, name: str) -> bool:
     """True where the core of ft/ imports its interface for torchft."""
-    return (
-        f"{name}.".startswith("ft.compat.")
-        and not f"{module}.".startswith("ft.compat.")
-        and f"{module}.".startswith("ft.")
-    )
+    here, there = f"{module}.", f"{name}."
+    return there.startswith("ft.compat.") and here.startswith("ft.") and not here.startswith("ft.compat.")
 
 
 def _may(module: str, name: str) -> bool:

@@ -24,11 +24,8 @@ def events(folder: Path) -> list[tuple[int, float]]:
 
     accumulator = EventAccumulator(str(folder))
     accumulator.Reload()
-    return (
-        [(event.step, event.value) for event in accumulator.Scalars(TAG)]
-        if TAG in accumulator.Tags()["scalars"]
-        else []
-    )
+    events = accumulator.Scalars(TAG) if TAG in accumulator.Tags()["scalars"] else []
+    return [(event.step, event.value) for event in events]
 
 
 def write(sinks: Sinks, first: int, last: int, value: float = 1.0) -> None:

@@ -137,9 +137,8 @@ def test_flash_attention_is_given_no_mask_where_it_aligns_the_last_rows_itself()
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     assert [ops.aligns_last_rows("cuda", dtype, 64) for dtype in dtypes] == [True, True, False]
     assert not any(ops.aligns_last_rows("cpu", dtype, 64) for dtype in dtypes)
-    assert not any(
-        ops.aligns_last_rows("cuda", torch.bfloat16, width) for width in (36, 264)
-    )  # the kernel refuses them
+    # the kernel refuses them
+    assert not any(ops.aligns_last_rows("cuda", torch.bfloat16, width) for width in (36, 264))
 
 
 def test_a_compiled_block_attends_with_the_last_tokens_by_a_mask() -> None:

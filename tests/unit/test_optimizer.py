@@ -87,9 +87,8 @@ def test_every_kernel_moves_the_weights_alike(name: str, implementation: str):
     )
     optimizer.step()
     for old, new in zip(before, part.parameters(), strict=True):
-        torch.testing.assert_close(
-            old - new, 0.01 * new.grad.sign(), rtol=1e-4, atol=1e-6
-        )  # Adam's first step is lr * sign
+        # Adam's first step is lr * sign
+        torch.testing.assert_close(old - new, 0.01 * new.grad.sign(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_pattern_that_matches_nothing_is_refused():

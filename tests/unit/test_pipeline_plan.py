@@ -180,10 +180,8 @@ def test_a_csv_file_is_checked_with_the_settings(tmp_path: Path) -> None:
     assert complaint(settings(2, schedule_csv=str(file), layers_per_stage=2), batch=2).endswith(
         f"but {file} takes the 2 that it names; nearest: 5, or 0"
     )
-    assert (
-        complaint(settings(2, schedule_csv="none.csv"))
-        == 'parallelism.pipeline_parallel_schedule_csv = "none.csv": cannot be read: No such file or directory'
-    )
+    text = 'parallelism.pipeline_parallel_schedule_csv = "none.csv": cannot be read: No such file or directory'
+    assert complaint(settings(2, schedule_csv="none.csv")) == text
 
 
 def test_the_check_before_a_start_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ft.process_groups.store import StoreClient, no_names, parse, serve, sweep
+from tests.waiting import in_time
 
 LIMIT_S = 60.0
 
@@ -123,8 +124,7 @@ def woken(store: StoreClient, wait: Callable[[], object], under_way: Callable[[]
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not under_way():
-        time.sleep(0.001)
+    assert in_time(under_way)
     store.hang_up()
     thread.join(LIMIT_S)
     assert told, "it still waits"
@@ -147,8 +147,9 @@ def test_who_waits_for_a_key_can_be_called_off(server: TCPStore):
     store.connect()
 
     def waits() -> bool:
+        begun = store.waits
         time.sleep(0.05)  # so long it takes at most to ask
-        return store.waits
+        return begun
 
     assert "the store at 127.0.0.1" in woken(store, lambda: store.get("never"), waits)
     with pytest.raises(OSError):

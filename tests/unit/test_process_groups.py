@@ -12,7 +12,6 @@ import socket
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -35,6 +34,7 @@ from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
 from ft.process_groups.nccl import ProcessGroupNCCL
 from ft.process_groups.store import StoreClient, parse, serve
 from ft.quantized import CollectiveQueue
+from tests.waiting import in_time
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -101,10 +101,7 @@ def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(c
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
     with no_descriptors_left():
         group.abandon("it failed", then=freed.set)
-        until_s = time.monotonic() + 20
-        while "no descriptors are left" not in caplog.text:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
+        assert in_time(lambda: "no descriptors are left" in caplog.text)
         assert not freed.is_set()
     assert freed.wait(20) and group.reaper.wait(20)
 
@@ -617,9 +614,7 @@ def test_a_word_that_came_before_the_formation_is_not_lost():
 
 
 @linux
-@pytest.mark.timeout(
-    240
-)  # without a core in time gloo may leave a thread behind in each round, which costs END_S and a look at it
+@pytest.mark.timeout(240)  # without a core in time gloo may leave a thread behind in each round, which costs END_S
 def test_no_end_waits_for_the_backstop():
     """Each generation is given up amid small sums, by one member after the other; gloo forgot to wake someone in one of eight such ends."""
     store = serve()
@@ -691,10 +686,7 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
     assert not freed[0].wait(2.5), "the thread runs: it may be at work on the tensors"
     awake.set()
     assert asleep.wait(60)
-    until_s = time.monotonic() + 60
-    while not any(each.is_set() for each in freed):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    assert in_time(lambda: any(each.is_set() for each in freed))
     assert not reaper.wait(1.5), "one more is too many"
     forgotten.set()
     thread.join(60)
@@ -803,16 +795,13 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming():
 
     def disturbed(make: Any) -> Any:
         device, near = sockets.listening_ends(make)
-        if (
-            len(strays) < 6
-        ):  # both members, in the first forming: one listens for the other, and which goes by their addresses
+        # Both members, in the first forming: one listens for the other, and which goes by their addresses.
+        if len(strays) < 6:
             mine = [socket.create_connection(next(iter(near))) for _ in range(3)]
             strays.extend(mine)
             for number, stray in enumerate(mine):
                 stray.sendall(number.to_bytes(8, sys.byteorder))
-            until_s = time.monotonic() + 60
-            while not all(map(is_read, mine)) and time.monotonic() < until_s:
-                time.sleep(0.001)  # gloo's thread has taken them before any member comes
+            in_time(lambda: all(map(is_read, mine)))  # gloo's thread has taken them before any member comes
         return device, near
 
     store = serve()

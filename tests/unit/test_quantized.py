@@ -14,6 +14,7 @@ from torch import Tensor
 from ft.process_groups.errors import Abandoned, GroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, Feedback, dequantize, message_bytes, quantize
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
+from tests.waiting import in_time
 
 LIMIT_S = 30
 
@@ -181,8 +182,7 @@ def test_after_it_is_closed_nothing_goes_out():
     world = World(2)
     lane = CollectiveQueue(world.groups[0])  # type: ignore[arg-type]
     work = lane.sum_quantized(torch.ones(9), None)
-    while not world.groups[0].started:
-        threading.Event().wait(0.001)
+    assert in_time(lambda: world.groups[0].started)
     lane.close()
     CollectiveQueue(world.groups[1]).sum_quantized(torch.ones(9), None)  # type: ignore[arg-type]
     with pytest.raises(Abandoned, match="given up"):
@@ -289,8 +289,7 @@ def test_memory_is_given_back_when_the_lane_has_ended():
     member.gradients.open(world.groups[0], 2)  # type: ignore[arg-type]
     member.backward(0)
     member.gradients.launch([1.0])
-    while not world.groups[0].started:
-        threading.Event().wait(0.001)
+    assert in_time(lambda: world.groups[0].started)
     given_back = threading.Thread(target=member.gradients.give_up(), daemon=True)
     given_back.start()
     given_back.join(0.2)

@@ -44,6 +44,15 @@ class Group:
             self.relay.write("journals", step, {"validation_loss": float(step)})
 
 
+def two(folder: Path, last: int = 0) -> tuple[Group, Group]:
+    """A group that writes and one that does not, after so many steps."""
+    a, b = Group(folder, writes=True), Group(folder, writes=False)
+    for step in range(1, last + 1):
+        a.commits(step)
+        b.commits(step)
+    return a, b
+
+
 def rows(folder: Path) -> list[tuple[int, bool]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     found = [(row["step"], "validation_loss" in row) for row in map(json.loads, lines)]
@@ -59,10 +68,7 @@ def owners(folder: Path) -> dict[int, str]:
 
 
 def test_the_writer_dies_before_it_wrote_and_another_fills_in(tmp_path: Path):
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2, 3):
-        a.commits(step)
-        b.commits(step)
+    _, b = two(tmp_path, 3)
     for step in (4, 5):  # committed by both, but a was killed before a line of it was written
         b.commits(step, looks=step == 5)
     b.writes = True
@@ -92,10 +98,7 @@ def test_what_lies_past_the_first_step_is_of_a_life_that_ended(tmp_path: Path):
 
 def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: Path):
     """The one that wrote held all sums of step 4, died, and the others reduced that step again."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2, 3):
-        a.commits(step)
-        b.commits(step)
+    a, b = two(tmp_path, 3)
     a.commits(4)
     b.commits(4, of="b")
     b.writes = True
@@ -106,10 +109,7 @@ def test_a_step_that_the_others_did_without_its_writer_is_taken_back(tmp_path: P
 def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It has looked whose the files are, and holds them."""
     monkeypatch.setattr(appended, "LOCK_S", 0.05)
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2):
-        a.commits(step)
-        b.commits(step)
+    a, b = two(tmp_path, 2)
     b.writes = True
     assert a.relay.sinks is not None
     with a.relay.sinks.held():
@@ -145,10 +145,7 @@ def test_one_that_was_stopped_as_it_took_over_takes_nothing_back(tmp_path: Path)
 
 def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
     """Where locks are each machine's own, one that was stopped may write once more."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2):
-        a.commits(step)
-        b.commits(step)
+    a, b = two(tmp_path, 2)
     b.writes, b.quorum = True, ("epoch", 2)
     b.commits(3)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -164,7 +161,7 @@ def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
 def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
     """It wakes between the step and its figures, a writer by a quorum that is over; the others have gone on for longer than any of them
     remembers."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    a, b = two(tmp_path)
     for step in range(1, ROWS_KEPT + 3):
         if step <= 2:
             a.commits(step)
@@ -190,7 +187,7 @@ def test_a_new_job_writes_whatever_the_last_one_claimed(tmp_path: Path):
 
 def test_a_job_that_goes_back_to_a_checkpoint_has_each_step_once(tmp_path: Path):
     """The groups live on; only what they had is gone."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    a, b = two(tmp_path)
     for first in (1, 4):
         for step in range(first, 8):
             a.commits(step)
@@ -252,7 +249,7 @@ def test_a_checkpoint_brings_the_rows_of_its_steps(tmp_path: Path, of: str, furt
     """The last step is committed by a alone, which writes, and dies; the others make it anew, and go `further`, or not even that far. Then
     all die; of the files so many lines are `lost`. The newest checkpoint is of that step, of one or the others; each group has it again,
     and the role moves with each step."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    a, b = two(tmp_path)
     alone = History()
     for step in range(1, LAST):
         alone.step(step, "a", "b", "c")
@@ -291,7 +288,7 @@ def test_a_checkpoint_brings_the_rows_of_its_steps(tmp_path: Path, of: str, furt
 def test_figures_are_on_disk_where_a_checkpoint_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink().name))
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    a, b = two(tmp_path)
     for group in (a, b):
         group.commits(1)
         synced.clear()
@@ -340,10 +337,7 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Who had it takes what it could not write along: the others have it, too, however long it takes."""
     disk = Disk(tmp_path, monkeypatch)
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2):
-        a.commits(step)
-        b.commits(step)
+    a, b = two(tmp_path, 2)
     last = 3 * ROWS_KEPT
     with disk.full(room=50):
         for step in range(3, last):
@@ -358,7 +352,7 @@ def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.
 
 def test_who_does_not_write_forgets_what_is_written(tmp_path: Path):
     """Else each of many groups would hold the figures of an hour."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
+    a, b = two(tmp_path)
     for step in range(1, 4 * ROWS_KEPT):
         a.commits(step)
         b.commits(step)
@@ -405,9 +399,8 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
         subprocess.run(["mount", "-o", "remount,size=10m", str(tmp_path)], check=True)
         scribe.wake()
         assert scribe.flush(50, patient=True)
-        assert (
-            rows(tmp_path) == [(step, False) for step in range(1, 300)] == [(step, False) for step in charted(tmp_path)]
-        )
+        assert rows(tmp_path) == [(step, False) for step in range(1, 300)]
+        assert [*charted(tmp_path)] == [*range(1, 300)]
         assert len(said) == 2 and "nothing is lost" in said[1]
     finally:
         scribe.close()
@@ -431,10 +424,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_costs_no_row_of_it(
 @pytest.mark.parametrize("torn", [False, True])
 def test_the_role_that_comes_after_the_last_row_brings_what_is_not_written(tmp_path: Path, torn: bool):
     """The one before died in its last save: no row comes any more that would say who writes."""
-    a, b = Group(tmp_path, writes=True), Group(tmp_path, writes=False)
-    for step in (1, 2):
-        a.commits(step)
-        b.commits(step)
+    _, b = two(tmp_path, 2)
     b.commits(3)
     if torn:
         with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -31,18 +32,14 @@ Make = Callable[[int], Seam]
 @pytest.fixture(params=MANAGERS)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes managers, one after the other: each is a job of its own."""
-    kind, made, lighthouses = MANAGERS[request.param], list[Seam](), list[LighthouseServer]()
+    with ExitStack() as stack:
 
-    def one(slot_size: int) -> Seam:
-        lighthouses.append(LighthouseServer("127.0.0.1:0", 1))
-        made.append(kind(lighthouses[-1].address(), slot_size))
-        return made[-1]
+        def one(slot_size: int) -> Seam:
+            lighthouse = LighthouseServer("127.0.0.1:0", 1)
+            stack.callback(lighthouse.shutdown)
+            return stack.enter_context(closing(MANAGERS[request.param](lighthouse.address(), slot_size)))
 
-    yield one
-    for manager in made:
-        manager.close()
-    for lighthouse in lighthouses:
-        lighthouse.shutdown()
+        yield one
 
 
 @pytest.fixture

@@ -30,17 +30,8 @@ def test_the_first_tier_has_most_of_each_suite():
 
 def test_the_bare_command_selects_the_first_tier_and_all_selects_both():
     """Of a suite that has both, without importing torch for the others."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "--collect-only",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "testpaths=tests/e2e tests/sim",
-    ]
+    plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [*plain, "--collect-only", "-o", "testpaths=tests/e2e tests/sim"]
     found = {}
     for option in ([], ["--all"], ["tests/sim/test_world.py"]):
         done = subprocess.run([*command, *option], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)

@@ -1,0 +1,16 @@
+"""Waits for a state that another thread or process brings about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def in_time(true: Callable[[], object], limit_s: float = 60.0) -> bool:
+    """Whether it becomes true; what is slow because the machine is busy does not fail."""
+    until_s = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True
