@@ -23,7 +23,7 @@ from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
-from training.checkpoint_dcp import Streamed
+from training.checkpoint_streamed import Streamed
 from training.config import TrainingConfig
 from training.loss import cross_entropy_sum
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
