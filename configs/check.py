@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,21 +44,10 @@ def check(config: Config, *, world_size: int, device_type: str | None = None) ->
 
 def check_settings(config: Config, *, world_size: int, device_type: str | None = None) -> None:
     """The same without the files, which need not be there."""
-    kind = device_type or type_here()
     _gather(config, _of_sections(config, "check"))
-    _gather(
-        config,
-        [
-            lambda: _check_batch(config, world_size),
-            lambda: _check_tensor_parallel(config),
-            lambda: _layouts(config, kind),
-            lambda: _check_pipeline(config),
-            lambda: _schedules(config),
-            lambda: _folders(config),
-            lambda: _check_replica_groups(config, kind),
-            lambda: _rounds(config),
-        ],
-    )
+    between: list[Callable[[Config, int, str], Iterable[str] | None]] = [_check_batch, _check_tensor_parallel, _layouts]
+    between += [_check_pipeline, _schedules, _folders, _check_replica_groups, _rounds]
+    _gather(config, [partial(rule, config, world_size, device_type or type_here()) for rule in between])
 
 
 # A rule of one section or of several: it raises ValueError, or yields messages
@@ -90,7 +80,7 @@ def multiples(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_batch(config: Config, world_size: int, _: str) -> None:
     """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
@@ -102,7 +92,7 @@ def _check_batch(config: Config, world_size: int) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config) -> None:
+def _check_tensor_parallel(config: Config, *_: object) -> None:
     """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
@@ -122,7 +112,7 @@ def _compiled_blocks(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _layouts(config: Config, device_type: str) -> Iterator[str]:
+def _layouts(config: Config, _: int, device_type: str) -> Iterator[str]:
     """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -158,7 +148,7 @@ def _layouts(config: Config, device_type: str) -> Iterator[str]:
         )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, *_: object) -> None:
     """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
@@ -176,7 +166,7 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _schedules(config: Config) -> Iterator[str]:
+def _schedules(config: Config, *_: object) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
@@ -197,7 +187,7 @@ def _schedules(config: Config) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
-def _folders(config: Config) -> Iterator[str]:
+def _folders(config: Config, *_: object) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
     for key, value, nearest in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
@@ -219,7 +209,7 @@ def _folders(config: Config) -> Iterator[str]:
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
-def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
+def _check_replica_groups(config: Config, _: int, device_type: str) -> Iterator[str]:
     """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
     if not config.fault_tolerance.enable:
         return
@@ -252,7 +242,7 @@ def gradients_lie_on(config: Config, device_type: str) -> str:
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _rounds(config: Config) -> Iterator[str]:
+def _rounds(config: Config, *_: object) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
