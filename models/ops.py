@@ -4,8 +4,7 @@ CUDA, DTensors and anything under `torch.compile` take torch's own kernels. A CP
 `_in_blocks` chooses. Matrix products accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
-(tokens of the whole batch), V vocabulary.
-"""
+(tokens of the whole batch), V vocabulary."""
 
 from __future__ import annotations
 

@@ -187,15 +187,15 @@ _ACCOUNTS = {
 def summary(
     progress: Progress,
     *,
+    verb: str,
     steps: int,
     first_step: int,
     tokens: int,
-    loss: float | None,
-    validation_loss: float | None = None,
-    saved: str = "",
-    next_command: str = "",
-    verb: str = "finished",
-    groups: str = "",
+    loss: float,
+    validation_loss: float | None,
+    groups: str,
+    saved: str,
+    next_command: str,
 ) -> str:
     """The run's closing lines. `steps`: the last committed step; `first_step`: that of the checkpoint this start resumed from (0: none);
     `tokens`: of this start alone; `saved`: the last checkpoint; `groups`: events of replica groups. Goodput is the share of the time that
@@ -211,14 +211,8 @@ def summary(
     lines = [f"{verb} step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
     if groups:
         lines.append(f"  groups: {groups}; goodput {_share(progress.goodput_s, total)}")
-    losses = [f"training {loss:.4f}"] if loss is not None else []
-    losses += [f"validation {validation_loss:.4f}"] if validation_loss is not None else []
-    if losses:
-        lines.append(f"  loss: {', '.join(losses)}")
-    if saved:
-        lines.append(f"  checkpoint: {saved}")
-    if next_command:
-        lines.append(f"  next: {next_command}")
+    validation = "" if validation_loss is None else f", validation {validation_loss:.4f}"
+    lines += [f"  loss: training {loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
     return "\n".join(lines)
 
 

@@ -9,8 +9,7 @@
 
 The key is the digest of the files' names and contents, how they are read, and the tokenizer. A folder appears under its
 final name whole, by one rename. The lock spares work, the rename keeps it right: without working locks (some network
-folders) two starts at once both build, and the second to finish takes what the first left.
-"""
+folders) two starts at once both build, and the second to finish takes what the first left."""
 
 from __future__ import annotations
 
