@@ -30,7 +30,6 @@ from training.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from models.contract import Model
 
 SMALL_BYTES = 1 << 20
 
@@ -154,7 +153,7 @@ def _check_pipeline(config: Config, *_: object) -> None:
         return
     check_pipeline(
         config.parallelism,
-        layers=list(_meta_model(config, max(1, config.model.vocab_size)).layers),
+        layers=list(config.meta_model(max(1, config.model.vocab_size)).layers),
         local_batch_size=config.training.local_batch_size,
         compiled_blocks=_compiled_blocks(config),
     )
@@ -248,7 +247,7 @@ def _rounds(config: Config, *_: object) -> Iterator[str]:
     if tolerance.num_fragments > 1:
         from ft.semi_sync import cut
 
-        cut(list(_meta_model(config, max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
+        cut(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
     if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
@@ -287,24 +286,13 @@ def _check_model(config: Config, world_size: int) -> None:
             for split in ("train", "validation") if config.validation.enable else ("train",):
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
-        check_patterns(config.optimizer, [name for name, _ in _meta_model(config, vocab_size).named_parameters()])
+        check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
     # Half as long to import as torch: not for those who do not need them
     if config.parallelism.tensor_parallel_degree > 1:
         from parallelisms.tensor import check_plan
 
-        check_plan(_meta_model(config, vocab_size), degrees(config.parallelism, world_size))
+        check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
     if config.parallelism.context_parallel_degree > 1:
         from parallelisms.context import attentions
 
-        attentions(_meta_model(config, vocab_size), config.parallelism.context_parallel_degree)
-
-
-def _meta_model(config: Config, vocab_size: int) -> Model:
-    """Without memory: the meta device is no device."""
-    from configs.schema import model_module
-
-    with torch.device("meta"):
-        model: Model = model_module(config.model.name).build(
-            config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
-        )
-    return model
+        attentions(config.meta_model(vocab_size), config.parallelism.context_parallel_degree)

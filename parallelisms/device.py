@@ -126,8 +126,8 @@ _LARGEST_THRESHOLD_BEFORE_2_35 = 32 << 20
 
 def keep_freed_memory() -> bool:
     """Asks the GNU C library to use freed memory again; False where it cannot be asked. A step frees and allocates the same hundreds of
-    megabytes, and by default most of them go back to the kernel each time, which zeroes every page again at first touch: a fifth of the time
-    of a step of 5.8 M parameters. The peak stays what it was. Single allocations of more than 1 GiB still go back."""
+    megabytes, and by default most of them go back to the kernel each time, which zeroes every page again at first touch: a fifth of the
+    time of a step of 5.8 M parameters. The peak stays what it was. Single allocations of more than 1 GiB still go back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES) != 1:  # macOS, Windows, musl
         return False

@@ -23,7 +23,8 @@ from torch import nn
 from ft.materialise import materialise
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
-from training.progress import BarLog, Clock
+from training.log import Log
+from training.progress import Clock
 from training.writer_lease import SoleWriter, UnsettledWriter, WriterLease
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Checkpointer:
         run_folder: Path,
         states: Mapping[str, Stateful],
         *,
-        log: BarLog,
+        log: Log,
         ranks: Ranks | None = None,
         lease: WriterLease | None = None,
         clock: Clock = time.monotonic,

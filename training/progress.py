@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
+
+from training.log import Log
 
 Clock = Callable[[], float]
 T = TypeVar("T")
@@ -35,16 +37,6 @@ _WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"
 GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
-
-
-class BarLog(Protocol):
-    """The part of training.log.Log that is used where a bar is shown."""
-
-    is_terminal: bool
-
-    def info(self, message: str, *args: object) -> None: ...
-    def warning(self, message: str, *args: object) -> None: ...
-    def overwrite(self, text: str) -> None: ...
 
 
 class Progress:
@@ -138,7 +130,7 @@ class Bar:
         label: str,
         unit: str,
         *,
-        log: BarLog,
+        log: Log,
         clock: Clock = time.monotonic,
         interval_s: float = 5.0,
     ) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -220,11 +221,6 @@ def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-6, 9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'' if len(ranks) == 1 else 's'} {text}"

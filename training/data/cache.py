@@ -29,7 +29,8 @@ import numpy as np
 
 from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
-from training.progress import Bar, BarLog
+from training.log import Log
+from training.progress import Bar
 from training.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -105,7 +106,7 @@ class Corpus:
 
 
 def open_corpus(
-    source: Source, tokenizer: Tokenizer, folder: Path, *, log: BarLog, vocab_size: int = 0, limits: Limits = Limits()
+    source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0, limits: Limits = Limits()
 ) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
     model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
@@ -131,7 +132,7 @@ def bucket_of(content: bytes) -> int:
 
 class _Cache:
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, folder: Path, log: BarLog, vocab_size: int, limits: Limits
+        self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int, limits: Limits
     ) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
         self._log, self._vocab_size, self._limits = log, vocab_size, limits
@@ -148,8 +149,7 @@ class _Cache:
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(self._folder / "lock", self._log, until=self.find, stuck_s=self._limits.stuck_s) as lock:
-            corpus = self.find()  # whoever held the lock may have made it
-            if corpus is not None:
+            if (corpus := self.find()) is not None:  # whoever held the lock may have made it
                 return corpus
             if lock.held:
                 _remove_leftovers(self._folder, self._log)
@@ -320,7 +320,7 @@ class _Writer:
 class _BuildLock:
     """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
 
-    def __init__(self, descriptor: int, log: BarLog) -> None:
+    def __init__(self, descriptor: int, log: Log) -> None:
         self._descriptor, self._log = descriptor, log
         self.held = False
         self._label, self._bar, self._noted_s = "", Bar(0, "", "B", log=log), 0.0
@@ -361,7 +361,7 @@ class _BuildLock:
 
 
 @contextmanager
-def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
+def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _BuildLock(descriptor, log)
@@ -379,7 +379,7 @@ def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: flo
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path, log: BarLog) -> None:
+def _remove_leftovers(folder: Path, log: Log) -> None:
     """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
