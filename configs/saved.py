@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import document
-from configs.document import Document
 from configs.errors import ConfigError, Problems
 from configs.keys import to_text
 from configs.load import section_types
@@ -98,7 +97,7 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
     if not saved.exists():
         return
     try:
-        before = document.read(str(saved))
+        before, _ = document.read(str(saved))
     except ConfigError as error:
         raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
     problems = Problems()
@@ -112,9 +111,9 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
     problems.raise_any()
 
 
-def _differences(config: Config, before: Document, world_size: int | None) -> Iterator[tuple[str, str, str]]:
+def _differences(config: Config, before: Mapping[str, Any], world_size: int | None) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
-    saved, now = dict(_texts(before.tables)), dict(_texts(_tables(config)))
+    saved, now = dict(_texts(before)), dict(_texts(_tables(config)))
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
     old = {**dict(_texts(_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
