@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from training.checkpoint_streamed import Streamed
 
+# Of a rank: its files, the problem that it had, the problem of another rank that it heard of
+SaveReport = tuple[list[FileRecord], str, str]
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
 
@@ -281,7 +283,8 @@ class Checkpointer:
         """One save from begin to end, in the background too."""
         from training import checkpoint_dcp as dcp
 
-        began, lease = time.perf_counter(), self._lease
+        began, lease, records = time.perf_counter(), self._lease, list[FileRecord]()
+        problem = heard = ""  # of this rank's own files; of another's
 
         def begin() -> Path | None:
             if not lease.acquire():  # reads a file: not before, in the step's own thread
@@ -294,12 +297,12 @@ class Checkpointer:
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
             self._on_stage("write")
-            report = SaveReport(dcp.write(states, partial, group=self._ranks.group, planner=planner))
+            records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
-            report = SaveReport(problem=files.reason(error), own=True)
+            problem = files.reason(error)
         except dcp.OtherRankFailed as error:
-            report = SaveReport(problem=str(error))
-        reports = self._ranks.gather(report)
+            heard = str(error)
+        reports = self._ranks.gather((records, problem, heard))
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
@@ -314,7 +317,7 @@ class Checkpointer:
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
         """Rank 0: publishes the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. None: a later
         writer has removed them, or has saved as much."""
-        lease, records = self._lease, tuple(record for report in reports for record in report.records)
+        lease, records = self._lease, tuple(record for written, _, _ in reports for record in written)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
 
         def is_late() -> bool:
@@ -322,8 +325,8 @@ class Checkpointer:
             return lease.has_expired() and self._newest() >= step
 
         try:
-            if problems := sorted((report for report in reports if report.problem), key=lambda report: not report.own):
-                raise OSError(problems[0].problem)
+            if problems := [*(own for _, own, _ in reports if own), *(heard for _, _, heard in reports if heard)]:
+                raise OSError(problems[0])
             if is_late():
                 raise OSError("another has saved")
             self._on_stage("publish")
@@ -477,15 +480,6 @@ class Checkpointer:
     def _warn(self, message: str, *args: object) -> None:
         if self._ranks.rank == 0:  # all ranks know it
             self._log.warning(message, *args)
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """One rank's part of a save. `own`: the problem is this rank's, not what it heard of another's."""
-
-    records: Sequence[FileRecord] = ()
-    problem: str = ""
-    own: bool = False
 
 
 class Ranks:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TypeVar, cast
 
 from training.log import Log
@@ -230,6 +231,13 @@ def quantity(value: float) -> str:
         prefixes.pop(0)
     digits = 0 if abs(value) >= 99.5 or not prefixes[0] else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}{prefixes[0]}"
+
+
+def spans(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-6, 9`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"
 
 
 def _share(seconds: float, total: float) -> str:

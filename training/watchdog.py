@@ -12,12 +12,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.progress import LONG_PHASES, PHASES, Clock, Progress
+from training.progress import LONG_PHASES, PHASES, Clock, Progress, spans
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -181,13 +180,11 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
     for rank in sorted(answers):
         ranks_at.setdefault(answers[rank]["where"], []).append(rank)
     seconds = {where: max(answers[rank]["seconds"] for rank in ranks) for where, ranks in ranks_at.items()}
-    parts = [
-        f"{_ranks(ranks_at[where])}: {where} for {seconds[where]:.0f} s"
-        for where in sorted(ranks_at, key=lambda where: -seconds[where])
-    ]
+    longest_first = sorted(ranks_at, key=lambda where: -seconds[where])
+    parts = [f"{spans('rank', ranks_at[where])}: {where} for {seconds[where]:.0f} s" for where in longest_first]
     silent = [rank for rank in range(world_size) if rank not in answers]
     if silent:
-        parts.append(f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        parts.append(f"{spans('rank', silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     return "; ".join(parts)
 
 
@@ -217,10 +214,3 @@ def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
     path.write_bytes(dump(includeStackTraces=False))
     path.write_bytes(dump())
     return path
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-6, 9`."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
-    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
