@@ -99,19 +99,16 @@ def fit(
     saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
     with_state = {name.rpartition(".")[0] for name in saved}
 
-    def may_be_missing(name: str) -> bool:
+    def is_asked_for(name: str) -> bool:
         unmade = name.startswith("optimizer.state.") and name.rpartition(".")[0] not in with_state
-        return name not in saved and (name.startswith(_OPTIONAL) or unmade)
+        may_be_missing = name.startswith(_OPTIONAL) or unmade
+        return (name in saved or not may_be_missing) and not _has_prefix(name, exclude)
 
-    wanted_states = {
-        state: {
-            key: value
-            for key, value in values.items()
-            if not may_be_missing(name := f"{state}.{key}") and not _has_prefix(name, exclude)
-        }
+    asked = {
+        state: {key: value for key, value in values.items() if is_asked_for(f"{state}.{key}")}
         for state, values in states.items()
     }
-    states = {state: values for state, values in wanted_states.items() if values}
+    states = {state: values for state, values in asked.items() if values}
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(states))
     present = dict(planner.state_dict)  # under the joined names that DCP saves them by
@@ -143,9 +140,8 @@ class _DigestingFileSystem(FileSystem):
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         super().rename(path, new_path)
-        record = self.records.pop(Path(path).name)
         name = Path(new_path).name
-        self.records[name] = replace(record, name=name)
+        self.records[name] = replace(self.records.pop(Path(path).name), name=name)
 
 
 class DigestingStream(BufferedWriter):

@@ -222,7 +222,16 @@ class _Cache:
                 dtype=dtype,
             )
             writer.finish(meta)
-            _publish(temporary, self._folder / key, whole=lambda: self._open(key) is not None)
+            if self._open(key) is not None:
+                return
+            final = self._folder / key
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one
+            try:
+                temporary.rename(final)
+            except OSError:  # another process was faster just now
+                if self._open(key) is None:
+                    raise
+            sync_path(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -386,19 +395,6 @@ def _remove_leftovers(folder: Path, log: Log) -> None:
         if own or time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > FOREIGN_LEFTOVER_S:
             log.warning("data cache: removed %s, which a killed start had left half-written", path.name)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _publish(temporary: Path, final: Path, *, whole: Callable[[], bool]) -> None:
-    """Renames; a whole folder that is there already is kept, a damaged one replaced."""
-    if whole():
-        return
-    shutil.rmtree(final, ignore_errors=True)
-    try:
-        temporary.rename(final)
-    except OSError:  # another process was faster just now
-        if not whole():
-            raise
-    sync_path(final.parent)
 
 
 def _digest(value: object) -> str:
