@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import Problems
 from configs.load import section_types
+from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
@@ -75,8 +76,7 @@ def _gather(config: Config, rules: Iterable[Rule]) -> None:
 
 def multiples(value: int, unit: int) -> str:
     """The multiples of `unit` next to `value`: "8 or 16"."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
+    return nearest(value, range(unit, value + unit, unit))
 
 
 def _check_batch(config: Config, world_size: int, _: str) -> None:
@@ -188,7 +188,7 @@ def _schedules(config: Config, *_: object) -> Iterator[str]:
 
 def _folders(config: Config, *_: object) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
-    for key, value, nearest in (
+    for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
         ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
         ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, ""),
@@ -197,7 +197,7 @@ def _folders(config: Config, *_: object) -> Iterator[str]:
         ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
     ):
         if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
-            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else nearest
+            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else legal
             yield (
                 f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
                 f'nearest: "{local}"'

@@ -168,13 +168,7 @@ class Bar:
 
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
-_ACCOUNTS = {
-    "start": ("start",),
-    "compute": _WORK,
-    "data": ("data",),
-    "checkpoint": ("checkpoint",),
-    "validation": ("validation",),
-}
+_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 
 
 def summary(
@@ -194,7 +188,7 @@ def summary(
     `tokens`: of this start alone; `saved`: the last checkpoint; `groups`: events of replica groups. Goodput is the share of the time that
     went into committed steps."""
     total = progress.total()
-    counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
+    counted = {name: progress.spent(*(_WORK if name == "compute" else [name])) for name in _ACCOUNTS}
     if groups:
         counted |= {name: progress.spent(name) for name in GROUP_PHASES}
     counted["other"] = max(0.0, total - sum(counted.values()))
