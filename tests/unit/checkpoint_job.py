@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.unit.fakes import Lines
 from training import checkpoint_files
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.writer_lease import WriterLease
@@ -26,20 +27,6 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = dict(state)
-
-
-class Lines:
-    """A log that remembers."""
-
-    def __init__(self) -> None:
-        self.infos: list[str] = []
-        self.warnings: list[str] = []
-
-    def info(self, message: str, *args: object) -> None:
-        self.infos.append(message % args)
-
-    def warning(self, message: str, *args: object) -> None:
-        self.warnings.append(message % args)
 
 
 class Job:

@@ -6,29 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.unit.fakes import Lines
 from training.config import TrainingConfig
 from training.data.cache import Corpus, open_corpus
 from training.data.sources import find_source
 from training.tokenizer import ByteTokenizer, Tokenizer
-
-
-class Lines:
-    """A log that keeps its lines."""
-
-    is_terminal = False
-
-    def __init__(self) -> None:
-        self.infos: list[str] = []
-        self.warnings: list[str] = []
-
-    def info(self, message: str, *args: object) -> None:
-        self.infos.append(message % args)
-
-    def warning(self, message: str, *args: object) -> None:
-        self.warnings.append(message % args)
-
-    def overwrite(self, text: str) -> None:
-        pass
 
 
 def write_jsonl(path: Path, documents: list[str]) -> Path:

@@ -240,8 +240,6 @@ def test_two_starts_at_once_tokenise_once(tmp_path: Path, corpus_file: Path) -> 
     class Terminal(Lines):
         """Shows how far the other one is."""
 
-        is_terminal = True
-
         def overwrite(self, text: str) -> None:
             waits.set()
 
@@ -249,7 +247,7 @@ def test_two_starts_at_once_tokenise_once(tmp_path: Path, corpus_file: Path) -> 
     config = files_config(corpus_file)
     with start_child(corpus_file, cache) as child:
         second = threading.Thread(
-            target=lambda: keys.append(open_small(config, cache, tokenizer=Idle(), log=Terminal()).key)
+            target=lambda: keys.append(open_small(config, cache, tokenizer=Idle(), log=Terminal(is_terminal=True)).key)
         )
         second.start()
         assert waits.wait(30)

@@ -8,17 +8,10 @@ from typing import Any
 import pytest
 
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
+from tests.unit.fakes import Clock
 from training.log import Log
 from training.metrics import Meter, MetricsConfig, known_peak_tflops
 from training.progress import Progress
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -62,7 +55,7 @@ class Run:
 
     def __init__(self, *, steps: int = 100, device: Any = None, **options: Any) -> None:
         config = MetricsConfig(**{key: options.pop(key) for key in ("log_freq", "peak_tflops") if key in options})
-        self.clock, self.sink, self.out = Clock(), Sink(), io.StringIO()
+        self.clock, self.sink, self.out = Clock(50.0), Sink(), io.StringIO()
         self.journal, self.chart = self.sink.kinds["journals"], self.sink.kinds["charts"]
         self.progress = Progress(self.clock)
         self.meter = Meter(

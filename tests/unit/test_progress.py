@@ -7,35 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.fakes import Clock, Lines
 from training.progress import Bar, Progress, duration, quantity, summary
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Lines:
-    """A log that remembers."""
-
-    def __init__(self, is_terminal: bool = False) -> None:
-        self.is_terminal = is_terminal
-        self.lines: list[str] = []
-        self.overwritten: list[str] = []
-
-    def info(self, message: str, *args: object) -> None:
-        self.lines.append(message % args if args else message)
-
-    def overwrite(self, text: str) -> None:
-        self.overwritten.append(text)
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
@@ -145,7 +123,7 @@ def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
         for _ in range(8):
             clock.now += 2
             bar.update(20)
-    assert log.lines == [
+    assert log.infos == [
         "tokenising: [######..............]  30%, 60 of 200 MB, 10 MB/s, 14 s left",
         "tokenising: [############........]  60%, 120 of 200 MB, 10 MB/s, 8 s left",
     ]
@@ -156,7 +134,7 @@ def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
     with closing(Bar(4, "hashing", "files", log=log, clock=clock)) as bar:
         clock.now += 1
         bar.update(2)
-    assert log.lines == []
+    assert log.infos == []
     assert log.overwritten == ["hashing: [##########..........]  50%, 2 of 4 files, 2 files/s, 1 s left", ""]
 
 
@@ -165,7 +143,7 @@ def test_bar_of_unknown_length_counts(clock: Clock) -> None:
     bar = Bar(0, "streaming", "tokens", log=log, clock=clock)
     clock.now += 10
     bar.update(12_345)
-    assert log.lines == ["streaming: 12.3k tokens, 1.23k tokens/s"]
+    assert log.infos == ["streaming: 12.3k tokens, 1.23k tokens/s"]
 
 
 def summarise(progress: Progress, **known: Any) -> str:

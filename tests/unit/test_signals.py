@@ -11,16 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.unit.fakes import Clock
 from training.log import Log
 from training.signals import SAVE, STOP, Signals
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Watched:

@@ -18,17 +18,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from tests.unit.fakes import Clock
 from training.log import Log
 from training.progress import Progress
 from training.watchdog import Watchdog, describe, flight_recorder_env
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeAbort:
