@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.multiproc.pool import Pool
-from tests.unit.checkpoint_job import Ledger, Lines, flip_a_bit, steps_in
+from tests.unit.checkpoint_job import Job, Ledger, Lines, flip_a_bit, steps_in
 from training.checkpoint import CheckpointConfig, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Ranks
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 1, bias=False))
 
 
-class Run:
+class Run(Job):
     """A sharded model on this rank, trained by a batch that does not depend on the number of ranks."""
 
     def __init__(self, folder: Path, *, blank: bool = False, ranks: Ranks | None = None, **settings: Any) -> None:
@@ -59,18 +59,6 @@ class Run:
             ranks=ranks,
             on_stage=lambda stage: self.stages.get(stage, lambda: None)(),
         )
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            self.ledger.state["step"] += 1
-            torch.manual_seed(self.ledger.state["step"])
-            loss = self.model(torch.randint(7, (4,))).square().sum()
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
 
     def everything(self) -> dict[str, Any]:
         entries = ModelState([self.model]).state_dict()
