@@ -30,7 +30,7 @@ def load(argv: Sequence[str]) -> Config:
     from configs import schema  # brings torch with it, two seconds: not before the file has been read
 
     sections = section_types(schema.Config)
-    # model.name decides the class of [model]; a value of a wrong type is told later
+    # model.name decides the class of [model]; a value of a wrong type is reported later
     default, table = keys_of(sections["model"])["name"].default, tables.get("model")
     name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
     try:
@@ -90,7 +90,7 @@ class _Reader:
             table: Any = self.tables
             for part in (section, *names[:-1]):
                 table = table.setdefault(part, {}) if isinstance(table, dict) else None
-            if isinstance(table, dict):  # else the file has a value where a table belongs: told when that is read
+            if isinstance(table, dict):  # else the file has a value where a table belongs: reported when that is read
                 table[names[-1]] = True if text is None else from_text(key, text)
                 self.origin = dataclasses.replace(self.origin, overrides=self.origin.overrides | {path})
 

@@ -286,7 +286,7 @@ class Memory:
     def __init__(self, device: Device | None) -> None:
         self.gib, self._device = 0.0, device
         self.scalars: dict[str, float] = {}
-        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0 where nobody says
+        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0: unknown
         if device is not None and device.traits.has_allocator:
             self._total_gib = torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
         elif device is not None:

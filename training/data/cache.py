@@ -155,8 +155,7 @@ class _Cache:
                 _remove_leftovers(self._folder, self._log)
             content = self._content(lock)
             key = _digest([content, self._identity()])[:32]
-            corpus = self._open(key)
-            if corpus is None:
+            if (corpus := self._open(key)) is None:
                 self._build(key, content, lock)
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
