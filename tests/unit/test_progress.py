@@ -16,8 +16,12 @@ def clock() -> Clock:
     return Clock(1000.0)
 
 
-def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
-    progress = Progress(clock)
+@pytest.fixture
+def progress(clock: Clock) -> Progress:
+    return Progress(clock)
+
+
+def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock, progress: Progress) -> None:
     with progress.phase("compute"):
         clock.now += 2
         with progress.phase("reduce"):
@@ -30,8 +34,7 @@ def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
     assert progress.total() == 20
 
 
-def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock, progress: Progress) -> None:
     with progress.phase("validation"):
         clock.now += 1
         with progress.phase("data"):
@@ -39,8 +42,7 @@ def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock) -> Non
     assert progress.seconds == {"validation": 6}
 
 
-def test_a_phase_is_closed_by_an_exception(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_a_phase_is_closed_by_an_exception(clock: Clock, progress: Progress) -> None:
     with pytest.raises(KeyError), progress.phase("data"):
         clock.now += 5
         raise KeyError
@@ -48,8 +50,7 @@ def test_a_phase_is_closed_by_an_exception(clock: Clock) -> None:
     assert progress.seconds == {"data": 5}
 
 
-def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock, progress: Progress) -> None:
     with progress.phase("compute"):
         clock.now += 2
         with progress.phase("reduce"):
@@ -58,8 +59,7 @@ def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clo
         assert progress.open_phases() == (("compute", 5),)
 
 
-def test_seconds_of_an_open_phase_are_there_already(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_seconds_of_an_open_phase_are_there_already(clock: Clock, progress: Progress) -> None:
     with progress.phase("data"):
         clock.now += 2
         assert progress.spent("data", "compute") == 2
@@ -67,8 +67,7 @@ def test_seconds_of_an_open_phase_are_there_already(clock: Clock) -> None:
         assert progress.spent("data") == 3
 
 
-def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_another_thread_may_ask_but_not_enter(clock: Clock, progress: Progress) -> None:
     seen: list[Any] = []
 
     def ask() -> None:
@@ -87,9 +86,7 @@ def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
     assert seen == [(("compute", 1),), "phase 'data': entered by a foreign thread"]
 
 
-def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock) -> None:
-    progress = Progress(clock)
-
+def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock, progress: Progress) -> None:
     def spend(phase: str, seconds: float) -> None:
         with progress.phase(phase):
             clock.now += seconds
@@ -107,8 +104,7 @@ def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Cl
     assert progress.goodput_s == 11 and progress.seconds["lost"] == 4.5
 
 
-def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock, progress: Progress) -> None:
     with progress.phase("reduce"):
         clock.now += 1
         with progress.phase("waiting"):
@@ -151,8 +147,7 @@ def summarise(progress: Progress, **known: Any) -> str:
     return summary(progress, **words | dict(groups="", saved="", next_command="sample") | known)
 
 
-def test_summary_accounts_for_every_second(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_summary_accounts_for_every_second(clock: Clock, progress: Progress) -> None:
     for phase, seconds in (
         ("start", 4),
         ("compute", 56),
@@ -177,8 +172,7 @@ def test_summary_accounts_for_every_second(clock: Clock) -> None:
     ]
 
 
-def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock, progress: Progress) -> None:
     for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
         with progress.phase(phase):
             clock.now += seconds
@@ -197,8 +191,8 @@ def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
     ]
 
 
-def test_summary_of_a_run_that_did_nothing(clock: Clock) -> None:
-    lines = summarise(Progress(clock)).splitlines()
+def test_summary_of_a_run_that_did_nothing(progress: Progress) -> None:
+    lines = summarise(progress).splitlines()
     assert lines[0] == "finished step 0: 0 tokens in 0 s" and lines[2] == "  loss: training nan"
 
 
