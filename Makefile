@@ -44,7 +44,7 @@ lock:
 	@./scripts/lock.sh
 
 docs:
-	@.venv/bin/python -m configs.help
+	@.venv/bin/python tools/config_docs.py
 
 proto:
 	@./scripts/make_proto.sh

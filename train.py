@@ -6,8 +6,7 @@
     python train.py --help [section]                             every key
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     what it would take and do; nothing is started
 
-Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest.
-"""
+Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest."""
 
 from __future__ import annotations
 

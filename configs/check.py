@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch.torch_version import TorchVersion
 
 from configs.errors import Problems
 from configs.load import section_types
+from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
@@ -29,7 +31,6 @@ from training.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from configs.schema import Config
-    from models.contract import Model
 
 SMALL_BYTES = 1 << 20
 
@@ -43,21 +44,10 @@ def check(config: Config, *, world_size: int, device_type: str | None = None) ->
 
 def check_settings(config: Config, *, world_size: int, device_type: str | None = None) -> None:
     """The same without the files, which need not be there."""
-    kind = device_type or type_here()
     _gather(config, _of_sections(config, "check"))
-    _gather(
-        config,
-        [
-            lambda: _check_batch(config, world_size),
-            lambda: _check_tensor_parallel(config),
-            lambda: _layouts(config, kind),
-            lambda: _check_pipeline(config),
-            lambda: _schedules(config),
-            lambda: _folders(config),
-            lambda: _check_replica_groups(config, kind),
-            lambda: _rounds(config),
-        ],
-    )
+    between: list[Callable[[Config, int, str], Iterable[str] | None]] = [_check_batch, _check_tensor_parallel, _layouts]
+    between += [_check_pipeline, _schedules, _folders, _check_replica_groups, _rounds]
+    _gather(config, [partial(rule, config, world_size, device_type or type_here()) for rule in between])
 
 
 # A rule of one section or of several: it raises ValueError, or yields messages
@@ -86,11 +76,10 @@ def _gather(config: Config, rules: Iterable[Rule]) -> None:
 
 def multiples(value: int, unit: int) -> str:
     """The multiples of `unit` next to `value`: "8 or 16"."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"
+    return nearest(value, range(unit, value + unit, unit))
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_batch(config: Config, world_size: int, _: str) -> None:
     """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
@@ -102,7 +91,7 @@ def _check_batch(config: Config, world_size: int) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config) -> None:
+def _check_tensor_parallel(config: Config, *_: object) -> None:
     """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
@@ -122,7 +111,7 @@ def _compiled_blocks(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _layouts(config: Config, device_type: str) -> Iterator[str]:
+def _layouts(config: Config, _: int, device_type: str) -> Iterator[str]:
     """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -158,13 +147,13 @@ def _layouts(config: Config, device_type: str) -> Iterator[str]:
         )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: Config, *_: object) -> None:
     """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     check_pipeline(
         config.parallelism,
-        layers=list(_meta_model(config, max(1, config.model.vocab_size)).layers),
+        layers=list(config.meta_model(max(1, config.model.vocab_size)).layers),
         local_batch_size=config.training.local_batch_size,
         compiled_blocks=_compiled_blocks(config),
     )
@@ -176,7 +165,7 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _schedules(config: Config) -> Iterator[str]:
+def _schedules(config: Config, *_: object) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
@@ -197,9 +186,9 @@ def _schedules(config: Config) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
-def _folders(config: Config) -> Iterator[str]:
+def _folders(config: Config, *_: object) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
-    for key, value, nearest in (
+    for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
         ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
         ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, ""),
@@ -208,7 +197,7 @@ def _folders(config: Config) -> Iterator[str]:
         ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
     ):
         if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
-            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else nearest
+            local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else legal
             yield (
                 f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
                 f'nearest: "{local}"'
@@ -219,7 +208,7 @@ def _folders(config: Config) -> Iterator[str]:
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
-def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
+def _check_replica_groups(config: Config, _: int, device_type: str) -> Iterator[str]:
     """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
     if not config.fault_tolerance.enable:
         return
@@ -252,13 +241,13 @@ def gradients_lie_on(config: Config, device_type: str) -> str:
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _rounds(config: Config) -> Iterator[str]:
+def _rounds(config: Config, *_: object) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
         from ft.semi_sync import cut
 
-        cut(list(_meta_model(config, max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
+        cut(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
     if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
@@ -297,24 +286,13 @@ def _check_model(config: Config, world_size: int) -> None:
             for split in ("train", "validation") if config.validation.enable else ("train",):
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
-        check_patterns(config.optimizer, [name for name, _ in _meta_model(config, vocab_size).named_parameters()])
+        check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
     # Half as long to import as torch: not for those who do not need them
     if config.parallelism.tensor_parallel_degree > 1:
         from parallelisms.tensor import check_plan
 
-        check_plan(_meta_model(config, vocab_size), degrees(config.parallelism, world_size))
+        check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
     if config.parallelism.context_parallel_degree > 1:
         from parallelisms.context import attentions
 
-        attentions(_meta_model(config, vocab_size), config.parallelism.context_parallel_degree)
-
-
-def _meta_model(config: Config, vocab_size: int) -> Model:
-    """Without memory: the meta device is no device."""
-    from configs.schema import model_module
-
-    with torch.device("meta"):
-        model: Model = model_module(config.model.name).build(
-            config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
-        )
-    return model
+        attentions(config.meta_model(vocab_size), config.parallelism.context_parallel_degree)

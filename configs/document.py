@@ -50,17 +50,8 @@ class Origin:
         return self.lines.get(key.group()) if key and not self.place(key.group()).startswith("--") else None
 
 
-@dataclass(frozen=True)
-class Document:
-    """The tables of a TOML file and the line of every key."""
-
-    file: str
-    tables: Mapping[str, Any]
-    lines: Mapping[str, int]
-
-
-def read(file: str) -> Document:
-    """Reads a TOML file. Raises ConfigError: it is missing, unreadable, not UTF-8, or not TOML."""
+def read(file: str) -> tuple[dict[str, Any], Origin]:
+    """The tables of a TOML file and where they are written. Raises ConfigError: it is missing, unreadable, not UTF-8, or not TOML."""
     try:
         raw = Path(file).read_bytes()
     except FileNotFoundError:
@@ -80,7 +71,7 @@ def read(file: str) -> Document:
     return parse(text, file)
 
 
-def parse(text: str, file: str) -> Document:
+def parse(text: str, file: str) -> tuple[dict[str, Any], Origin]:
     """TOML text under the name of its file. Raises ConfigError: it is not TOML."""
     try:
         tables = tomllib.loads(text)
@@ -94,7 +85,7 @@ def parse(text: str, file: str) -> Document:
         hint = "; no value" if shown.endswith("=") else "; strings need quotes"
         why = f"{cause or error}{hint if cause == 'Invalid value' else ''}"
         raise ConfigError(f"{file}:{number}: not TOML: {why}: {shown[:80] or 'end of file'}") from None
-    return Document(file, tables, key_lines(text))
+    return tables, Origin(file, key_lines(text))
 
 
 def _inside(folder: Path) -> str:

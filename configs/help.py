@@ -1,39 +1,25 @@
-"""The text of `train.py --help [section]` and of docs/config.md: every key, its default, meaning and legal values.
-
-`python -m configs.help` (make docs) writes docs/config.md."""
+"""The text of `train.py --help [section]`: every key, its default, meaning and legal values."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
-from pathlib import Path
 
 from configs.errors import ConfigError, nearest_key, nearest_section
 from configs.keys import Key, to_text, walk
 
 COLUMNS = 100
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HELP_AT = 38  # the column where the meaning of a key starts
 _USAGE = """\
 CONFIG.toml, then overrides: --section.key value | --section.key=value | --section.flag (for true)
 Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[{pattern = "*"}]'
-"""
-_DOCS_HEAD = """\
-# Settings
-
-Made from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
-
-A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
-alone for true. Strings need no quotes there; lists and tables are written as TOML. A key that is in neither has the
-default below. The keys of `[model]` are those of `models/llama.py`; another `model.name` brings its own.
 """
 
 
 def help_text(section: str | None = None) -> str:
     """The keys of one section, or of all (also where `section` is a config file: `train.py configs/llama.toml --help`). Raises ConfigError
     with the nearest if there is no such section."""
-    sections = _all_sections()
+    sections = all_sections()
     if section is None or section.endswith(".toml"):
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
     name = section.strip("[]").split(".")[0]
@@ -48,24 +34,10 @@ def help_text(section: str | None = None) -> str:
     return _section_text(name, sections[name]) + "\n"
 
 
-def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
-    """The text of docs/config.md."""
-    parts = [_DOCS_HEAD.strip()]
-    for name, kind in (sections or _all_sections()).items():
-        table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |"]
-        for path, key in walk(kind, name):
-            default = _default(key) if key.default is dataclasses.MISSING else f"`{_default(key)}`"
-            cells = (f"`{path}`", default, key.legal(), key.help)
-            table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        sentence = _sentence(name, kind).removeprefix(f"[{name}]").lstrip(": ").capitalize()
-        parts += [f"## [{name}]", sentence, "\n".join(table)]
-    return "\n\n".join(parts) + "\n"
-
-
 def _section_text(name: str, kind: type) -> str:
-    lines = [_sentence(name, kind)]
+    lines = [sentence(name, kind)]
     for path, key in walk(kind, name):
-        head = f"  {path.removeprefix(f'{name}.')} = {_default(key)}"
+        head = f"  {path.removeprefix(f'{name}.')} = {default_text(key)}"
         # The legal values as far as the default does not show them already
         limits = "|".join(map(str, key.choices)) or ", ".join(bound.replace(" ", "") for bound in key.bounds)
         lines += textwrap.wrap(
@@ -78,11 +50,11 @@ def _section_text(name: str, kind: type) -> str:
     return "\n".join(lines)
 
 
-def _default(key: Key) -> str:
+def default_text(key: Key) -> str:
     return "(required)" if key.default is dataclasses.MISSING else to_text(key.default)
 
 
-def _sentence(name: str, kind: type) -> str:
+def sentence(name: str, kind: type) -> str:
     """The head line of a section: its docstring's first, which the dataclasses begin with "[section]"."""
     doc = (kind.__doc__ or "").strip().split("\n")[0]
     if doc.startswith(f"[{name}]"):
@@ -90,13 +62,8 @@ def _sentence(name: str, kind: type) -> str:
     return f"[{name}]: {doc}" if doc and not doc.startswith(f"{kind.__name__}(") else f"[{name}]"
 
 
-def _all_sections() -> dict[str, type]:
+def all_sections() -> dict[str, type]:
     from configs import load, schema  # brings torch with it
 
     sections = load.section_types(schema.Config)
     return {**sections, "model": schema.model_module("llama").Config}
-
-
-if __name__ == "__main__":
-    DOCS.parent.mkdir(exist_ok=True)
-    DOCS.write_text(docs_markdown(), encoding="utf-8")

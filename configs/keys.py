@@ -150,7 +150,7 @@ def from_text(key: Key, text: str) -> Any:
     if is_string and text[:1] not in ("'", '"'):
         return text
     try:
-        parsed = parse(f"value = {text}", "").tables
+        parsed, _ = parse(f"value = {text}", "")
     except ValueError:
         return _float_or_text(text) if key.type is float else text
     return parsed["value"] if list(parsed) == ["value"] else text

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import document
-from configs.document import Document, Origin
+from configs.document import Origin
 from configs.errors import ConfigError, Problems, nearest_key, nearest_section, unknown_key
 from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 
@@ -26,18 +26,19 @@ Overrides = Mapping[str, str | None]  # as typed. None: no value was given, whic
 def load(argv: Sequence[str]) -> Config:
     """The Config of `CONFIG.toml --section.key value ...`. Raises ConfigError with all that is wrong."""
     file, given = parse_argv(argv)
-    written = document.read(file)
+    tables, origin = document.read(file)
     from configs import schema  # brings torch with it, two seconds: not before the file has been read
 
     sections = section_types(schema.Config)
-    # model.name decides the class of [model]; a value of a wrong type is told later
-    default, table = keys_of(sections["model"])["name"].default, written.tables.get("model")
+    # model.name decides the class of [model]; a value of a wrong type is reported later
+    default, table = keys_of(sections["model"])["name"].default, tables.get("model")
     name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
     try:
         sections["model"] = schema.model_module(name if isinstance(name, str) else default).Config
     except ValueError as error:
-        raise ConfigError(Origin(file, written.lines, frozenset(given)).explain(str(error))) from None
-    values, origin = build(sections, written, given)
+        origin = dataclasses.replace(origin, overrides=frozenset(given))
+        raise ConfigError(origin.explain(str(error))) from None
+    values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
     return schema.Config(**values, origin=origin)
@@ -48,9 +49,11 @@ def section_types(root: type) -> dict[str, type]:
     return {name: key.type for name, key in keys_of(root).items() if key.type is not Origin}
 
 
-def build(sections: Mapping[str, type], written: Document, given: Overrides) -> tuple[dict[str, Any], Origin]:
-    """One instance per section, and where their values came from. Raises ConfigError."""
-    reader = _Reader(sections, written)
+def build(
+    sections: Mapping[str, type], written: tuple[dict[str, Any], Origin], given: Overrides
+) -> tuple[dict[str, Any], Origin]:
+    """One instance per section, and where their values came from. `written`: see document.read. Raises ConfigError."""
+    reader = _Reader(sections, *written)
     reader.override(given)
     for name, table in reader.tables.items():
         if name not in sections:
@@ -64,10 +67,8 @@ def build(sections: Mapping[str, type], written: Document, given: Overrides) -> 
 class _Reader:
     """Walks tables and dataclasses side by side and gathers the problems."""
 
-    def __init__(self, sections: Mapping[str, type], written: Document) -> None:
-        self.sections = sections
-        self.tables = copy.deepcopy(dict(written.tables))
-        self.origin = Origin(written.file, written.lines)
+    def __init__(self, sections: Mapping[str, type], tables: Mapping[str, Any], origin: Origin) -> None:
+        self.sections, self.tables, self.origin = sections, copy.deepcopy(dict(tables)), origin
         self.problems = Problems()
         self.legal = [path for name, section in sections.items() for path, _ in walk(section, name)]
 
@@ -89,7 +90,7 @@ class _Reader:
             table: Any = self.tables
             for part in (section, *names[:-1]):
                 table = table.setdefault(part, {}) if isinstance(table, dict) else None
-            if isinstance(table, dict):  # else the file has a value where a table belongs: told when that is read
+            if isinstance(table, dict):  # else the file has a value where a table belongs: reported when that is read
                 table[names[-1]] = True if text is None else from_text(key, text)
                 self.origin = dataclasses.replace(self.origin, overrides=self.origin.overrides | {path})
 

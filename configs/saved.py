@@ -1,21 +1,19 @@
 """<run>/config.toml: all settings of a run, written when it starts and compared when it starts again.
 
 A second start goes on from the checkpoints of the first. Another model, other data, another update rule or another seed would change
-the run under the same name; they are refused.
-"""
+the run under the same name; they are refused."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import document
-from configs.document import Document
 from configs.errors import ConfigError, Problems
-from configs.keys import keys_of, to_text
+from configs.keys import to_text
 from configs.load import section_types
 from parallelisms.mesh import degrees
 from training.appended import replace_file
@@ -55,30 +53,21 @@ _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 def to_toml(config: Config) -> str:
     """Every setting, defaults included, as TOML that loads back as an equal Config. Lists of tables are written inline."""
     tables = dict[str, str]()
-    for key, text in _texts(config):
+    for key, text in _texts(_tables(config)):
         table, _, name = key.rpartition(".")
         tables[table] = tables.get(table, f"[{table}]\n") + f"{name} = {text}\n"
     return "\n".join(tables.values())
 
 
-def _texts(config: Config) -> Iterator[tuple[str, str]]:
+def _tables(config: Config) -> dict[str, dict[str, Any]]:
+    return {name: asdict(getattr(config, name)) for name in section_types(type(config))}
+
+
+def _texts(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Every setting: its whole key and its value as the saved file has it."""
-
-    def keys(section: Any, path: str) -> Iterator[tuple[str, str]]:
-        kind: type = type(section)
-        for key in keys_of(kind).values():
-            value, full = getattr(section, key.name), f"{path}.{key.name}"
-            yield from keys(value, full) if key.table else [(full, to_text(value))]
-
-    for name in section_types(type(config)):
-        yield from keys(getattr(config, name), name)
-
-
-def _saved_texts(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in table.items():
-        yield from (
-            _saved_texts(value, f"{path}{name}.") if isinstance(value, dict) else [(f"{path}{name}", to_text(value))]
-        )
+    for name, value in tables.items():
+        full = f"{path}{name}"
+        yield from _texts(value, f"{full}.") if isinstance(value, dict) else [(full, to_text(value))]
 
 
 def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
@@ -96,7 +85,7 @@ def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
     """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
-        for key, text in _texts(config)
+        for key, text in _texts(_tables(config))
         if _matters(key, config) or (key.startswith(_LAYOUT) and key not in _OWN)
     )
 
@@ -108,7 +97,7 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
     if not saved.exists():
         return
     try:
-        before = document.read(str(saved))
+        before, _ = document.read(str(saved))
     except ConfigError as error:
         raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
     problems = Problems()
@@ -122,11 +111,11 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
     problems.raise_any()
 
 
-def _differences(config: Config, before: Document, world_size: int | None) -> Iterator[tuple[str, str, str]]:
+def _differences(config: Config, before: Mapping[str, Any], world_size: int | None) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
-    saved, now = dict(_saved_texts(before.tables)), dict(_texts(config))
+    saved, now = dict(_texts(before)), dict(_texts(_tables(config)))
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
-    old = {**dict(_texts(type(config)(model=type(config.model)()))), **saved}
+    old = {**dict(_texts(_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
     # -1: saved as what it came to when the run began; how it is cut may change
     if config.training.global_batch_size == -1 and batch != -1:

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
+import torch
+
 import models
 from configs.document import Origin
 from ft.config import FaultTolerance
-from models.contract import ModelConfig
+from models.contract import Model, ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
@@ -74,6 +76,13 @@ class Config:
         """<run>: everything the run leaves is in here."""
         return Path(self.job.dump_folder) / self.job.name
 
+    def meta_model(self, vocab_size: int) -> Model:
+        """The model on the meta device, which takes no memory."""
+        build = model_module(self.model.name).build
+        with torch.device("meta"):
+            model: Model = build(self.model, vocab_size=vocab_size, max_seq_len=self.training.seq_len)
+        return model
+
     def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:
         """How these settings have the model run on this kind of device."""
         return Layout(
@@ -90,8 +99,8 @@ class Config:
 def model_module(name: str) -> ModuleType:
     """models/<name>.py, the one that `model.name` means. Raises ValueError if there is no such model."""
     cause = f"there is no models/{name}.py"
-    if name.isidentifier() and importlib.util.find_spec(f"{models.__name__}.{name}"):
-        module = importlib.import_module(f"{models.__name__}.{name}")
+    if name.isidentifier() and importlib.util.find_spec(f"models.{name}"):
+        module = importlib.import_module(f"models.{name}")
         section = getattr(module, "Config", None)
         if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
             return module

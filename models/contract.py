@@ -8,7 +8,7 @@ models/<name>.py holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -78,9 +78,12 @@ class Head(nn.Linear):
         return self.loss(h, self.weight, labels)  # scalar
 
 
+def nearest(wanted: int, legal: Iterable[int]) -> str:
+    """The legal numbers, which ascend, below and above, as an error message offers them: "4 or 8"."""
+    numbers = list(legal)
+    return " or ".join(map(str, [n for n in numbers if n < wanted][-1:] + [n for n in numbers if n > wanted][:1]))
+
+
 def nearest_divisors(total: int, wanted: int) -> str:
-    """The divisors of `total` next to `wanted`, as an error message offers them: "4 or 8"."""
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    below = [d for d in divisors if d <= wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return " or ".join(map(str, below + above))
+    """The divisors of `total` next to `wanted`, which is none."""
+    return nearest(wanted, (d for d in range(1, total + 1) if total % d == 0))

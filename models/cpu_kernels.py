@@ -1,8 +1,7 @@
 """The formulas of models/ops.py for a CPU in eager mode, where a step waits for memory more than for arithmetic: they walk over blocks that
 stay in a core's cache, in fp32 inside a block, and write each result once.
 
-Letters as in models/ops.py; G = H / K query heads of one key head; P and t are a block's part of B * K and of T.
-"""
+Letters as in models/ops.py; G = H / K query heads of one key head; P and t are a block's part of B * K and of T."""
 
 from __future__ import annotations
 

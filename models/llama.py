@@ -97,7 +97,6 @@ class Llama(Model):
         super().__init__()
         self.config = config
         self.dim = config.dim
-        self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.tok_embeddings = nn.Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})

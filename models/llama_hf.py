@@ -128,13 +128,7 @@ def write_config(
     config: Config, *, vocab_size: int, tied: bool, dtype: str, max_positions: int, special: Mapping[str, int]
 ) -> dict[str, Any]:
     """config.json for these settings, in the keys that every transformers from 4.43 on reads. `special`: bos_token_id and so on."""
-    scaling = {
-        "rope_type": "llama3",
-        "factor": config.rope_scaling,
-        "low_freq_factor": config.rope_low_freq,
-        "high_freq_factor": config.rope_high_freq,
-        "original_max_position_embeddings": config.rope_original_seq_len,
-    }
+    scaling = {"rope_type": "llama3", **{theirs: getattr(config, ours) for theirs, ours in _LLAMA3.items()}}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -200,12 +194,10 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
             name = "rope_type" if name == "type" else name
             if given.setdefault(name, value) != value:
                 raise ValueError(f"{key}.{name} = {_shown(value)}: elsewhere in the file it is {_shown(given[name])}")
-    theta = _number(body, "rope_theta", 10_000.0)
-    if "rope_theta" in given:
-        inner = _number(given, "rope_theta")
-        if "rope_theta" in body and inner != theta:
-            raise ValueError(f"rope_parameters.rope_theta = {inner}: elsewhere in the file it is {theta}")
-        theta = inner
+    outer = _number(body, "rope_theta", 10_000.0)
+    theta = _number(given, "rope_theta", outer)
+    if "rope_theta" in body and theta != outer:
+        raise ValueError(f"rope_parameters.rope_theta = {theta}: elsewhere in the file it is {outer}")
     kind = given.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(

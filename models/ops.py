@@ -4,14 +4,12 @@ CUDA, DTensors and anything under `torch.compile` take torch's own kernels. A CP
 `_in_blocks` chooses. Matrix products accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
-(tokens of the whole batch), V vocabulary.
-"""
+(tokens of the whole batch), V vocabulary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from models import cpu_kernels
 
+PLAIN: set[type] = {Tensor, nn.Parameter}  # the tensors that walk in blocks; --explain adds those without memory
 _BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as fast where it needs no mask
 
 
@@ -109,17 +108,4 @@ def cross_entropy_sum_of_part(
 
 def _in_blocks(x: Tensor) -> bool:
     """True when a formula walks in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
-    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in _PLAIN
-
-
-_PLAIN: set[type] = {Tensor, nn.Parameter}
-
-
-@contextmanager
-def walking(kind: type[Tensor]) -> Iterator[None]:
-    """In here tensors of this type walk in blocks too: those without memory, which stand for a CPU's (train.py --explain)."""
-    _PLAIN.add(kind)
-    try:
-        yield
-    finally:
-        _PLAIN.remove(kind)
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in PLAIN

@@ -3,8 +3,7 @@
 parallelize() applies it to each part of the model: positions go into its forward, and each attention's `attend` (models/contract.py) is
 replaced. Everything else in a model computes token by token.
 
-Letters as in models/ops.py; here T is the tokens of this rank, S those of the whole sequence.
-"""
+Letters as in models/ops.py; here T is the tokens of this rank, S those of the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Differences between devices, in one place. Everything else is one code path.
 
 `DEVICE_TRAITS` has what the rest of the program must decide by the kind of device; tests/unit/test_device.py lists the lines that ask for a
-kind elsewhere, and why. What is one natural call of torch.cuda at one place stays there: the allocator's counters (training/metrics.py) and
-its history (training/profiling.py), NVLink (parallelisms/tensor.py).
-models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams.
-"""
+kind elsewhere, and why. What is one natural call of torch.cuda stays in its place, such as the allocator's counters (training/metrics.py).
+models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams."""
 
 from __future__ import annotations
 
@@ -127,12 +125,9 @@ _LARGEST_THRESHOLD_BEFORE_2_35 = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Asks the GNU C library to use freed memory again instead of handing it back. Returns whether it could be asked.
-
-    A step frees and allocates the same hundreds of megabytes, and by default most of them go back to the kernel each time,
-    which zeroes every page again at first touch: 60,000 page faults and a fifth of the time of a step of 5.8 M parameters.
-    The peak stays what it was; below it, the process no longer shrinks. Single allocations of more than 1 GiB still do.
-    """
+    """Asks the GNU C library to use freed memory again; False where it cannot be asked. A step frees and allocates the same hundreds of
+    megabytes, and by default most of them go back to the kernel each time, which zeroes every page again at first touch: a fifth of the
+    time of a step of 5.8 M parameters. The peak stays what it was. Single allocations of more than 1 GiB still go back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES) != 1:  # macOS, Windows, musl
         return False

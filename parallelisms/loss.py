@@ -6,8 +6,7 @@
     by parts of a vocabulary   under tensor parallelism each rank keeps the logits of its own rows of the weight, and the ranks
                                exchange two numbers per token. For a loss with `of_part`; for others the logits are gathered.
 
-Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, n tokens of a chunk.
-"""
+Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, n tokens of a chunk."""
 
 from __future__ import annotations
 

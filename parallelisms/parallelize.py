@@ -4,7 +4,7 @@ checkpoints, compile, master dtype, FSDP, materialise, initial values."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,11 @@ from parallelisms.float8 import apply_float8
 from parallelisms.layout import Layout, LossFunction
 from parallelisms.mesh import CP, PP, TP
 
+if TYPE_CHECKING:
+    from parallelisms.pipeline import Pipeline
 
-class Parallelized(Protocol):
-    """The training loop's view of a model, whatever its layout."""
 
-    parts: list[Model]  # the pieces of the model that this rank holds
-
-    def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Tokens and labels [B, T] of this rank's sequences -> this rank's share of their loss sum: the shares of all ranks add up to
-        it. Gradients are added to what is there."""
-        ...
-
-    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The same without gradients."""
-        ...
+Parallelized: TypeAlias = "NoPipeline | Pipeline"  # the training loop's view of a model: the methods of NoPipeline
 
 
 def parallelize(
@@ -96,16 +87,19 @@ class NoPipeline:
     """A model without a pipeline: every rank holds all layers."""
 
     def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, adds_loss: bool) -> None:
-        """`shard_sequence` takes tokens [B, T] to this rank's part of them, along the sequence."""
+        """`parts`: the pieces of the model that this rank holds. `shard_sequence` takes tokens [B, T] to this rank's part of them."""
         self.parts, self.adds_loss, self._shard_sequence = parts, adds_loss, shard_sequence
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Tokens and labels [B, T] of this rank's sequences -> this rank's share of their loss sum: the shares of all ranks add up to
+        it. Gradients are added to what is there."""
         loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
         return loss_sum.detach() if self.adds_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The same without gradients."""
         loss_sum = self._loss_sum(inputs, labels)
         return loss_sum if self.adds_loss else torch.zeros_like(loss_sum)
 

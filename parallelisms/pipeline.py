@@ -143,15 +143,9 @@ class Pipeline:
 class _Stage(PipelineStage):
     """torch's stage, less what Pharos does otherwise."""
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **named: Any) -> Any:
         """Labels are for the last stage, whichever others this rank has."""
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else {}, save_forward_output)
+        return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else {}, *more, **named)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """torch detaches outputs in place, which no view may be: a norm without anything behind it returns one."""

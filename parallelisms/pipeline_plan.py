@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from itertools import accumulate
 from math import ceil
 
+from models.contract import nearest
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.pipeline_schedule import (
     ONE_STAGE,
@@ -138,7 +139,7 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
     sizes = [divisor for divisor in divisors if legal(local_batch_size // divisor)]
     if size not in divisors:
         raise ValueError(
-            f"{key}: must divide training.local_batch_size = {local_batch_size}; nearest: {_nearest(size, sizes or divisors)}"
+            f"{key}: must divide training.local_batch_size = {local_batch_size}; nearest: {nearest(size, sizes or divisors)}"
         )
     if size not in sizes:
         n_microbatches = local_batch_size // size
@@ -146,7 +147,7 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
         raise ValueError(
             f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but "
             f"{schedule} on {pp} ranks takes {rule}; "
-            f"nearest: {_nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
+            f"nearest: {nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
         )
 
 
@@ -167,7 +168,7 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
         if n_stages not in legal:
             raise ValueError(
                 f"{_BY_NAMES} = {list(by_names)}: these are {n_stages} stages, but {schedule} takes {rule}; "
-                f"nearest: {_nearest(n_stages, sorted(legal))} texts"
+                f"nearest: {nearest(n_stages, sorted(legal))} texts"
             )
     elif n_stages > n_layers or n_stages not in legal:
         per_stage, weight = config.pipeline_parallel_layers_per_stage, _weight(config, n_layers)
@@ -181,7 +182,7 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
         raise ValueError(
             f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (embedding, norm "
             f"and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
-            f"{why}; nearest: {_nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
+            f"{why}; nearest: {nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
         )
 
 
@@ -215,11 +216,6 @@ def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
             raise ValueError(
                 f"parallelism.{name} = {weight}: the {end} of the stages has room for {room} blocks in all; nearest: {fits[-1]}"
             )
-
-
-def _nearest(wanted: int, legal: Sequence[int]) -> str:
-    """The legal numbers below and above; `legal` is in order."""
-    return " or ".join(map(str, [n for n in legal if n < wanted][-1:] + [n for n in legal if n > wanted][:1]))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""The table of a pipeline schedule: which rank computes what, and when, from torch's schedules or a CSV file; its picture and its bubble.
+"""The table of a pipeline schedule: which rank computes what, and when, from torch's schedules or a CSV file.
 
 A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B the
 backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. parallelisms/pipeline.py
@@ -18,10 +18,8 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back u
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*ONE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
 
-_LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}  # time slots; the convention of the zero-bubble paper, arXiv 2401.10241
-_MEANING = {"F": "F forward", "B": "B backward, = goes on", "I": "I backward for inputs", "W": "W for weights"}
+LENGTH = {"F": 1, "B": 2, "I": 1, "W": 1}  # time slots; the convention of the zero-bubble paper, arXiv 2401.10241
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-_MOST_SLOTS = 36  # a picture that fits on a screen; of a longer one the steady middle is left out
 
 
 class Action(NamedTuple):
@@ -151,7 +149,7 @@ def timeline(rows: Table) -> Timeline:
                 clock[rank] = max([clock[rank], *(ends[need] for need in wanted)])
                 for action in cells.popleft():
                     times[rank].append((clock[rank], action))
-                    clock[rank] += _LENGTH[action.kind]
+                    clock[rank] += LENGTH[action.kind]
                     ends[action] = clock[rank]
                     if action.kind == "I":
                         ends[action._replace(kind="B")] = clock[rank]
@@ -161,42 +159,3 @@ def timeline(rows: Table) -> Timeline:
             need = next(need for action in cells[0] for need in needs(action) if need not in ends)
             raise ValueError(f"would wait forever: rank {rank} cannot compute {cell_text(cells[0])} before {need}")
     return times
-
-
-def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
-    """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
-    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
-
-
-def _bubble(times: Timeline) -> float:
-    return 1 - sum(_LENGTH[action.kind] for row in times for _, action in row) / (len(times) * _slots(times))
-
-
-def _slots(times: Timeline) -> int:
-    return max(start + _LENGTH[action.kind] for start, action in (row[-1] for row in times))
-
-
-def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> str:
-    """The schedule as text: a row per rank, a column per time slot; and the bubble, the share of the ranks' time that is idle."""
-    times = timeline(table(schedule, pp, n_stages, n_microbatches))
-    n_slots, alone = _slots(times), n_stages == pp
-    cells = [["."] * n_slots for _ in times]
-    for row, timed in zip(cells, times, strict=True):
-        for start, action in timed:
-            row[start : start + _LENGTH[action.kind]] = [str(action), *["="] * (_LENGTH[action.kind] - 1)]
-            if alone:
-                row[start] = row[start].removeprefix(str(action.stage))
-    width = max(len(cell) for row in cells for cell in row)
-    if n_slots > _MOST_SLOTS:
-        half = _MOST_SLOTS // 2
-        cells = [[*row[:half], "...", *row[-half:]] for row in cells]
-    kinds = {action.kind for row in times for _, action in row}
-    legend = ", ".join(meaning for kind, meaning in _MEANING.items() if kind in kinds)
-    share = _bubble(times)
-    return "\n".join(
-        (
-            f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",
-            *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
-            f"bubble {share:.1%}; {'F0: microbatch 0' if alone else '1F0: stage 1, microbatch 0'}; {legend}, . idle",
-        )
-    )

@@ -26,14 +26,14 @@ import torch
 from configs.check import check_settings
 from configs.load import load
 from configs.saved import check_saved, save
-from configs.schema import Config, model_module
+from configs.schema import Config
 from models.contract import Model
 from models.init import draw
 from parallelisms.mesh import ParallelismConfig
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
-from training.checkpoint_dcp import CHUNK_BYTES, Streamed
 from training.checkpoint_files import list_steps, step_folder
+from training.checkpoint_streamed import CHUNK_BYTES, Streamed
 from training.log import Log
 from training.progress import duration
 from training.tokenizer import build_tokenizer
@@ -98,10 +98,7 @@ def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw:
 def meta_model(config: Config) -> Model:
     """The whole model without memory, in the dtype of the master weights; buffers keep their own."""
     vocab_size = config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size
-    with torch.device("meta"):
-        model: Model = model_module(config.model.name).build(
-            config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len
-        )
+    model = config.meta_model(vocab_size)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
     return model

@@ -23,15 +23,18 @@ from torch import nn
 from ft.materialise import materialise
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
-from training.progress import BarLog, Clock
+from training.log import Log
+from training.progress import Clock
 from training.writer_lease import SoleWriter, UnsettledWriter, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
-    from training.checkpoint_dcp import Streamed
+    from training.checkpoint_streamed import Streamed
 
+# Of a rank: its files, the problem that it had, the problem of another rank that it heard of
+SaveReport = tuple[list[FileRecord], str, str]
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
 
@@ -115,7 +118,7 @@ class Checkpointer:
         run_folder: Path,
         states: Mapping[str, Stateful],
         *,
-        log: BarLog,
+        log: Log,
         ranks: Ranks | None = None,
         lease: WriterLease | None = None,
         clock: Clock = time.monotonic,
@@ -205,7 +208,7 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.Streamed."""
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_streamed.py."""
         self.wait()
         self._lease = SoleWriter()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
@@ -280,7 +283,8 @@ class Checkpointer:
         """One save from begin to end, in the background too."""
         from training import checkpoint_dcp as dcp
 
-        began, lease = time.perf_counter(), self._lease
+        began, lease, records = time.perf_counter(), self._lease, list[FileRecord]()
+        problem = heard = ""  # of this rank's own files; of another's
 
         def begin() -> Path | None:
             if not lease.acquire():  # reads a file: not before, in the step's own thread
@@ -293,12 +297,12 @@ class Checkpointer:
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
             self._on_stage("write")
-            report = SaveReport(dcp.write(states, partial, group=self._ranks.group, planner=planner))
+            records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
-            report = SaveReport(problem=files.reason(error), own=True)
+            problem = files.reason(error)
         except dcp.OtherRankFailed as error:
-            report = SaveReport(problem=str(error))
-        reports = self._ranks.gather(report)
+            heard = str(error)
+        reports = self._ranks.gather((records, problem, heard))
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
@@ -313,7 +317,7 @@ class Checkpointer:
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
         """Rank 0: publishes the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. None: a later
         writer has removed them, or has saved as much."""
-        lease, records = self._lease, tuple(record for report in reports for record in report.records)
+        lease, records = self._lease, tuple(record for written, _, _ in reports for record in written)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
 
         def is_late() -> bool:
@@ -321,8 +325,8 @@ class Checkpointer:
             return lease.has_expired() and self._newest() >= step
 
         try:
-            if problems := sorted((report for report in reports if report.problem), key=lambda report: not report.own):
-                raise OSError(problems[0].problem)
+            if problems := [*(own for _, own, _ in reports if own), *(heard for _, _, heard in reports if heard)]:
+                raise OSError(problems[0])
             if is_late():
                 raise OSError("another has saved")
             self._on_stage("publish")
@@ -476,15 +480,6 @@ class Checkpointer:
     def _warn(self, message: str, *args: object) -> None:
         if self._ranks.rank == 0:  # all ranks know it
             self._log.warning(message, *args)
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """One rank's part of a save. `own`: the problem is this rank's, not what it heard of another's."""
-
-    records: Sequence[FileRecord] = ()
-    problem: str = ""
-    own: bool = False
 
 
 class Ranks:

@@ -11,8 +11,7 @@ group: one rank calls the functions that change a folder, any rank those that re
 
 With several groups the writer's name is added (step-50.partial-QUORUM): a group that was stopped, and wakes in the middle of a save,
 touches nobody else's files. Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves
-the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself).
-"""
+the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
 
 from __future__ import annotations
 

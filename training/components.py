@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -104,9 +103,7 @@ class Components:
     def build_model(self) -> list[str]:
         """The model as this rank has it, and its optimizer. Returns lines for the log."""
         config, training, world, device_type = self.config, self.config.training, self.world, self.device.type
-        architecture = importlib.import_module(f"models.{config.model.name}")
-        with torch.device("meta"):
-            model = architecture.build(config.model, vocab_size=self.vocab_size, max_seq_len=training.seq_len)
+        model = config.meta_model(self.vocab_size)
         self.flops_per_token = model.flops_per_token(training.seq_len)
         precision = choose_precision(
             training.dtype, training.mixed_precision_param, training.mixed_precision_reduce, world.device

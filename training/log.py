@@ -88,7 +88,7 @@ class Log(logging.Handler):
                     self._stream.write(text)
                 except UnicodeEncodeError:  # a sample of text, or a path, where few letters are known
                     self._stream.write(text.encode("ascii", "backslashreplace").decode())
-                self._stream.flush()  # a pipe is block-buffered: without it a killed rank takes its last words along
+                self._stream.flush()  # a pipe is block-buffered: without it the last lines of a killed rank are lost
                 self._missing = ""
             except BrokenPipeError:
                 pass

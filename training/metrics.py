@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+
 from training.config import need
 from training.metrics_writer import LeaderMetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
@@ -282,13 +284,10 @@ class Memory:
     """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever."""
 
     def __init__(self, device: Device | None) -> None:
-        self.gib = 0.0
+        self.gib, self._device = 0.0, device
         self.scalars: dict[str, float] = {}
-        self._device = device
-        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0 where nobody says
+        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0: unknown
         if device is not None and device.traits.has_allocator:
-            import torch
-
             self._total_gib = torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
         elif device is not None:
             with suppress(ValueError, OSError):
@@ -297,27 +296,24 @@ class Memory:
     def read(self) -> None:
         """Reads the counters, which are the host's, and starts the peak anew."""
         if self._device is None:
-            return None
-        if not self._device.traits.has_allocator:
-            self.gib, self.scalars = self._device.memory_gib(), {}
-            return self._tag("active", self.gib)
-        import torch
-
-        stats = torch.cuda.memory_stats(self._device.torch_device)
-        torch.cuda.reset_peak_memory_stats(self._device.torch_device)
-        self.gib = stats.get("reserved_bytes.all.peak", 0) / 2**30
-        self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
-        self._tag("active", stats.get("active_bytes.all.peak", 0) / 2**30)
-        self._tag("reserved", self.gib)
+            return
+        if self._device.traits.has_allocator:
+            stats = torch.cuda.memory_stats(self._device.torch_device)
+            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+            peaks = {kind: stats.get(f"{kind}_bytes.all.peak", 0) / 2**30 for kind in ("active", "reserved")}
+            self.gib = peaks["reserved"]
+            self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
+        else:
+            self.gib = self._device.memory_gib()
+            peaks = {"active": self.gib}
+        for kind, gib in peaks.items():
+            self.scalars[f"memory/max_{kind}(GiB)"] = gib
+            if self._total_gib:
+                self.scalars[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
 
     def text(self) -> str:
         """`1.25 GiB (5%)`."""
         return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
-
-    def _tag(self, kind: str, gib: float) -> None:
-        self.scalars[f"memory/max_{kind}(GiB)"] = gib
-        if self._total_gib:
-            self.scalars[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
 
 
 # Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
     @property
     def is_validation(self) -> bool:
-        """A look at held-out text: a row of its own for the same step."""
+        """True for a validation, which has a row of its own for the same step."""
         return any(name.startswith("validation") for name in self.figures)
 
     @property

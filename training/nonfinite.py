@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallelisms.distributed import World, gather_texts
+from training.progress import spans
 
 _NAMED = 3  # how many of each are listed; the first tell the story
 
@@ -45,9 +46,8 @@ def describe(
     bad_gradients = []
     for name, gradient in named_gradients.items():
         if gradient is not None and (wrong := gradient.numel() - int(gradient.isfinite().sum())):
-            kinds = [
-                kind for kind, found in (("nan", gradient.isnan()), ("inf", gradient.isinf())) if bool(found.any())
-            ]
+            found = {"nan": gradient.isnan(), "inf": gradient.isinf()}
+            kinds = [kind for kind, which in found.items() if bool(which.any())]
             bad_gradients.append(f"gradient of {name} ({wrong} of {gradient.numel()} values: {' and '.join(kinds)})")
     parts = [*_first(bad_losses, "microbatches"), *_first(bad_gradients, "parameters")]
     if bad_gradients and losses and not bad_losses:
@@ -62,8 +62,4 @@ def _first(texts: list[str], noun: str) -> list[str]:
 
 
 def _positions(positions: Sequence[int]) -> str:
-    if len(positions) == 1:
-        return f"position {positions[0]}"
-    if list(positions) == list(range(positions[0], positions[0] + len(positions))):
-        return f"positions {positions[0]}-{positions[-1]}"
-    return f"positions {', '.join(map(str, positions))}"
+    return spans("position", positions) if positions else "in the order of a stream"

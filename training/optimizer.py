@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -69,10 +69,23 @@ class LRSchedulerConfig:
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
     """One optimizer over all parts, its state sharded as the parameters are. Another optimizer: a name in OptimizerConfig, a class here and
     its arguments; its state must be per parameter."""
-    named = [(name, parameter) for part in parts for name, parameter in part.named_parameters()]
+    settings = [*config.groups, ParameterGroup("*")]
+    members: list[list[nn.Parameter]] = [[] for _ in settings]
+    for name, parameter in (named for part in parts for named in part.named_parameters()):
+        first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
+        members[first].append(parameter)
+    groups = [
+        {
+            "params": parameters,
+            "weight_decay": config.weight_decay if group.weight_decay < 0 else group.weight_decay,
+            "lr_factor": group.lr_factor,
+        }
+        for group, parameters in zip(settings, members, strict=True)
+        if parameters
+    ]
     rule = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
     return rule(
-        _parameter_groups(config, named),
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -166,21 +179,3 @@ class OptimizerStep:
             self._optimizer.step()
             self._optimizer.zero_grad()
         return grad_norm, lr
-
-
-def _parameter_groups(config: OptimizerConfig, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """One torch group per exception and one for the rest, empty ones left out."""
-    settings = [*config.groups, ParameterGroup("*")]
-    members: list[list[nn.Parameter]] = [[] for _ in settings]
-    for name, parameter in named:
-        first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
-        members[first].append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": config.weight_decay if group.weight_decay < 0 else group.weight_decay,
-            "lr_factor": group.lr_factor,
-        }
-        for group, parameters in zip(settings, members, strict=True)
-        if parameters
-    ]

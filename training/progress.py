@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar, cast
+from itertools import groupby
+from typing import TypeVar, cast
+
+from training.log import Log
 
 Clock = Callable[[], float]
 T = TypeVar("T")
@@ -35,16 +38,6 @@ _WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"
 GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
-
-
-class BarLog(Protocol):
-    """The part of training.log.Log that is used where a bar is shown."""
-
-    is_terminal: bool
-
-    def info(self, message: str, *args: object) -> None: ...
-    def warning(self, message: str, *args: object) -> None: ...
-    def overwrite(self, text: str) -> None: ...
 
 
 class Progress:
@@ -138,7 +131,7 @@ class Bar:
         label: str,
         unit: str,
         *,
-        log: BarLog,
+        log: Log,
         clock: Clock = time.monotonic,
         interval_s: float = 5.0,
     ) -> None:
@@ -175,33 +168,27 @@ class Bar:
 
 
 # What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
-_ACCOUNTS = {
-    "start": ("start",),
-    "compute": _WORK,
-    "data": ("data",),
-    "checkpoint": ("checkpoint",),
-    "validation": ("validation",),
-}
+_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 
 
 def summary(
     progress: Progress,
     *,
+    verb: str,
     steps: int,
     first_step: int,
     tokens: int,
-    loss: float | None,
-    validation_loss: float | None = None,
-    saved: str = "",
-    next_command: str = "",
-    verb: str = "finished",
-    groups: str = "",
+    loss: float,
+    validation_loss: float | None,
+    groups: str,
+    saved: str,
+    next_command: str,
 ) -> str:
     """The run's closing lines. `steps`: the last committed step; `first_step`: that of the checkpoint this start resumed from (0: none);
     `tokens`: of this start alone; `saved`: the last checkpoint; `groups`: events of replica groups. Goodput is the share of the time that
     went into committed steps."""
     total = progress.total()
-    counted = {name: progress.spent(*phases) for name, phases in _ACCOUNTS.items()}
+    counted = {name: progress.spent(*(_WORK if name == "compute" else [name])) for name in _ACCOUNTS}
     if groups:
         counted |= {name: progress.spent(name) for name in GROUP_PHASES}
     counted["other"] = max(0.0, total - sum(counted.values()))
@@ -211,14 +198,8 @@ def summary(
     lines = [f"{verb} step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
     if groups:
         lines.append(f"  groups: {groups}; goodput {_share(progress.goodput_s, total)}")
-    losses = [f"training {loss:.4f}"] if loss is not None else []
-    losses += [f"validation {validation_loss:.4f}"] if validation_loss is not None else []
-    if losses:
-        lines.append(f"  loss: {', '.join(losses)}")
-    if saved:
-        lines.append(f"  checkpoint: {saved}")
-    if next_command:
-        lines.append(f"  next: {next_command}")
+    validation = "" if validation_loss is None else f", validation {validation_loss:.4f}"
+    lines += [f"  loss: training {loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
     return "\n".join(lines)
 
 
@@ -244,6 +225,13 @@ def quantity(value: float) -> str:
         prefixes.pop(0)
     digits = 0 if abs(value) >= 99.5 or not prefixes[0] else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f}{prefixes[0]}"
+
+
+def spans(noun: str, numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-6, 9`."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
+    text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"
 
 
 def _share(seconds: float, total: float) -> str:

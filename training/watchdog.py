@@ -12,11 +12,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.progress import LONG_PHASES, PHASES, Clock, Progress
+from training.progress import LONG_PHASES, PHASES, Clock, Progress, spans
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -26,15 +26,10 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 
 
-class StackDump:
-    """Writes every thread's stack to standard error and exits with 1, unless cancelled. A timer in C: it fires even while the watchdog's
-    own thread waits for a dead store, or for Python's lock."""
-
-    def arm(self, after_s: float) -> None:
-        faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
-
-    def cancel(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
+def dump_stacks(after_s: float) -> None:
+    """Writes every thread's stack to standard error after so long, and exits with 1. A timer in C: it fires even while the watchdog's own
+    thread waits for a dead store, or for Python's lock."""
+    faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
 
 
 class Watchdog:
@@ -57,7 +52,8 @@ class Watchdog:
         long_timeout_s: float,
         log: Log,
         clock: Clock = time.monotonic,
-        abort: StackDump | None = None,
+        arm: Callable[[float], None] = dump_stacks,
+        disarm: Callable[[], None] = faulthandler.cancel_dump_traceback_later,
         record: Callable[[], object] = lambda: None,
         confirmed_s: Callable[[], float] = lambda: -math.inf,
         answer_s: float = 5.0,
@@ -66,8 +62,8 @@ class Watchdog:
         self._progress, self._store = progress, store
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
-        self._log, self._clock, self._record, self._confirmed_s = log, clock, record, confirmed_s
-        self._abort = abort or StackDump()
+        self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
+        self._record, self._confirmed_s = record, confirmed_s
         # a later rank prints only when rank 0 has had its time
         self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
         self._ends_after_s = 2 * answer_s + grace_s
@@ -109,7 +105,7 @@ class Watchdog:
             self._since = now  # when the phase is over, the step's time starts anew
             waited_s, limit_s = long_phase[1], self._long_timeout_s
         if self._suspected is not None and (self._steps != self._steps_then or confirmed_s > self._suspected):
-            self._abort.cancel()
+            self._disarm()
             what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
             self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
             self._suspected = None
@@ -124,13 +120,13 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join(timeout=2 * POLL_S)
         if self._suspected is not None:
-            self._abort.cancel()
+            self._disarm()
             self._suspected = None
 
     def _suspect(self, now: float, waited_s: float) -> None:
         if self._suspected is None:
             self._suspected, self._steps_then, self._told = now, self._steps, False
-            self._abort.arm(self._ends_after_s)  # first: whatever follows may hang as well
+            self._arm(self._ends_after_s)  # first: whatever follows may hang as well
         if self._told:
             return
         try:
@@ -180,13 +176,11 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
     for rank in sorted(answers):
         ranks_at.setdefault(answers[rank]["where"], []).append(rank)
     seconds = {where: max(answers[rank]["seconds"] for rank in ranks) for where, ranks in ranks_at.items()}
-    parts = [
-        f"{_ranks(ranks_at[where])}: {where} for {seconds[where]:.0f} s"
-        for where in sorted(ranks_at, key=lambda where: -seconds[where])
-    ]
+    longest_first = sorted(ranks_at, key=lambda where: -seconds[where])
+    parts = [f"{spans('rank', ranks_at[where])}: {where} for {seconds[where]:.0f} s" for where in longest_first]
     silent = [rank for rank in range(world_size) if rank not in answers]
     if silent:
-        parts.append(f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        parts.append(f"{spans('rank', silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     return "; ".join(parts)
 
 
@@ -216,15 +210,3 @@ def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
     path.write_bytes(dump(includeStackTraces=False))
     path.write_bytes(dump())
     return path
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-6, 9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'' if len(ranks) == 1 else 's'} {text}"

@@ -20,7 +20,7 @@ class Lines:
         self.infos.append(message % args if args else message)
 
     def warning(self, message: str, *args: object) -> None:
-        self.warnings.append(message % args)
+        self.warnings.append(message % args if args else message)
 
     def overwrite(self, text: str) -> None:
         self.overwritten.append(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.help import DOCS, docs_markdown
+from tools.config_docs import DOCS, docs_markdown
 
 
 def test_the_settings_page_is_fresh() -> None:

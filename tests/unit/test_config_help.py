@@ -9,10 +9,11 @@ import pytest
 
 import models.llama
 from configs.errors import ConfigError
-from configs.help import COLUMNS, docs_markdown, help_text
+from configs.help import COLUMNS, help_text
 from configs.keys import walk
 from configs.load import section_types
 from configs.schema import Config
+from tools.config_docs import docs_markdown
 
 SECTIONS = {**section_types(Config), "model": models.llama.Config}
 

@@ -36,6 +36,10 @@ def test_the_gradient_names_its_parameter_and_the_text_it_came_from() -> None:
     )
 
 
+def test_a_stream_has_no_positions() -> None:
+    assert describe(0, 2, [(8, (), math.nan)], {}).endswith("loss nan at slot 8, in the order of a stream")
+
+
 def test_a_long_list_is_counted_instead() -> None:
     gradients = {f"layers.{n}.w": torch.tensor([math.nan]) for n in range(10)}
     text = describe(0, 7, [(n, (n,), math.nan) for n in range(4)], gradients)

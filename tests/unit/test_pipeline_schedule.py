@@ -13,16 +13,15 @@ from parallelisms.pipeline_schedule import (
     SCHEDULES,
     V_SHAPED,
     Action,
-    bubble,
     cell_text,
     check_complete,
     parse,
-    picture,
     read_csv,
     stages_by_rank,
     table,
     timeline,
 )
+from tools.explain.picture import bubble, picture
 
 GOOD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
@@ -64,24 +63,24 @@ def test_1f1b_keeps_few_microbatches_alive() -> None:
 
 
 def test_pictures() -> None:
-    assert picture("1F1B", 2, 2, 3) == (
-        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 slots of time\n"
-        "rank 0  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =\n"
-        "rank 1  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .\n"
-        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = goes on, . idle"
-    )
-    assert picture("ZBVZeroBubble", 2, 4, 2) == (
-        "ZBVZeroBubble: 2 microbatches through 4 stages on 2 ranks, 14 slots of time\n"
-        "rank 0  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1\n"
-        "rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .\n"
-        "bubble 14.3%; 1F0: stage 1, microbatch 0; F forward, I backward for inputs, W for weights, . idle"
-    )
+    assert picture("1F1B", 2, 2, 3, columns=108) == [
+        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 slots of time",
+        "rank 0  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =",
+        "rank 1  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .",
+        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = goes on, . idle",
+    ]
+    assert picture("ZBVZeroBubble", 2, 4, 2, columns=108) == [
+        "ZBVZeroBubble: 2 microbatches through 4 stages on 2 ranks, 14 slots of time",
+        "rank 0  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1",
+        "rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .",
+        "bubble 14.3%; 1F0: stage 1, microbatch 0; F forward, I backward for inputs, W for weights, . idle",
+    ]
 
 
 def test_of_a_long_picture_the_middle_is_left_out() -> None:
-    lines = picture("GPipe", 2, 2, 64).split("\n")
-    assert "195 slots" in lines[0] and all(len(line) < 160 for line in lines)
-    assert lines[1].split()[2] == "F0" and lines[1].split()[20] == "..." and lines[1].split()[-2:] == ["B63", "="]
+    lines = picture("GPipe", 2, 2, 64, columns=108)
+    assert "195 slots" in lines[0] and all(len(line) <= 108 for line in lines)
+    assert lines[1].split()[2] == "F0" and lines[1].split()[14] == "..." and lines[1].split()[-2:] == ["B63", "="]
 
 
 def test_a_file_reads_as_it_is_written(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_a_file_reads_as_it_is_written(tmp_path: Path) -> None:
         file.write_text("\n".join(",".join(map(cell_text, row)) for row in rows))
         assert read_csv(str(file)) == rows
         assert bubble(str(file), 2, 4, 6) == bubble(schedule, 2, 4, 6)
-        assert picture(str(file), 2, 4, 6).split("\n")[1:] == picture(schedule, 2, 4, 6).split("\n")[1:]
+        assert picture(str(file), 2, 4, 6, columns=108)[1:] == picture(schedule, 2, 4, 6, columns=108)[1:]
 
 
 def test_cells() -> None:

@@ -1,5 +1,6 @@
 """Seconds per phase, the bar, and the closing summary, on a clock that the test moves."""
 
+import math
 import threading
 from contextlib import closing
 from typing import Any
@@ -15,8 +16,12 @@ def clock() -> Clock:
     return Clock(1000.0)
 
 
-def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
-    progress = Progress(clock)
+@pytest.fixture
+def progress(clock: Clock) -> Progress:
+    return Progress(clock)
+
+
+def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock, progress: Progress) -> None:
     with progress.phase("compute"):
         clock.now += 2
         with progress.phase("reduce"):
@@ -29,8 +34,7 @@ def test_a_second_is_counted_once_for_the_innermost_phase(clock: Clock) -> None:
     assert progress.total() == 20
 
 
-def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock, progress: Progress) -> None:
     with progress.phase("validation"):
         clock.now += 1
         with progress.phase("data"):
@@ -38,8 +42,7 @@ def test_what_happens_inside_a_long_phase_is_counted_for_it(clock: Clock) -> Non
     assert progress.seconds == {"validation": 6}
 
 
-def test_a_phase_is_closed_by_an_exception(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_a_phase_is_closed_by_an_exception(clock: Clock, progress: Progress) -> None:
     with pytest.raises(KeyError), progress.phase("data"):
         clock.now += 5
         raise KeyError
@@ -47,8 +50,7 @@ def test_a_phase_is_closed_by_an_exception(clock: Clock) -> None:
     assert progress.seconds == {"data": 5}
 
 
-def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clock: Clock, progress: Progress) -> None:
     with progress.phase("compute"):
         clock.now += 2
         with progress.phase("reduce"):
@@ -57,8 +59,7 @@ def test_current_names_the_innermost_phase_and_the_time_since_it_was_entered(clo
         assert progress.open_phases() == (("compute", 5),)
 
 
-def test_seconds_of_an_open_phase_are_there_already(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_seconds_of_an_open_phase_are_there_already(clock: Clock, progress: Progress) -> None:
     with progress.phase("data"):
         clock.now += 2
         assert progress.spent("data", "compute") == 2
@@ -66,8 +67,7 @@ def test_seconds_of_an_open_phase_are_there_already(clock: Clock) -> None:
         assert progress.spent("data") == 3
 
 
-def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_another_thread_may_ask_but_not_enter(clock: Clock, progress: Progress) -> None:
     seen: list[Any] = []
 
     def ask() -> None:
@@ -86,9 +86,7 @@ def test_another_thread_may_ask_but_not_enter(clock: Clock) -> None:
     assert seen == [(("compute", 1),), "phase 'data': entered by a foreign thread"]
 
 
-def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock) -> None:
-    progress = Progress(clock)
-
+def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock, progress: Progress) -> None:
     def spend(phase: str, seconds: float) -> None:
         with progress.phase(phase):
             clock.now += seconds
@@ -106,8 +104,7 @@ def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Cl
     assert progress.goodput_s == 11 and progress.seconds["lost"] == 4.5
 
 
-def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock, progress: Progress) -> None:
     with progress.phase("reduce"):
         clock.now += 1
         with progress.phase("waiting"):
@@ -145,8 +142,12 @@ def test_bar_of_unknown_length_counts(clock: Clock) -> None:
     assert log.infos == ["streaming: 12.3k tokens, 1.23k tokens/s"]
 
 
-def test_summary_accounts_for_every_second(clock: Clock) -> None:
-    progress = Progress(clock)
+def summarise(progress: Progress, **known: Any) -> str:
+    words = dict(verb="finished", steps=0, first_step=0, tokens=0, loss=math.nan, validation_loss=None)
+    return summary(progress, **words | dict(groups="", saved="", next_command="sample") | known)
+
+
+def test_summary_accounts_for_every_second(clock: Clock, progress: Progress) -> None:
     for phase, seconds in (
         ("start", 4),
         ("compute", 56),
@@ -158,28 +159,20 @@ def test_summary_accounts_for_every_second(clock: Clock) -> None:
         with progress.phase(phase):
             clock.now += seconds
     clock.now += 9
-    text = summary(
-        progress,
-        steps=200,
-        first_step=100,
-        tokens=204_800,
-        loss=1.23456,
-        validation_loss=1.4,
-        saved="outputs/llama/checkpoint/step-200",
-        next_command="./scripts/generate.py outputs/llama",
+    text = summarise(
+        progress, steps=200, first_step=100, tokens=204_800, loss=1.23456, validation_loss=1.4, saved="step-200"
     )
     times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
     assert text.splitlines() == [
         "finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,885 tokens per second of compute",
         f"  time: {times}, other 11.0 s (11%)",
         "  loss: training 1.2346, validation 1.4000",
-        "  checkpoint: outputs/llama/checkpoint/step-200",
-        "  next: ./scripts/generate.py outputs/llama",
+        "  checkpoint: step-200",
+        "  next: sample",
     ]
 
 
-def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
-    progress = Progress(clock)
+def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock, progress: Progress) -> None:
     for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
         with progress.phase(phase):
             clock.now += seconds
@@ -188,8 +181,8 @@ def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
         clock.now += 10
     progress.lose()
     clock.now += 10
-    text = summary(progress, steps=2, first_step=0, tokens=1, loss=None, groups="2 quorums")
-    assert text.splitlines()[1:] == [
+    text = summarise(progress, steps=2, tokens=1, groups="2 quorums")
+    assert text.splitlines()[1:3] == [
         (
             "  time: start 0.0 s (0%), compute 60.0 s (60%), data 0.0 s (0%), checkpoint 0.0 s (0%), validation 0.0 s (0%), "
             "quorum 5.0 s (5%), rebuild 4.0 s (4%), heal 3.0 s (3%), waiting 8.0 s (8%), lost 10.0 s (10%), other 10.0 s (10%)"
@@ -198,9 +191,9 @@ def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock) -> None:
     ]
 
 
-def test_summary_of_a_run_that_did_nothing(clock: Clock) -> None:
-    text = summary(Progress(clock), steps=0, first_step=0, tokens=0, loss=None)
-    assert text.splitlines()[0] == "finished step 0: 0 tokens in 0 s"
+def test_summary_of_a_run_that_did_nothing(progress: Progress) -> None:
+    lines = summarise(progress).splitlines()
+    assert lines[0] == "finished step 0: 0 tokens in 0 s" and lines[2] == "  loss: training nan"
 
 
 @pytest.mark.parametrize(

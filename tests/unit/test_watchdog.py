@@ -50,7 +50,8 @@ class Rank:
             long_timeout_s=300,
             log=Log(global_rank=global_rank, stream=self.out),
             clock=cluster.clock,
-            abort=self.abort,
+            arm=self.abort.arm,
+            disarm=self.abort.cancel,
             record=self.record,
             confirmed_s=lambda: self.confirmed_s,
             answer_s=5,
@@ -248,10 +249,10 @@ def test_ranks_that_are_in_the_same_place_are_named_together() -> None:
 def test_a_hang_ends_with_stacks_in_the_log_and_exit_1() -> None:
     program = """
 import sys, threading
-from training.watchdog import StackDump
+from training.watchdog import dump_stacks
 def stuck_in_the_loader():
     threading.Event().wait()
-StackDump().arm(0.05)
+dump_stacks(0.05)
 stuck_in_the_loader()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)

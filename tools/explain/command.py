@@ -31,7 +31,7 @@ from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
-from parallelisms.pipeline_schedule import bubble, picture
+from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
@@ -372,18 +372,8 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
 def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     if job.degrees.pp > 1:
         schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
-        for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches).splitlines():
-            yield from [_narrow(line)] if line.startswith("rank ") else _wrapped(line)
-
-
-def _narrow(line: str) -> str:
-    """A row of a picture, without the slots in its middle for which there is no room."""
-    if len(line) <= WIDTH - 2:
-        return line
-    head, cells = line[: line.index("  ") + 2], line[line.index("  ") + 2 :].split()
-    width = max(map(len, cells))
-    half = (WIDTH - 2 - len(head) - 3) // (width + 1) // 2
-    return head + " ".join(cell.ljust(width) for cell in (*cells[:half], "...", *cells[-half:]))
+        for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches, columns=WIDTH - 2):
+            yield from [line] if line.startswith("rank ") else _wrapped(line)
 
 
 def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:

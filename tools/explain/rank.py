@@ -120,7 +120,8 @@ def stand_in(*, global_rank: int, world_size: int, device_type: DeviceType) -> I
         # CUDA's norm and attention keep what their fused kernels keep; a CPU's norm would keep several fp32 copies of its input. Functions
         # and no TorchFunctionMode, which would not be there when the backward computes a block again.
         cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
-        kernels: AbstractContextManager[Any] = ops.walking(FakeTensor) if device_type == "cpu" else cuda
+        cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # tensors without memory walk in blocks, too
+        kernels: AbstractContextManager[Any] = cpu if device_type == "cpu" else cuda
         with kernels:
             yield
     finally:

@@ -9,8 +9,7 @@
 
 The key is the digest of the files' names and contents, how they are read, and the tokenizer. A folder appears under its
 final name whole, by one rename. The lock spares work, the rename keeps it right: without working locks (some network
-folders) two starts at once both build, and the second to finish takes what the first left.
-"""
+folders) two starts at once both build, and the second to finish takes what the first left."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ import numpy as np
 
 from training.appended import replace_file, sync_path, try_lock
 from training.data.sources import Source, TextSource, TokenSource, check_ids, map_ids, no_text, stamp_of
-from training.progress import Bar, BarLog
+from training.log import Log
+from training.progress import Bar
 from training.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -106,7 +106,7 @@ class Corpus:
 
 
 def open_corpus(
-    source: Source, tokenizer: Tokenizer, folder: Path, *, log: BarLog, vocab_size: int = 0, limits: Limits = Limits()
+    source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0, limits: Limits = Limits()
 ) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
     model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
@@ -132,7 +132,7 @@ def bucket_of(content: bytes) -> int:
 
 class _Cache:
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, folder: Path, log: BarLog, vocab_size: int, limits: Limits
+        self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int, limits: Limits
     ) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
         self._log, self._vocab_size, self._limits = log, vocab_size, limits
@@ -149,15 +149,13 @@ class _Cache:
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(self._folder / "lock", self._log, until=self.find, stuck_s=self._limits.stuck_s) as lock:
-            corpus = self.find()  # whoever held the lock may have made it
-            if corpus is not None:
+            if (corpus := self.find()) is not None:  # whoever held the lock may have made it
                 return corpus
             if lock.held:
                 _remove_leftovers(self._folder, self._log)
             content = self._content(lock)
             key = _digest([content, self._identity()])[:32]
-            corpus = self._open(key)
-            if corpus is None:
+            if (corpus := self._open(key)) is None:
                 self._build(key, content, lock)
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
@@ -223,7 +221,16 @@ class _Cache:
                 dtype=dtype,
             )
             writer.finish(meta)
-            _publish(temporary, self._folder / key, whole=lambda: self._open(key) is not None)
+            if self._open(key) is not None:
+                return
+            final = self._folder / key
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one
+            try:
+                temporary.rename(final)
+            except OSError:  # another process was faster just now
+                if self._open(key) is None:
+                    raise
+            sync_path(self._folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -321,7 +328,7 @@ class _Writer:
 class _BuildLock:
     """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
 
-    def __init__(self, descriptor: int, log: BarLog) -> None:
+    def __init__(self, descriptor: int, log: Log) -> None:
         self._descriptor, self._log = descriptor, log
         self.held = False
         self._label, self._bar, self._noted_s = "", Bar(0, "", "B", log=log), 0.0
@@ -362,7 +369,7 @@ class _BuildLock:
 
 
 @contextmanager
-def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
+def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _BuildLock(descriptor, log)
@@ -380,26 +387,13 @@ def _only_one(path: Path, log: BarLog, until: Callable[[], object], stuck_s: flo
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path, log: BarLog) -> None:
+def _remove_leftovers(folder: Path, log: Log) -> None:
     """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
         if own or time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > FOREIGN_LEFTOVER_S:
             log.warning("data cache: removed %s, which a killed start had left half-written", path.name)
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _publish(temporary: Path, final: Path, *, whole: Callable[[], bool]) -> None:
-    """Renames; a whole folder that is there already is kept, a damaged one replaced."""
-    if whole():
-        return
-    shutil.rmtree(final, ignore_errors=True)
-    try:
-        temporary.rename(final)
-    except OSError:  # another process was faster just now
-        if not whole():
-            raise
-    sync_path(final.parent)
 
 
 def _digest(value: object) -> str:

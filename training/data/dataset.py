@@ -12,7 +12,7 @@ from training.data.loader import BatchSource, MicrobatchSampler, open_loader
 from training.data.order import SPLITS, Order, in_split
 from training.data.sources import find_source
 from training.data.streaming import StreamingLoader, open_stream
-from training.progress import BarLog
+from training.log import Log
 from training.tokenizer import Tokenizer
 
 
@@ -85,7 +85,7 @@ Dataset = StoredData | StreamedData
 
 
 def open_data(
-    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: BarLog, vocab_size: int = 0
+    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
 ) -> Dataset:
     """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":

@@ -1,0 +1,42 @@
+"""docs/config.md, a table of every section: `make docs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
+
+from configs.help import all_sections, default_text, sentence
+from configs.keys import walk
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+_HEAD = """\
+# Settings
+
+Made from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
+
+A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
+alone for true. Strings need no quotes there; lists and tables are written as TOML. A key that is in neither has the
+default below. The keys of `[model]` are those of `models/llama.py`; another `model.name` brings its own.
+"""
+
+
+def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
+    """The text of docs/config.md."""
+    parts = [_HEAD.strip()]
+    for name, kind in (sections or all_sections()).items():
+        table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |"]
+        for path, key in walk(kind, name):
+            default = default_text(key) if key.default is dataclasses.MISSING else f"`{default_text(key)}`"
+            cells = (f"`{path}`", default, key.legal(), key.help)
+            table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        text = sentence(name, kind).removeprefix(f"[{name}]").lstrip(": ").capitalize()
+        parts += [f"## [{name}]", text, "\n".join(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(docs_markdown(), encoding="utf-8")
