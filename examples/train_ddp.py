@@ -55,18 +55,9 @@ class Images(Dataset[tuple[Tensor, int]]):
         return noise + 0.2 * self.pictures[label], label
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 5)
-        self.conv2 = nn.Conv2d(8, 16, 5)
-        self.hidden = nn.Linear(16 * 5 * 5, 64)
-        self.out = nn.Linear(64, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:  # B 3 32 32
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)  # B 8 14 14
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # B 16 5 5
-        return self.out(F.relu(self.hidden(x.flatten(1))))  # B 10
+def net() -> nn.Sequential:
+    convolutions = [nn.Conv2d(3, 8, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(16 * 5 * 5, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
 @record
@@ -80,7 +71,7 @@ def main(steps: int) -> None:
     sampler = DistributedSampler(images, replica_group=group, num_replica_groups=groups, rank=0, num_replicas=1)
     loader = StatefulDataLoader(images, batch_size=64, num_workers=2, sampler=sampler)
 
-    model = Net().to(device)
+    model = net().to(device)
     adam = optim.AdamW(model.parameters())
 
     # What a group that joins receives from one that is there.

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from examples.train_ddp import Images, Net
+from examples.train_ddp import Images, net
 from ft import DistributedSampler, LighthouseServer
 from tests.scripts.tiny_job import Started
 
@@ -66,7 +66,7 @@ def job(folder: Path) -> Iterator[Callable[[int], Program]]:
 def losses_without_faults(steps: int) -> list[float]:
     """Of each step of two groups that nothing happens to, as one process computes it: the mean over both batches."""
     torch.manual_seed(0)
-    images, model = Images(), Net()
+    images, model = Images(), net()
     adam = torch.optim.AdamW(model.parameters())
     samplers = [
         DistributedSampler(images, replica_group=g, num_replica_groups=2, rank=0, num_replicas=1) for g in (0, 1)
