@@ -216,8 +216,8 @@ def index_json(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
 def write_file(
     path: Path, tensors: Sequence[Planned], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """A safetensors file, on the disk when this returns, in the memory of one tensor, unlike the package's own. `make(name)` is called once
-    for each, in order. Raises OSError."""
+    """A safetensors file, in the memory of one tensor, unlike the package's own. `make(name)` is called once for each, in order. Raises
+    OSError."""
     begin, header = 0, {"__metadata__": {"format": "pt"}}
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for tensor in tensors:
@@ -234,8 +234,6 @@ def write_file(
             stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             del values
             written(tensor.size_bytes)
-        stream.flush()
-        os.fsync(stream.fileno())
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == {tensor.name for tensor in tensors}, path
 
@@ -245,8 +243,8 @@ def write_file(
 
 @contextmanager
 def landing(out: Path) -> Iterator[Path]:
-    """An empty folder to fill, by `put` and `copy`; it becomes `out` when the block ends well, and is removed when it does not. Leftovers
-    of a killed process are removed. Raises ValueError if `out` is there, or another process is filling it."""
+    """An empty folder to fill; it becomes `out` when the block ends well, with all of it on the disk, and is removed when it does not.
+    Leftovers of a killed process are removed. Raises ValueError if `out` is there, or another process is filling it."""
     refuse(out)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
@@ -259,8 +257,8 @@ def landing(out: Path) -> Iterator[Path]:
             for path in partial.iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             yield partial
-            for folder, _, _ in os.walk(partial, topdown=False):
-                sync_path(Path(folder))
+            for path in [*partial.rglob("*"), partial]:
+                sync_path(path)
             refuse(out)
             partial.rename(out)
         except BaseException:
@@ -282,18 +280,6 @@ def refuse(out: Path) -> None:
             if not parent.is_dir():
                 raise ValueError(f"{out}: {parent} is a file, not a folder")
             return
-
-
-def put(path: Path, text: str) -> None:
-    """Writes a file that is on the disk when this returns. Raises OSError."""
-    path.write_text(text, encoding="utf-8")
-    sync_path(path)
-
-
-def copy(source: Path, target: Path) -> None:
-    """The content of a file, on the disk when this returns. Raises OSError."""
-    shutil.copyfile(source, target)
-    sync_path(target)
 
 
 def carried(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_mach
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
 from training.checkpoint_streamed import Streamed
+from training.config import need
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -91,7 +93,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         if carried := files.carried(folder):
             (partial / "tokenizer").mkdir()
             for file in carried:
-                files.copy(file, partial / "tokenizer" / file.name)
+                shutil.copyfile(file, partial / "tokenizer" / file.name)
         checkpoints = partial / config.checkpoint.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
@@ -101,7 +103,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
             raise CheckpointFailed(f"{step_0}: not written: {failure}") from None
         manifest = Manifest(0, "model", ("model",), 1, torch.__version__, "", tuple(records))
         checkpoint_files.publish(checkpoints, manifest)
-        files.put(partial / "config.toml", to_toml(config))
+        (partial / "config.toml").write_text(to_toml(config), encoding="utf-8")
     keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
     log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
     log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
@@ -218,6 +220,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     log.info("export    %s is compared with its digests", run)
     checkpoint = check_run(run, step=step, dtype=dtype)
     beside, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
+    texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
     # Tied: embedding and output are the same bits. By digests, as both at once would be twice the largest tensor
     ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
@@ -237,13 +240,8 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     with files.landing(out) as partial:
         for part, tensors in parts:
             files.write_file(partial / part, tensors, make, progress.add)
-        if len(parts) > 1:
-            files.put(partial / files.INDEX, files.index_json(parts))
-        files.put(partial / files.GENERATION, json.dumps({"_from_model_config": True, **special}, indent=2) + "\n")
-        for name, file in beside.items():  # the model's own of these, where it has one
-            files.copy(file, partial / name)
-        for name, text in ({} if checkpoint.model.tokenizer_path else byte_tokenizer()).items():
-            files.put(partial / name, text)
+        for name, file in beside.items():
+            shutil.copyfile(file, partial / name)
         body = llama_hf.write_config(
             checkpoint.model,
             vocab_size=checkpoint.entries[0].shape[0],
@@ -252,7 +250,13 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             max_positions=max_positions or checkpoint.seq_len,
             special=special,
         )
-        files.put(partial / "config.json", json.dumps(body, indent=2) + "\n")
+        texts["config.json"] = json.dumps(body, indent=2) + "\n"
+        if len(parts) > 1:
+            texts[files.INDEX] = files.index_json(parts)
+        if files.GENERATION not in beside:  # else the model's own is copied
+            texts[files.GENERATION] = json.dumps({"_from_model_config": True, **special}, indent=2) + "\n"
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
     log.info('%s is written: transformers.AutoModelForCausalLM.from_pretrained("%s")', out, out)
 
 
@@ -325,28 +329,18 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
 
 def byte_tokenizer() -> dict[str, str]:
     """The built-in byte tokenizer as Hugging Face's files: name -> content. Byte-level BPE without a merge gives ByteTokenizer's ids; a
-    BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on."""
+    BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on. Raises ValueError."""
+    need("tokenizers", extra="hf", setting="hf.py export")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
-    special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": token, **flags} for token, index in special.items()],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {BOS: {"id": BOS, "ids": [special[BOS]], "tokens": [BOS]}},
-        },
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.add_special_tokens([BOS, EOS, PAD])  # ids from 256 on
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    begun = [(BOS, ByteTokenizer.bos_id)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair="$A $B:1", special_tokens=begun)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    return {TOKENIZER: json.dumps(tokenizer) + "\n", "tokenizer_config.json": f"{text}\n"}
+    return {TOKENIZER: tokenizer.to_str() + "\n", "tokenizer_config.json": f"{text}\n"}
