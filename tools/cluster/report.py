@@ -1,4 +1,4 @@
-"""The report: on the console, as JSON, as a picture. The lowest rank that has reported calls `tell`."""
+"""The report: on the console, as JSON, as a picture of the links. The lowest rank that has reported calls `tell`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from itertools import count, permutations
+from itertools import permutations
 from typing import Any
 
 from bench.pairs import table
@@ -22,7 +22,8 @@ MOST_SHOWN = 16  # ranks whose links are printed; the files have all
 WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
 MORE_STYLE = """
   .good { fill: var(--train); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
-  text.small { font-size: 11px; } text.bad { fill: var(--mark); } text.head { font-weight: 600; fill: var(--ink); }
+  text.small { font-size: 11px; } text.head { font-weight: 600; fill: var(--ink); }
+  text.row { font: 12px ui-monospace, Menlo, Consolas, monospace; white-space: pre; }
 """
 
 
@@ -32,8 +33,9 @@ def tell(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found:
     folder.mkdir(parents=True, exist_ok=True)
     report = as_json(settings, hosts, reports, found)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (folder / "report.svg").write_text(draw(report), encoding="utf-8")
-    print(text(report), flush=True)
+    told = text(report)
+    (folder / "report.svg").write_text(draw(report, told), encoding="utf-8")
+    print(told, flush=True)
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
@@ -115,13 +117,11 @@ def _size(size: int) -> str:
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def draw(report: Mapping[str, Any]) -> str:
-    """An SVG: every link as a square, every operation as a line, every rank as a bar, and the findings in words. In the colours of
-    plot_loss.py, so it follows the reader's light or dark theme. `report` as `as_json` makes it."""
-    findings = [line for finding in report["findings"] for line in textwrap.wrap(finding["text"], 118)]
-    bars_top = TOP + SIDE + 56
-    words_top = bars_top + 24 + 17 * min(report["world_size"], 16) + 20
-    height = words_top + 20 * max(1, len(findings)) + 20
+def draw(report: Mapping[str, Any], told: str) -> str:
+    """An SVG of every link as a square, with the report's text below. In the colours of plot_loss.py, so it follows the reader's light or
+    dark theme. `report` as `as_json` makes it; `told` as `text`."""
+    lines = [part for line in told.splitlines() for part in textwrap.wrap(line, 112) or [""]]
+    height = TOP + SIDE + 34 + 17 * len(lines)
     title = f"{report['world_size']} ranks, {(hosts := len(set(report['hosts'])))} host{'s' * (hosts > 1)}, {report['backend']}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">',
@@ -129,10 +129,7 @@ def draw(report: Mapping[str, Any]) -> str:
         f'<rect class="paper" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         _text(24, 34, title, "title"),
         *_draw_links(report),
-        *_draw_operations(report["operations"]),
-        *_draw_bars(report, bars_top),
-        *(_text(24, words_top + 20 * at, line, "bad") for at, line in enumerate(findings)),
-        *([] if findings else [_text(24, words_top, "all is well", "head")]),
+        *(_text(24, TOP + SIDE + 34 + 17 * at, line, "row") for at, line in enumerate(lines)),
     ]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -168,40 +165,6 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
         parts.append(_text(LEFT - 8, TOP + at + 4, str(rank), anchor="end"))
         parts.append(_text(LEFT + at, TOP - 8, str(rank), anchor="middle"))
     return parts
-
-
-def _draw_operations(operations: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Each one's milliseconds at its smallest size, and its rate at its largest as a bar."""
-    parts = [_text(480, TOP - 30, "operations: smallest message, ms; largest, MB/s", "head")]
-    largest = {op: by[max(by, key=int)]["bus_bytes_s"] for op, by in operations.items()}
-    best = max(largest.values(), default=1.0)
-    for y, (op, rate) in zip(count(TOP, 30), largest.items()):
-        smallest = operations[op][min(operations[op], key=int)]["seconds"]
-        parts += [_text(480, y + 13, op), _text(632, y + 13, f"{smallest * 1e3:.3g}", anchor="end")]
-        parts += [_bar("good", 640, y, 130 * rate / best, 17), _text(778, y + 13, figure(rate / 1e6))]
-    return parts
-
-
-def _draw_bars(report: Mapping[str, Any], top: float) -> list[str]:
-    """Each rank's matrix products; of many ranks the slowest."""
-    hosts = report["hosts"]
-    flops = {int(rank): own["figures"].get("matmul_flops") for rank, own in report["ranks"].items()}
-    best = max(filter(None, flops.values()), default=1.0)
-    named = {rank for finding in report["findings"] for rank in finding["ranks"]}
-    parts = [_text(24, top, "ranks: matrix products, GFLOP/s", "head")]
-    shown = sorted(sorted(range(len(hosts)), key=lambda rank: flops.get(rank) or 0.0)[:16])
-    for y, rank in zip(count(top + 12, 17), shown):
-        parts.append(_text(24, y + 11, f"{rank}  {(hosts[rank] or '?')[:28]}", "bad" if rank in named else ""))
-        if rate := flops.get(rank):
-            parts.append(_bar("bad" if rank in named else "good", 260, y, 500 * rate / best, 13))
-            parts.append(_text(268 + 500 * rate / best, y + 11, f"{rate / 1e9:.4g}"))
-        else:
-            parts.append(_text(260, y + 11, "not measured" if rank in flops else "said nothing", "bad"))
-    return parts
-
-
-def _bar(kind: str, x: float, y: float, width: float, height: int) -> str:
-    return f'<rect class="{kind}" x="{x}" y="{y}" width="{max(1.0, width):.1f}" height="{height}" rx="2"/>'
 
 
 def figure(value: float) -> str:
