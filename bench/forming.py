@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     for kind, members in teams.items():
         good &= stagger(members, kind, f"{store}/{kind}/starts")
     if options.write:
-        from bench.chart import Panel, drawing
+        from scripts.plot_loss import Panel, drawing
 
         panel = Panel("members, on one machine", curves, logarithmic=True)
         title = "Seconds to form a group, and to form it anew"

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.chart import Panel, drawing
 from bench.drill_job import DrillJob
 from bench.drill_machines import Network
 from bench.job import ROOT, rows
 from bench.pairs import Failed, parser, table
-from scripts.plot_loss import Points, read, smooth, thin
+from scripts.plot_loss import Panel, Points, drawing, read, smooth, thin
 
 MODEL = """
 --model.dim=128 --model.n_layers=4 --model.hidden_dim=320 --validation.enable=true --checkpoint.enable=false --metrics.log_freq=1

@@ -12,34 +12,47 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 Points = list[tuple[float, float]]  # (step, loss)
 Marks = Sequence[tuple[float, str]]  # (step, what happened then)
 
-WIDTH, HEIGHT = 880, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 36, 64, 52  # margins around the plot's area
+TOP, BOTTOM, GAP = 76, 56, 64  # margins around a panel
+FEW = 60  # points of a curve on which each has a dot
 MARK_WIDTH, MARK_LETTER = 12, 6.2  # of the words of a mark: what they need beside each other, and a letter of theirs
 
 STYLE = """
-  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --train: #0969da; --held: #bc4c00; --mark: #cf222e; }
+  svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --mark: #cf222e;
+    --c0: #656d76; --c1: #0969da; --c2: #bc4c00; --c3: #8250df; }
   @media (prefers-color-scheme: dark) {
-    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --train: #58a6ff; --held: #f0883e; --mark: #f85149; }
+    svg { --paper: #0d1117; --ink: #e6edf3; --soft: #8d96a0; --grid: #30363d; --mark: #f85149;
+      --c0: #8d96a0; --c1: #58a6ff; --c2: #f0883e; --c3: #a371f7; }
   }
   text { font: 13px ui-sans-serif, system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft); }
   .title { font-size: 17px; font-weight: 600; fill: var(--ink); }
   .paper { fill: var(--paper); stroke: var(--grid); }
   .grid { stroke: var(--grid); stroke-width: 1; }
-  .raw { stroke: var(--train); stroke-width: 1; opacity: .3; }
-  .train { stroke: var(--train); stroke-width: 2.25; }
-  .held { stroke: var(--held); stroke-width: 2.25; }
-  .dot { fill: var(--held); stroke: var(--paper); stroke-width: 1.5; }
+  polyline { fill: none; stroke-width: 2.25; stroke-linejoin: round; stroke-linecap: round; }
+  circle { fill: var(--paper); stroke-width: 2; }
+  .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); } .c3 { stroke: var(--c3); }
+  .raw { stroke: var(--c1); stroke-width: 1; opacity: .3; }
   line.mark { stroke: var(--mark); stroke-width: 1; opacity: .6; }
   text.mark { font-size: 11px; fill: var(--mark); }
-  polyline { fill: none; stroke-linejoin: round; stroke-linecap: round; }
 """
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves by name over one axis; one without a name is drawn thin. `logarithmic`: both axes, across to the base of 2, with a mark at
+    each point of the first curve."""
+
+    across: str
+    curves: Mapping[str, Points]
+    up: str = ""
+    logarithmic: bool = False
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,43 +91,64 @@ def read(journal: Path) -> tuple[Points, Points]:
 
 
 def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> str:
-    """The whole SVG. `marks`: each an upright line with its words."""
-    losses = [loss for _, loss in training + validation]
-    x_ticks = ticks(training[0][0], training[-1][0], finest=1.0)
-    y_ticks = ticks(min(losses), max(losses))
-    # Steps end where the run ends; losses end on a tick, so that no line touches the frame.
-    x_low, x_high = min(training[0][0], x_ticks[0]), training[-1][0]
-    y_low, y_high = y_ticks[0], y_ticks[-1]
+    """The SVG of a run's losses, each curve named with the value it ends on."""
+    smoothed = smooth(training)
+    curves = {"": thin(training), f"training {smoothed[-1][1]:.3f}": thin(smoothed)}
+    if validation:
+        curves[f"validation {validation[-1][1]:.3f}"] = validation
+    return drawing(name, [Panel("optimizer step", curves, "loss, nats per token")], marks)
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        x = LEFT + (point[0] - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-        y = TOP + (y_high - point[1]) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-        return x, y
 
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    label = escape(f"Loss curve of {name}", quote=True)
+def drawing(title: str, panels: Sequence[Panel], marks: Marks = (), *, width: int = 900, height: int = 420) -> str:
+    """The whole SVG. All panels have curves of the same names, which are named once. `marks`: each an upright line with its words."""
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
         f"<style>{STYLE}</style>",
-        f'<rect class="paper" x=".5" y=".5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-        f'<text class="title" x="{LEFT}" y="34">{escape(name)}</text>',
+        f'<rect class="paper" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>',
+        f'<text class="title" x="{GAP}" y="30">{escape(title)}</text>',
     ]
-    digits = max(0, -math.floor(math.log10(y_ticks[1] - y_ticks[0]) + 1e-9))
+    each = (width - GAP * (len(panels) + 1)) / len(panels) + GAP / 4
+    for place, panel in enumerate(panels):
+        parts += _panel(panel, marks, GAP + place * (each + GAP), each, height - BOTTOM)
+    names = list(panels[0].curves)
+    for place, name in enumerate(names):
+        if name:
+            x = GAP + place * (width - GAP) // len(names)
+            parts.append(_line(name, place, [(x, 49), (x + 22, 49)]))
+            parts.append(f'<text x="{x + 30}" y="53">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float) -> list[str]:
+    points = [point for curve in panel.curves.values() for point in curve]
+    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
+    if panel.logarithmic:
+        low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
+        y_ticks = [10.0**power for power in range(low, max(high, low + 1) + 1)]
+        x_ticks, over, up = xs, math.log2, math.log10
+    else:  # losses end on a tick, so that no line touches the frame; steps end where the run ends
+        y_ticks, x_ticks = ticks(min(ys), max(ys)), [x for x in ticks(0.0, xs[-1], finest=1.0) if x <= xs[-1]]
+        over = up = float
+    x_low, x_high = over(x_ticks[0]), over(xs[-1])
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        down = (up(y_ticks[-1]) - up(point[1])) / (up(y_ticks[-1]) - up(y_ticks[0]))
+        return left + (over(point[0]) - x_low) / ((x_high - x_low) or 1.0) * width, TOP + down * (bottom - TOP)
+
+    parts, middle = [], (TOP + bottom) / 2
     for value in y_ticks:
-        y = place((x_low, value))[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 10}" y="{y + 4.5:.1f}" text-anchor="end">{value:.{digits}f}</text>')
+        y = at((xs[-1], value))[1]
+        parts.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     for value in x_ticks:
-        if x_low <= value <= x_high:
-            x = place((value, y_low))[0]
-            parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')
-    middle = (LEFT + right) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 12}" text-anchor="middle">optimizer step</text>')
-    turned = f'transform="rotate(-90 18 {(TOP + bottom) / 2})"'
-    parts.append(f'<text x="18" y="{(TOP + bottom) / 2}" text-anchor="middle" {turned}>loss, nats per token</text>')
+        x = at((value, y_ticks[0]))[0]
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')
+    parts.append(f'<text x="{left + width / 2}" y="{bottom + 42}" text-anchor="middle">{panel.across}</text>')
+    turned = f'transform="rotate(-90 18 {middle})"'
+    parts += [f'<text x="18" y="{middle}" text-anchor="middle" {turned}>{panel.up}</text>'] if panel.up else []
     before, end = -math.inf, 0.0
     for step, words in sorted(marks):
-        x = place((step, y_low))[0]
+        x = at((step, y_ticks[0]))[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
         start = end + 8 if x - before < MARK_WIDTH else TOP + 4  # words that would lie on others begin below them
         before, end = x, start + MARK_LETTER * len(words)
@@ -122,13 +156,16 @@ def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> 
         parts.append(
             f'<text class="mark" x="{x - 4:.1f}" y="{start:.0f}" text-anchor="end" {turned}>{escape(words)}</text>'
         )
-    parts.append(_line("raw", [place(point) for point in thin(training)]))
-    parts.append(_line("train", [place(point) for point in thin(smooth(training))]))
-    if validation:
-        parts.append(_line("held", [place(point) for point in validation]))
-        parts += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in map(place, validation)]
-    parts += _legend(training, validation)
-    return "\n".join([*parts, "</svg>", ""])
+    for place, (name, curve) in enumerate(panel.curves.items()):
+        parts.append(_line(name, place, [at(point) for point in curve]))
+        if name and len(curve) <= FEW:
+            parts += [f'<circle class="c{place % 4}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in map(at, curve)]
+    return parts
+
+
+def _line(name: str, place: int, points: Points) -> str:
+    kind = f"c{place % 4}" if name else "raw"
+    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
 
 
 def ticks(low: float, high: float, *, about: int = 6, finest: float = 1e-3) -> list[float]:
@@ -162,24 +199,6 @@ def thin(points: Points, most: int = 800) -> Points:
         for stretch in stretches
         for point in sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
     ]
-
-
-def _line(kind: str, points: Points) -> str:
-    return f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
-
-
-def _legend(training: Points, validation: Points) -> list[str]:
-    """Top right: each curve with the value it ends on."""
-    entries = [("train", f"training {smooth(training)[-1][1]:.3f}")]
-    if validation:
-        entries.append(("held", f"validation {validation[-1][1]:.3f}"))
-    parts, x = [], WIDTH - RIGHT
-    for kind, text in reversed(entries):
-        parts.append(f'<text x="{x}" y="34" text-anchor="end">{text}</text>')
-        x -= 7 * len(text) + 8  # text is about 7 wide per character in these fonts
-        parts.append(_line(kind, [(x - 20, 29.5), (x, 29.5)]))
-        x -= 44
-    return parts
 
 
 if __name__ == "__main__":

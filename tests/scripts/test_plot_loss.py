@@ -34,8 +34,8 @@ def test_a_curve_with_its_smoothed_and_its_held_out_line(tmp_path: Path, steps: 
     svg = ElementTree.parse(run / "loss.svg").getroot()
     width, height = map(float, svg.attrib["viewBox"].split()[2:])
     lines = {line.attrib["class"]: line.attrib["points"].split() for line in reversed(svg.findall("{*}polyline"))}
-    assert len(lines["held"]) == 2 and len(lines["raw"]) == len(lines["train"]) == pytest.approx(drawn, rel=0.1)
-    for point in lines["raw"] + lines["train"] + lines["held"]:
+    assert len(lines["c2"]) == 2 and len(lines["raw"]) == len(lines["c1"]) == pytest.approx(drawn, rel=0.1)
+    for point in lines["raw"] + lines["c1"] + lines["c2"]:
         x, y = map(float, point.split(","))
         assert 0 < x < width and 0 < y < height
     texts = [text.text for text in svg.findall("{*}text")]

@@ -21,7 +21,7 @@ Reports = Mapping[int, Mapping[str, Any]]  # by rank
 MOST_SHOWN = 16  # ranks whose links are printed; the files have all
 WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
 MORE_STYLE = """
-  .good { fill: var(--train); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
+  .good { fill: var(--c1); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
   text.small { font-size: 11px; } text.head { font-weight: 600; fill: var(--ink); }
   text.row { font: 12px ui-monospace, Menlo, Consolas, monospace; white-space: pre; }
 """
