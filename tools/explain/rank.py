@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from operator import add
 from typing import Any, Literal, cast
@@ -67,17 +67,14 @@ class Held:
     gradients: int = 0
     optimizer: int = 0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
 
 @dataclass
 class Stretch:
     """Changes from one mark to the next. Pairs of bytes: without gradients and what is held; the same with gradients."""
 
     label: str = ""
-    change: tuple[int, int] = (0, 0)  # from its beginning to its end
-    most: tuple[int, int] = (0, 0)  # above its beginning, at one instant
+    change: tuple[int, ...] = (0, 0)  # from its beginning to its end
+    most: tuple[int, ...] = (0, 0)  # above its beginning, at one instant
     collectives: Counter[Collective] = field(default_factory=Counter)
 
 
@@ -94,14 +91,10 @@ def join(stretches: Iterable[Stretch]) -> Stretch:
     """One after the other as one."""
     whole = Stretch()
     for stretch in stretches:
-        whole.most = _pairwise(max, whole.most, _pairwise(add, whole.change, stretch.most))
-        whole.change = _pairwise(add, whole.change, stretch.change)
+        whole.most = tuple(map(max, whole.most, map(add, whole.change, stretch.most)))
+        whole.change = tuple(map(add, whole.change, stretch.change))
         whole.collectives += stretch.collectives
     return whole
-
-
-def _pairwise(function: Callable[[int, int], int], a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    return function(a[0], b[0]), function(a[1], b[1])
 
 
 # Without memory, without ranks
@@ -225,9 +218,8 @@ class Ruler(TorchDispatchMode):
         super().__init__()
         # a storage's serial and bytes from now on; or a label
         self.events: list[tuple[int, int] | Collective | str] = []
-        self._serials: dict[int, int] = {}  # address of a live storage: its serial
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a live storage: its serial, a watch
         self.bytes: list[int] = []  # by serial, when it was last alive
-        self._watches: dict[int, weakref.ref[Any]] = {}  # by address
         self._patches = ExitStack()
         self._pause = threading.Lock()
 
@@ -249,8 +241,8 @@ class Ruler(TorchDispatchMode):
                 serial, size = event
                 change = size - now.get(serial, 0)
                 now[serial] = size
-                last.change = _pairwise(add, last.change, (0 if serial in gradients else change, change))
-                last.most = _pairwise(max, last.most, last.change)
+                last.change = tuple(map(add, last.change, (0 if serial in gradients else change, change)))
+                last.most = tuple(map(max, last.most, last.change))
         return result
 
     def __enter__(self) -> Ruler:
@@ -289,19 +281,17 @@ class Ruler(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> int:
         address, size = storage._cdata, storage.nbytes()
-        serial = self._serials.get(address)
-        if serial is None:
-            serial = self._serials[address] = len(self.bytes)
+        if address not in self._live:
+            self._live[address] = len(self.bytes), weakref.ref(storage, lambda _: self._gone(address))
             self.bytes.append(0)
-            self._watches[address] = weakref.ref(storage, lambda _: self._gone(address))
+        serial, _ = self._live[address]
         if self.bytes[serial] != size:
             self.bytes[serial] = size
             self.events.append((serial, size))
         return serial
 
     def _gone(self, address: int) -> None:
-        self.events.append((self._serials.pop(address), 0))
-        del self._watches[address]
+        self.events.append((self._live.pop(address)[0], 0))
 
     def _note(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.partition("::")[2]
@@ -408,7 +398,7 @@ def ranks(job: ExplainedJob) -> list[RankProfile]:
 
 def _rank(job: ExplainedJob, pp_rank: int, stages: tuple[Stage, ...], whole: Stretch) -> RankProfile:
     """`whole`: all of one pass, and the optimizer."""
-    held = sum((stage.step.held for stage in stages), Held())
+    held = Held(*map(sum, zip(*(astuple(stage.step.held) for stage in stages), strict=True)))
     activations, with_gradients = whole.most
     if job.passes > 1:  # the later ones find all gradients there
         with_gradients = max(with_gradients, activations + held.gradients)
