@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
@@ -17,7 +18,7 @@ import torch
 
 from configs.keys import keys_of
 from configs.load import load
-from configs.schema import Config, model_module
+from configs.schema import Config
 from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
@@ -95,8 +96,7 @@ def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int,
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    with torch.device("meta"):
-        model: Model = model_module(config.model.name).build(config.model, vocab_size=vocab_size, max_seq_len=length)
+    model = replace(config, training=replace(config.training, seq_len=length)).meta_model(vocab_size)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
                 step=options.step,
                 shard_bytes=int(options.shard_gb * 1e9),
                 dtype=options.dtype,
-                max_positions=options.max_positions,
+                max_positions=options.max_positions or 0,
                 log=Log(),
             )
     except (ValueError, Damaged) as error:
@@ -79,25 +79,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
     exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest that is whole")
-    exporting.add_argument("--shard-gb", type=positive, default=5.0, help="largest file, 10^9 bytes; default: 5")
+    exporting.add_argument("--shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes; default: 5")
     exporting.add_argument("--dtype", choices=dtypes[:2], default="", help="convert; default: as it was saved")
     positions = "max_position_embeddings in config.json; default: training.seq_len"
-    exporting.add_argument("--max-positions", type=count, default=0, help=positions)
-    return parser.parse_args(argv)
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
-
-
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
+    exporting.add_argument("--max-positions", type=int, default=None, help=positions)
+    options = parser.parse_args(argv)
+    if options.command == "export":
+        if not 0 < options.shard_gb < float("inf"):
+            exporting.error(f"argument --shard-gb: {options.shard_gb:g}: must be above 0")
+        if options.max_positions is not None and options.max_positions < 1:
+            exporting.error(f"argument --max-positions: {options.max_positions}: must be at least 1")
+    return options
 
 
 def fail(message: object, code: int) -> int:

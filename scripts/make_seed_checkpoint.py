@@ -70,7 +70,9 @@ def for_any_machine(config: Config) -> Config:
 
 def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
     """Writes it. Raises ValueError where a run has begun, OSError or CheckpointFailed where it could not be written."""
-    model = meta_model(config)
+    model = config.meta_model(config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size)
+    for parameter in model.parameters():  # buffers keep a dtype of their own
+        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress = WriteProgress(total, log)
@@ -93,15 +95,6 @@ def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw:
         weights = sum(parameter.numel() for parameter in model.parameters())
         log.info("seed      %s, %s parameters in %d tensors", config.model.name, f"{weights:,}", len(tensors))
         checkpointer.save_seed(streamed)
-
-
-def meta_model(config: Config) -> Model:
-    """The whole model without memory, in the dtype of the master weights; buffers keep their own."""
-    vocab_size = config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size
-    model = config.meta_model(vocab_size)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
-    return model
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

@@ -21,12 +21,6 @@ END
 
 case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac
 
-has_packages() { # whether that Python has what a lighthouse needs; found, not loaded: 30 ms
-  [ -x "$1" ] && "$1" -Ic 'import sys
-from importlib.util import find_spec
-sys.exit(not all(map(find_spec, ("grpc", "google", "aiohttp", "prometheus_client"))))' 2>/dev/null </dev/null
-}
-
 # What differs from a training environment: no torch.
 unset TORCH_INDEX
 install_torch() { torch_from=nowhere; }
@@ -41,7 +35,8 @@ before_install() {
 
 trains_in=${PHAROS_VENV:-$root/.venv}
 case $trains_in in /*) ;; *) trains_in=$PWD/$trains_in ;; esac
-if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] && has_packages "$trains_in/bin/python"; then
+if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] &&
+  "$trains_in/bin/python" "$root/scripts/lib/missing.py" requirements-lighthouse.lock 2>/dev/null </dev/null; then
   python=$trains_in/bin/python
 else
   PHAROS_VENV=$trains_in-lighthouse
