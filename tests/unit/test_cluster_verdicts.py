@@ -18,43 +18,55 @@ def links(names: Names, rate: float = 1e9, **bad: float) -> dict[tuple[int, int]
     return rates | {(int(name.split("_")[1]), int(name.split("_")[2])): value for name, value in bad.items()}
 
 
+def slow_links(
+    names: Names, rates: dict[tuple[int, int], float], *, share: float, least: float = 0.0
+) -> list[verdicts.Finding]:
+    rows = {link: {"bytes_s": rate, "latency_s": 0.0} for link, rate in rates.items()}
+    return verdicts.bad_links(names, rows, share=share, least=least)
+
+
+def late_links(names: Names, latencies: dict[tuple[int, int], float]) -> list[verdicts.Finding]:
+    rows = {link: {"bytes_s": 1.0, "latency_s": s} for link, s in latencies.items()}
+    return verdicts.bad_links(names, rows, share=0.5)
+
+
 def told(findings: list[verdicts.Finding]) -> list[str]:
     return [finding.text.partition(": slow")[0].partition(": late")[0] for finding in findings]
 
 
 def test_a_slow_link_between_two_hosts_is_named_and_neither_host():
-    assert verdicts.slow_links(FOUR, links(FOUR), share=0.5) == []
+    assert slow_links(FOUR, links(FOUR), share=0.5) == []
     rates = links(FOUR, _1_2=1e7, _2_1=1.1e7)
-    [finding] = verdicts.slow_links(FOUR, rates, share=0.5)
+    [finding] = slow_links(FOUR, rates, share=0.5)
     assert finding.ranks == (1, 2)
     assert finding.text == "between rank 1 on b and rank 2 on c: slow links: 10.5 MB/s, where 1000 is usual (2 of them)"
-    assert told(verdicts.slow_links(FOUR, links(FOUR, _2_1=1e7), share=0.5)) == ["from rank 2 on c to rank 1 on b"]
+    assert told(slow_links(FOUR, links(FOUR, _2_1=1e7), share=0.5)) == ["from rank 2 on c to rank 1 on b"]
 
 
 def test_a_host_behind_a_slow_cable_is_named_once():
     for size in (3, 4, 5):  # of three hosts, it has two of the three links
         names = Names(list("abcde"[:size]))
         bad = {f"_{a}_{b}": 1e6 for a, b in links(names) if 1 in (a, b)}
-        [finding] = verdicts.slow_links(names, links(names, **bad), share=0.5)
+        [finding] = slow_links(names, links(names, **bad), share=0.5)
         assert finding.ranks == (1,) and finding.text.startswith("rank 1 on b: slow links: 1 MB/s, where 1000 is usual")
 
 
 def test_a_host_that_only_sends_slowly_is_told_so():
     bad = {f"_3_{to}": 1e6 for to in (0, 1, 2)}
-    assert told(verdicts.slow_links(FOUR, links(FOUR, **bad), share=0.5)) == ["rank 3 on d, what it sends"]
+    assert told(slow_links(FOUR, links(FOUR, **bad), share=0.5)) == ["rank 3 on d, what it sends"]
 
 
 def test_all_ranks_of_a_host_behind_one_cable_are_one_finding():
     names = Names(["a", "a", "b", "b", "c", "c"])
     bad = {f"_{a}_{b}": 1e6 for a, b in links(names) if (a in (2, 3)) != (b in (2, 3))}
-    [finding] = verdicts.slow_links(names, links(names, **bad), share=0.5)
+    [finding] = slow_links(names, links(names, **bad), share=0.5)
     assert finding.ranks == (2, 3) and "rank 2 on b, rank 3 on b: slow links" in finding.text
 
 
 def test_two_hosts_have_no_third_to_tell_which_but_a_direction_shows():
     names = Names(["a", "a", "b", "b"])
     bad = {f"_{a}_{b}": 1e6 for a in (0, 1) for b in (2, 3)}
-    [finding] = verdicts.slow_links(names, links(names, **bad), share=0.5)
+    [finding] = slow_links(names, links(names, **bad), share=0.5)
     assert set(finding.ranks) <= {0, 1, 2, 3} and finding.what == "slow link"
     assert "rank 0 on a, rank 1 on a" in finding.text
 
@@ -62,20 +74,20 @@ def test_two_hosts_have_no_third_to_tell_which_but_a_direction_shows():
 def test_links_on_a_host_and_between_hosts_are_not_compared():
     names = Names(["a", "a", "b", "b"])
     slower = {f"_{a}_{b}": 1e8 for a, b in links(names) if names.hosts[a] != names.hosts[b]}
-    assert verdicts.slow_links(names, links(names, 1e10, **slower), share=0.5) == []
+    assert slow_links(names, links(names, 1e10, **slower), share=0.5) == []
 
 
 def test_least_is_asked_of_every_link():
     two = Names(["a", "b"])
-    assert verdicts.slow_links(two, links(two, 1e6), share=0.5) == []
-    assert len(verdicts.slow_links(two, links(two, 1e6), share=0.5, least=1e7)) == 1
+    assert slow_links(two, links(two, 1e6), share=0.5) == []
+    assert len(slow_links(two, links(two, 1e6), share=0.5, least=1e7)) == 1
 
 
 def test_late_links():
     late = {f"_2_{to}": 0.04 for to in (0, 1, 3)}
-    [finding] = verdicts.late_links(FOUR, links(FOUR, 1e-4, **late))
+    [finding] = late_links(FOUR, links(FOUR, 1e-4, **late))
     assert finding.text == "rank 2 on c, what it sends: late links: 40 ms, where 0.1 is usual (3 of them)"
-    assert verdicts.late_links(FOUR, links(FOUR, 1e-5, _0_1=1e-4)) == []  # ten times as much, but microseconds
+    assert late_links(FOUR, links(FOUR, 1e-5, _0_1=1e-4)) == []  # ten times as much, but microseconds
 
 
 def test_a_slow_rank_is_named():

@@ -265,7 +265,9 @@ class Work(threading.Thread):
 
         def suspects(said: list[dict[str, dict[str, float]]]) -> list[tuple[int, int]]:
             rows = {(rank, int(peer)): row for rank, links in enumerate(said) for peer, row in links.items()}
-            named = {rank for finding in verdicts.bad_links(self.settings, self.names, rows) for rank in finding.ranks}
+            share, least = self.settings.slow, self.settings.least_mb_s * 1e6
+            found = verdicts.bad_links(self.names, rows, share=share, least=least)
+            named = {rank for finding in found for rank in finding.ranks}
             return [pair for pair in chosen if named & set(pair)]
 
         again = chosen = measurements.pairs(self.hosts)

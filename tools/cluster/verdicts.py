@@ -122,36 +122,26 @@ def clocks(names: Names, ahead: Mapping[int, tuple[float, float]], *, limit_s: f
     ]
 
 
-def slow_links(names: Names, bytes_s: Mapping[Link, float], *, share: float, least: float = 0.0) -> list[Finding]:
-    """Links below `share` of what is usual, on one host or between hosts, or below `least` bytes/s."""
-    told = "{:.4g} MB/s, where {:.4g} is usual"
-    return _bad(names, "slow link", bytes_s, max, lambda rate, usual: rate < max(share * usual, least), told, 1e6)
+def bad_links(
+    names: Names, rows: Mapping[Link, Mapping[str, float]], *, share: float, least: float = 0.0
+) -> list[Finding]:
+    """Slow links: below `share` of the usual rate, or below `least` bytes/s. Late links: messages take several times as long as is usual,
+    and milliseconds more. Links on one host are compared with each other, and those between hosts. `rows`: of `measurements.measure`."""
 
-
-def late_links(names: Names, latency_s: Mapping[Link, float]) -> list[Finding]:
-    """Links whose messages take several times as long as is usual, and milliseconds more."""
+    def is_slow(rate: float, usual: float) -> bool:
+        return rate < max(share * usual, least)
 
     def is_late(s: float, usual: float) -> bool:
         return s > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S)
 
-    return _bad(names, "late link", latency_s, min, is_late, "{:.3g} ms, where {:.3g} is usual", 1e-3)
-
-
-def _bad(
-    names: Names,
-    what: str,
-    figures: Mapping[Link, float],
-    better: Callable[[float, float], float],
-    is_bad: Callable[[float, float], bool],  # of a figure and the usual one
-    told: str,
-    unit: float,
-) -> list[Finding]:
-    """Compares links on one host with each other, and those between hosts."""
     found = []
-    for on_host in (True, False):
-        own = {link: figure for link, figure in figures.items() if names.same_host(link) is on_host}
+    slow = ("slow link", "bytes_s", is_slow, "{:.4g} MB/s, where {:.4g} is usual", 1e6)
+    late = ("late link", "latency_s", is_late, "{:.3g} ms, where {:.3g} is usual", 1e-3)
+    for (what, key, is_bad, told, unit), on_host in product((slow, late), (True, False)):
+        own = {link: row[key] for link, row in rows.items() if names.same_host(link) is on_host}
         # The median over ranks of each one's best link. Not over links: of three hosts a bad one has two of the three links.
         best: dict[int, float] = {}
+        better: Callable[[float, float], float] = max if key == "bytes_s" else min
         for link, figure in own.items():
             best |= {rank: better(best.get(rank, figure), figure) for rank in link}
         usual = median(best.values()) if best else 0.0
@@ -208,13 +198,6 @@ def blame(names: Names, links: Iterable[Link], bad: Iterable[Link]) -> list[tupl
     return blamed
 
 
-def bad_links(settings: CheckSettings, names: Names, rows: Mapping[Link, Mapping[str, float]]) -> list[Finding]:
-    """Slow and late ones, by the results of `measurements.measure`."""
-    bytes_s = {link: row["bytes_s"] for link, row in rows.items()}
-    slow = slow_links(names, bytes_s, share=settings.slow, least=settings.least_mb_s * 1e6)
-    return slow + late_links(names, {link: row["latency_s"] for link, row in rows.items()})
-
-
 def conclusions(
     settings: CheckSettings, names: Names, reports: dict[int, dict[str, Any]], waited_s: float
 ) -> list[Finding]:
@@ -241,7 +224,7 @@ def conclusions(
         found.append(wrong(names, op, rows, {pair: pair not in bad for pair in ring} if pairs else None))
     if not found or not troubles:
         links = {(rank, int(peer)): row for rank, own in figures.items() for peer, row in own["links"].items()}
-        found += bad_links(settings, names, links)
+        found += bad_links(names, links, share=settings.slow, least=settings.least_mb_s * 1e6)
     ahead = {rank: (row["ahead_s"], row["error_s"]) for rank, row in of_each("clock").items()}
     found += clocks(names, ahead, limit_s=settings.skew_ms / 1000)
     flops = {rank: flops / 1e9 for rank, flops in of_each("matmul_flops").items()}
