@@ -44,31 +44,23 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, {legal}")
         quiet_torch()
         set_defaults(os.environ, nproc=plan.nproc or 1)
-        check_comm(settings)
+        from parallelisms.distributed import CommConfig
+
+        comm = CommConfig(
+            backend=settings.backend,  # type: ignore[arg-type]  # one of argparse's choices
+            init_method=settings.init_method,
+            init_timeout_seconds=max(1, int(settings.start_s)),
+            train_timeout_seconds=1,
+        )
+        comm.check()
         if place is not None:
             from tools.cluster.rank import run_rank
 
             exit_now(run_rank(settings, place))
         return start_ranks(settings, plan)
     except ValueError as error:
-        say(str(error))
+        say(str(error).replace("comm.", "--", 1))  # our flags have the names of the keys in [comm]
         return 2
-
-
-def check_comm(settings: CheckSettings) -> None:
-    """Raises ValueError. The settings of `[comm]` by the same rules."""
-    from parallelisms.distributed import CommConfig
-
-    comm = CommConfig(
-        backend=settings.backend,  # type: ignore[arg-type]  # one of argparse's choices
-        init_method=settings.init_method,
-        init_timeout_seconds=max(1, int(settings.start_s)),
-        train_timeout_seconds=1,
-    )
-    try:
-        comm.check()
-    except ValueError as error:
-        raise ValueError(str(error).replace("comm.", "--", 1)) from None
 
 
 def quiet_torch() -> None:

@@ -50,7 +50,11 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         say(str(error))
         return 2
-    logs = logs_folder(config)
+    from ft.config import Environment, group_folder
+
+    logs = config.run_folder / "logs"
+    if config.fault_tolerance.enable:
+        logs = group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
     if alone:
         return run_here(argv, logs)
     if not threads_are_given:  # only now are the GPUs counted
@@ -72,15 +76,6 @@ def check(config: Config, *, world_size: int, environ: Mapping[str, str] = os.en
     check(config, world_size=world_size)
     check_saved(config, config.run_folder, world_size=world_size)
     Environment.read(environ).check(config.fault_tolerance)
-
-
-def logs_folder(config: Config) -> Path:
-    """<run>/logs; of a replica group <run>/groups/<id>."""
-    from ft.config import Environment, group_folder
-
-    if not config.fault_tolerance.enable:
-        return config.run_folder / "logs"
-    return group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
 
 
 def ranks_here(plan: Plan) -> int:

@@ -30,7 +30,7 @@ from scripts.launch import cores_here
 from tools.cluster import measurements, verdicts
 from tools.cluster.measurements import CHECKS, Team, operations, seconds, wrong
 from tools.cluster.report import tell
-from tools.cluster.settings import CheckSettings, RankPlace, usual_share
+from tools.cluster.settings import CROWDED_SHARE, USUAL_SHARE, CheckSettings, RankPlace
 from tools.cluster.verdicts import Finding, Names, conclusions
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ class Work(threading.Thread):
                     cores_of[self.hosts[other]] = cores
         if not self.settings.slow:
             crowded = not has_cuda() and any(self.hosts.count(host) > cores for host, cores in cores_of.items())
-            self.settings.slow = usual_share(crowded=crowded)
+            self.settings.slow = CROWDED_SHARE if crowded else USUAL_SHARE
 
     def join_group(self) -> None:
         """The process group: every rank connects to every other one."""

@@ -14,7 +14,7 @@ from typing import Any
 from bench.pairs import table
 from scripts.plot_loss import STYLE
 from tools.cluster.measurements import bus_factor
-from tools.cluster.settings import CheckSettings, usual_share
+from tools.cluster.settings import USUAL_SHARE, CheckSettings
 from tools.cluster.verdicts import Finding
 
 Reports = Mapping[int, Mapping[str, Any]]  # by rank
@@ -102,7 +102,7 @@ def text(report: Mapping[str, Any]) -> str:
     parts += ["", table(["rank", "host", "GFLOP/s", "clock, ms", "write, MB/s", "read, MB/s"], rows), ""]
     values = {(op, how) for own in figures.values() for op, how in own["values"].items()}
     parts += sorted(f"{op}: {how}" for op, how in values if how.startswith("not"))
-    if report["slow"] < usual_share(crowded=False):
+    if report["slow"] < USUAL_SHARE:
         parts.append(f"below {report['slow']:g} of the usual figure is slow here (--slow)")
     parts += [f"FOUND {len(report['findings'])}:" if report["findings"] else "all is well"]
     return "\n".join([*parts, *(f"  {finding['text']}" for finding in report["findings"])])

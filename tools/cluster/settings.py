@@ -16,6 +16,8 @@ LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+# The share of the usual figure below which a rank is slow. Ranks that share cores are held up by each other, some more, some less.
+USUAL_SHARE, CROWDED_SHARE = 0.5, 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class CheckSettings(argparse.Namespace):
     sizes: tuple[int, ...]  # bytes
     folder: Path
     disk_mib: float
-    slow: float  # 0: usual_share
+    slow: float  # 0: USUAL_SHARE or CROWDED_SHARE
     skew_ms: float
     least_mb_s: float
 
@@ -97,11 +99,6 @@ class CheckSettings(argparse.Namespace):
             raise ValueError(f"--folder {given.folder}: a file, not a folder")
         given.sizes = tuple(map(_bytes, vars(given)["sizes"].split(",")))
         return given
-
-
-def usual_share(*, crowded: bool) -> float:
-    """The share of the usual figure below which a rank is slow. Ranks that share cores are held up by each other, some more, some less."""
-    return 0.1 if crowded else 0.5
 
 
 def _bytes(text: str) -> int:

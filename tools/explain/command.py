@@ -376,9 +376,6 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
         "lower parallelism.pipeline_parallel_microbatch_size": d.pp > 1 and job.microbatches < len(stages),
         f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace": max(blocks) - min(blocks) > 1,
         f"cut unevenly, so the last ranks have less: {', '.join(uneven)}": bool(uneven),
-        'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch': (
-            config.fsdp_reshard_after_forward == "always" and d.pp > 1
-        ),
         "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU": (
             d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and on_cuda
         ),
