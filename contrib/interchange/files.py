@@ -181,61 +181,51 @@ def _diagnosis(file: Path) -> str:
     return f"{actual}, expected {8 + length + max(ends):,} by its header" if header else actual
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A tensor that is to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+# Tensors that are to be written are given by name, on the meta device: their shapes and dtypes
 
 
-def shards(tensors: Sequence[Planned], limit_bytes: int) -> Iterator[tuple[str, list[Planned]]]:
+def shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """(file name, its tensors): in their order, no file above the limit but for one tensor that is."""
-    parts: list[list[Planned]] = [[]]
-    for tensor in tensors:
-        if parts[-1] and sum(each.size_bytes for each in [*parts[-1], tensor]) > limit_bytes:
-            parts.append([])
-        parts[-1].append(tensor)
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if parts[-1] and sum(each.nbytes for each in [*parts[-1].values(), tensor]) > limit_bytes:
+            parts.append({})
+        parts[-1][name] = tensor
     for number, part in enumerate(parts, 1):
         yield SINGLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors", part
 
 
-def index_json(files: Sequence[tuple[str, Sequence[Planned]]]) -> str:
+def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
     """The index of several files."""
-    total_bytes = sum(tensor.size_bytes for _, tensors in files for tensor in tensors)
-    where = {tensor.name: file for file, tensors in files for tensor in tensors}
+    total_bytes = sum(tensor.nbytes for _, tensors in files for tensor in tensors.values())
+    where = {name: file for file, tensors in files for name in tensors}
     body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
     return json.dumps(body, indent=2) + "\n"
 
 
 def write_file(
-    path: Path, tensors: Sequence[Planned], make: Callable[[str], Tensor], written: Callable[[int], None]
+    path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
     """A safetensors file, in the memory of one tensor, unlike the package's own. `make(name)` is called once for each, in order. Raises
     OSError."""
-    begin, header = 0, {"__metadata__": {"format": "pt"}}
+    begin, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     codes = {getattr(torch, name): code for name, code in CODES.items()}
-    for tensor in tensors:
-        end = begin + tensor.size_bytes
-        header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}  # type: ignore[dict-item]
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            values = make(tensor.name)
-            assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype), tensor.name
+        for name, tensor in tensors.items():
+            values = make(name)
+            assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype), name
             stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             del values
-            written(tensor.size_bytes)
+            written(tensor.nbytes)
     with safe_open(path, framework="pt") as file:
-        assert set(file.keys()) == {tensor.name for tensor in tensors}, path
+        assert set(file.keys()) == set(tensors), path
 
 
 # The folder

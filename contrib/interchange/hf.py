@@ -28,7 +28,7 @@ from configs.load import load
 from configs.saved import FILE_NAME, to_toml
 from configs.schema import Config
 from contrib.interchange import files
-from contrib.interchange.files import CODES, TOKENIZER, Planned, Weights, read_json
+from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
 from scripts.generate import checkpoint_of
@@ -226,8 +226,8 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
     tied = len({hashlib.sha256(checkpoint.read(end).view(torch.uint8).numpy().data).digest() for end in ends}) == 1
     entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
-    parts = list(files.shards([Planned(entry.theirs, entry.shape, target) for entry in entries.values()], shard_bytes))
-    total_bytes = sum(tensor.size_bytes for _, tensors in parts for tensor in tensors)
+    tensors = {name: torch.empty(entry.shape, dtype=target, device="meta") for name, entry in entries.items()}
+    parts, total_bytes = list(files.shards(tensors, shard_bytes)), sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
     tie = ", embeddings tied" if tied else ""
     log.info("export    %s, %s of %.1f GB%s", checkpoint.path, str(target), total_bytes / 1e9, tie)
@@ -238,8 +238,8 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
         return entry.to_theirs(checkpoint.read(entry)).to(target)
 
     with files.landing(out) as partial:
-        for part, tensors in parts:
-            files.write_file(partial / part, tensors, make, progress.add)
+        for part, its in parts:
+            files.write_file(partial / part, its, make, progress.add)
         for name, file in beside.items():
             shutil.copyfile(file, partial / name)
         body = llama_hf.write_config(
