@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.plan import Plan, RecentRestarts, how_ended, say
+from scripts.plan import Plan, forget_old, how_ended, say
 from training.log import Log
 from training.progress import Clock
 from training.signals import Signals
@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock) -> None:
         # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
         super().__init__(spec, output, exit_barrier_timeout=60)
-        self._ranks, self._clock, self._restarts = ranks, clock, RecentRestarts()
+        self._ranks, self._clock, self._restarted_at_s = ranks, clock, list[float]()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks
@@ -110,11 +110,11 @@ class Agent(LocalElasticAgent):
             # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
             # makes the number of a start, which no two may share, of the difference.
             now_s = self._clock()
-            past = self._restarts.forget(now_s)
+            past = forget_old(self._restarted_at_s, now_s)
             worker_group.spec.max_restarts += past
             self._remaining_restarts += past
             if self._remaining_restarts > 0:
-                self._restarts.at_s.append(now_s)
+                self._restarted_at_s.append(now_s)
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 RESTARTS_WITHIN_S = 24 * 3600.0
 
@@ -19,17 +19,12 @@ def how_ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
 
 
-@dataclass
-class RecentRestarts:
-    """Restarts within the last RESTARTS_WITHIN_S; MAX_RESTARTS of them are allowed, so a daily preemption ends no job."""
-
-    at_s: list[float] = field(default_factory=list)
-
-    def forget(self, now_s: float) -> int:
-        """Drops those that are long past; returns their number."""
-        before = len(self.at_s)
-        self.at_s = [at_s for at_s in self.at_s if now_s - at_s < RESTARTS_WITHIN_S]
-        return before - len(self.at_s)
+def forget_old(restarted_at_s: list[float], now_s: float) -> int:
+    """Drops restarts, given by their times, that are longer past than RESTARTS_WITHIN_S; returns their number. MAX_RESTARTS limits those
+    that are left, so a daily preemption ends no job."""
+    old = sum(now_s - at_s >= RESTARTS_WITHIN_S for at_s in restarted_at_s)
+    del restarted_at_s[:old]
+    return old
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
-from scripts.plan import RESTARTS_WITHIN_S, Plan, RecentRestarts, how_ended, say  # noqa: E402
+from scripts.plan import RESTARTS_WITHIN_S, Plan, forget_old, how_ended, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -55,7 +55,7 @@ class ReplicaSupervisor:
     started_s: float = 0.0
     again_at_s: float = 0.0
     short_lives: int = 0
-    restarted: RecentRestarts = field(default_factory=RecentRestarts)
+    restarted_at_s: list[float] = field(default_factory=list)
     reader: threading.Thread | None = None
 
     @staticmethod
@@ -113,14 +113,14 @@ class ReplicaSupervisor:
             return ""
         how = how_ended(code)
         self.short_lives = self.short_lives + 1 if now_s - self.started_s < SHORT_LIFE_S else 0
-        self.restarted.forget(now_s)
-        too_often = len(self.restarted.at_s) >= self.restarts
+        forget_old(self.restarted_at_s, now_s)
+        too_often = len(self.restarted_at_s) >= self.restarts
         if code in (0, 2) or too_often or self.short_lives == SHORT_LIVES:
             self.code = 1 if code < 0 else code
             if too_often and self.restarts:
                 how += f"; {self.restarts} restarts within {RESTARTS_WITHIN_S / 3600:g} h, MAX_RESTARTS allows no more"
             return "" if code == 0 else f"group {self.name} failed for good ({how})"
-        self.restarted.at_s.append(now_s)
+        self.restarted_at_s.append(now_s)
         self.process, self.again_at_s = None, now_s + RESTART_S * 2 ** max(0, self.short_lives - 1)
         return f"group {self.name} died ({how})"
 
