@@ -27,8 +27,8 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.launch import ranks_here, set_defaults  # noqa: E402 (our packages first)
-from scripts.lib.lifeline import follow  # noqa: E402
+from ft.children import die_with  # noqa: E402 (our packages first)
+from scripts.launch import ranks_here, set_defaults  # noqa: E402
 from scripts.plan import Plan, how_ended  # noqa: E402
 from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
 
@@ -122,7 +122,7 @@ def become(settings: CheckSettings, place: RankPlace, parent: int, listener: soc
     """Runs a rank in a process that was just forked, to its end."""
     code = 1
     try:
-        follow(parent)
+        die_with(parent)
         if listener:
             listener.close()
         size, local = str(place.world_size), str(place.local_rank)

@@ -18,18 +18,14 @@ def main(launcher: int, command: list[str]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for to, stream in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(to, stream)
-    follow(launcher)
-    os.execv(command[0], command)
-
-
-def follow(launcher: int) -> None:
-    """Has the kernel end this process when its launcher is killed outright (SIGKILL, out of memory)."""
     if sys.platform == "linux":
+        # The kernel ends this process when its launcher is killed outright (SIGKILL, out of memory)
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it died before we asked
             sys.exit(1)
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":
