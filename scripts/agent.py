@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -198,7 +198,7 @@ class Output(LogsSpecs):
     def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
         super().__init__(str(folder))
         self._folder, self._shown = folder, shown
-        self._read: dict[int, int] = {}  # bytes copied, by global rank
+        self._tails: dict[int, IO[bytes]] = {}  # by global rank; each is where it was copied to
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
 
@@ -215,8 +215,8 @@ class Output(LogsSpecs):
             rank = int(env["RANK"])
             env["PHAROS_RANK_LOG"] = str(self.path(rank))
             env["PYTHONUNBUFFERED"] = "1"
-            if self.shows(rank):
-                self._read.setdefault(rank, _size(self.path(rank)))
+            if self.shows(rank) and rank not in self._tails:
+                self._tails[rank] = self.path(rank).open("ab+")  # at its end
         if not self._thread.is_alive():
             self._thread.start()
         console, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
@@ -233,7 +233,7 @@ class Output(LogsSpecs):
         """The last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which comes on the way out."""
         lines = list[str]()
         with suppress(OSError), self.path(rank).open("rb") as file:
-            file.seek(max(0, _size(self.path(rank)) - 16384))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
             lines = file.read().decode("utf-8", "replace").split("\n")
         said = (line.strip() for line in reversed(lines) if not re.match(r"\s*$|(\[rank\d+\]:)?\[[WIE]\d{4}", line))
         return next(said, "no output")
@@ -243,6 +243,8 @@ class Output(LogsSpecs):
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
+        for tail in self._tails.values():
+            tail.close()
 
     def _follow(self) -> None:
         while not self._done.wait(POLL_S):
@@ -250,15 +252,12 @@ class Output(LogsSpecs):
         self._copy(whole_lines=False)
 
     def _copy(self, *, whole_lines: bool) -> None:
-        for rank in list(self._read):
-            if _size(self.path(rank)) == self._read[rank]:
-                continue
-            with self.path(rank).open("rb") as file:
-                file.seek(self._read[rank])
-                new = file.read()
+        for tail in list(self._tails.values()):
+            new = tail.read()
             if whole_lines:
-                new = new[: new.rfind(b"\n") + 1]
-            self._read[rank] += len(new)
+                complete = new.rfind(b"\n") + 1
+                tail.seek(complete - len(new), os.SEEK_CUR)
+                new = new[:complete]
             with suppress(BrokenPipeError):  # whoever read us (`| head`) has gone; training goes on
                 sys.stdout.buffer.write(new)
                 sys.stdout.buffer.flush()
@@ -289,7 +288,3 @@ def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
         master_port=int(port) if backend == "static" else None,
         local_addr=address,
     )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
