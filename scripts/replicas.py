@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RESTART_S = 1.0  # before a group starts again; twice as long after each life that was short
 SHORT_LIFE_S, SHORT_LIVES = 30.0, 6  # so many of them in a row are no accident
 POLL_S = 0.1
+ANY_PORT = "127.0.0.1:0"  # of this machine alone
 OPEN = "--open"  # the live page, in a browser
 SHARED = "SHARE_GPUS"  # 1: groups may have ranks on one GPU; slow, for trying things out
 ENABLED = "--fault_tolerance.enable=true"
@@ -145,25 +146,18 @@ class ReplicaSupervisor:
 class LighthouseSupervisor:
     """The job's lighthouse over all its starts: it comes again at the same address, and goes on with its state file."""
 
-    def __init__(
-        self,
-        config: Config,
-        env: dict[str, str],
-        *,
-        bind: str = "127.0.0.1:0",
-        http: str = "127.0.0.1:0",
-        opens: bool = False,
-    ) -> None:
-        """`opens`: its page, in a browser. Raises RuntimeError where it does not start."""
-        self._config, self._env, self._bind, self._http, self._opens = config, env, bind, http, opens
+    def __init__(self, config: Config, env: dict[str, str], *, opens: bool = False, **addresses: str) -> None:
+        """`opens`: its page, in a browser; `addresses`: `bind` and `http`. Raises RuntimeError where it does not start."""
+        self._config, self._env, self._opens = config, env, opens
+        self._addresses = {"bind": ANY_PORT, "http": ANY_PORT, **addresses}
         self._page = ""
         self.address = self._start()
         self.port = int(self.address.rpartition(":")[2])
-        self._bind = f"{bind.rpartition(':')[0]}:{self.port}"
+        self._keep_port("bind", self.address)
         self._failures, self._again_at_s = 0, 0.0
 
     def _start(self) -> str:
-        self.process, address = start_lighthouse(self._config, self._env, bind=self._bind, http=self._http)
+        self.process, address = start_lighthouse(self._config, self._env, **self._addresses)
         threading.Thread(target=self._show_page, args=(self.process,), daemon=True).start()
         return address
 
@@ -179,6 +173,9 @@ class LighthouseSupervisor:
             return str(error)
         return f"the lighthouse died, and is there again (process {self.process.pid})"
 
+    def _keep_port(self, name: str, address: str) -> None:
+        self._addresses[name] = f"{self._addresses[name].rpartition(':')[0]}:{address.rpartition(':')[2]}"
+
     def close(self) -> None:
         self.process.terminate()
         self.process.wait()
@@ -191,8 +188,8 @@ class LighthouseSupervisor:
         if not page or page == self._page:
             return
         self._page = page
-        if self._http:
-            self._http = f"{self._http.rpartition(':')[0]}:{page.rpartition(':')[2]}"
+        if self._addresses["http"]:
+            self._keep_port("http", page)
         say(f"live page: {page}/ (it asks for the token in {self._env['PHAROS_TOKEN_FILE']})")
         if self._opens and not webbrowser.open(f"{page}/"):
             say("there is no browser to open it with")
@@ -339,8 +336,8 @@ def start_lighthouse(
     config: Config,
     env: dict[str, str],
     *,
-    bind: str = "127.0.0.1:0",
-    http: str = "127.0.0.1:0",
+    bind: str = ANY_PORT,
+    http: str = ANY_PORT,
     through: Sequence[str] = (),
 ) -> tuple[subprocess.Popen[str], str]:
     """`http` "": where it is by itself, on the port after its own. `through`: a command that becomes the one behind it.
