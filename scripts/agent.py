@@ -90,8 +90,8 @@ class Agent(LocalElasticAgent):
         ranks = self._ranks
         with ranks.change:  # a signal that arrives meanwhile is passed on to all of them afterwards
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            ranks.pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
-            ranks.ever.update(ranks.pids.values())
+            ranks.pids = set(pids.values())
+            ranks.ever |= ranks.pids
             ranks.first_failed = set()
         return pids
 
@@ -120,7 +120,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         super()._stop_workers(worker_group)
         with self._ranks.change:
-            self._ranks.pids = {}
+            self._ranks.pids = set()
 
 
 class LocalRanks(Signals):
@@ -136,8 +136,7 @@ class LocalRanks(Signals):
         self.asked_to_stop = False
         self.killed = False
         self.change = threading.Lock()  # of `pids`
-        self.pids: dict[int, int] = {}  # by global rank
-        self.ever: set[int] = set()
+        self.pids, self.ever = set[int](), set[int]()  # of the ranks that run; of all that ever did
         self.first_failed: set[int] = set()  # of the ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
@@ -165,7 +164,7 @@ class LocalRanks(Signals):
 
     def _send(self, number: signal.Signals) -> None:
         # To the ranks alone: data workers and compilers in their process groups are theirs to end
-        for pid in self.pids.values():
+        for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
