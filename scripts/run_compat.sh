@@ -6,14 +6,8 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
 cd "$root"
 
-packages=" numpy tomli pytest pytest-timeout hypothesis protobuf grpcio " # what runs without torch
-
-pins() { # the lines of the lock files for those packages; their markers stay, and pip reads them
-  local line
-  cat requirements.lock requirements-dev.lock | while read -r line; do
-    case $packages in *" ${line%%==*} "*) printf '%s\n' "${line%%  #*}" ;; esac
-  done
-}
+packages="numpy|tomli|pytest|pytest-timeout|hypothesis|protobuf|grpcio" # what runs without torch
+pins() { grep -hE "^($packages)==" requirements.lock requirements-dev.lock | sed 's/  #.*//'; } # markers stay, and pip reads them
 
 seen=" " failed=
 for candidate in python3.{10..14} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-4]*/bin/python3; do
