@@ -33,9 +33,9 @@ def tell(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found:
     folder.mkdir(parents=True, exist_ok=True)
     report = as_json(settings, hosts, reports, found)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    told = text(report)
-    (folder / "report.svg").write_text(draw(report, told), encoding="utf-8")
-    print(told, flush=True)
+    lines = text(report)
+    (folder / "report.svg").write_text(draw(report, lines), encoding="utf-8")
+    print(lines, flush=True)
     print(f"\n{folder}/report.json, report.svg", flush=True)
 
 
@@ -117,11 +117,11 @@ def _size(size: int) -> str:
     return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def draw(report: Mapping[str, Any], told: str) -> str:
+def draw(report: Mapping[str, Any], lines: str) -> str:
     """An SVG of every link as a square, with the report's text below. In the colours of plot_loss.py, so it follows the reader's light or
-    dark theme. `report` as `as_json` makes it; `told` as `text`."""
-    lines = [part for line in told.splitlines() for part in textwrap.wrap(line, 112) or [""]]
-    height = TOP + SIDE + 34 + 17 * len(lines)
+    dark theme. `report` as `as_json` makes it; `lines` as `text`."""
+    rows = [row for line in lines.splitlines() for row in textwrap.wrap(line, 112) or [""]]
+    height = TOP + SIDE + 34 + 17 * len(rows)
     title = f"{report['world_size']} ranks, {(hosts := len(set(report['hosts'])))} host{'s' * (hosts > 1)}, {report['backend']}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">',
@@ -129,7 +129,7 @@ def draw(report: Mapping[str, Any], told: str) -> str:
         f'<rect class="paper" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         _text(24, 34, title, "title"),
         *_draw_links(report),
-        *(_text(24, TOP + SIDE + 34 + 17 * at, line, "row") for at, line in enumerate(lines)),
+        *(_text(24, TOP + SIDE + 34 + 17 * at, row, "row") for at, row in enumerate(rows)),
     ]
     return "\n".join([*parts, "</svg>", ""])
 
