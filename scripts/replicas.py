@@ -75,16 +75,7 @@ class ReplicaSupervisor:
     def start(self) -> int:
         """Returns the process number."""
         self.started_s = time.monotonic()
-        self.process = process = subprocess.Popen(
-            self.command,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self.process = process = _started(self.command, self.env, subprocess.STDOUT)
         assert process.stdout
         self.reader = threading.Thread(target=self._show, args=(process.stdout,), daemon=True)
         self.reader.start()
@@ -357,22 +348,23 @@ def start_lighthouse(
     }
     # A start of all groups anew may lower what the last ones were promised.
     words = [*(word for flag in flags.items() for word in flag), "--lower_terms"]
-    log = (config.run_folder / "groups" / "lighthouse.log").open("a")
-    process = subprocess.Popen(
-        [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words],
-        env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,
-    )
-    log.close()
+    command = [*through, sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
+    paths = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    with (config.run_folder / "groups" / "lighthouse.log").open("a") as log:
+        process = _started(command, {**env, "PYTHONPATH": paths}, log)
     assert process.stdout
     address = process.stdout.readline().strip()
     if not address:
         raise RuntimeError(f"the lighthouse did not start; its words are in {log.name}")
     return process, address
+
+
+def _started(command: Sequence[str], env: Mapping[str, str], stderr: int | IO[str]) -> subprocess.Popen[str]:
+    """A process in a session of its own; its standard output is to be read."""
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(
+        command, env=env, stdin=nothing, stdout=pipe, stderr=stderr, text=True, errors="replace", start_new_session=True
+    )
 
 
 if __name__ == "__main__":
