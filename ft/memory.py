@@ -11,27 +11,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ft.buckets import BUCKET_BYTES, READY, lay_out
+from ft.config import FaultTolerance
 
 
-def memory(
-    tensors: Sequence[Tensor],
-    *,
-    keep_gradients: bool,
-    in_child: bool,
-    slots: int = 0,
-    heal_backlog: int,
-    heal_copy_bytes: int,
-    fragments: int = 0,
-    momentum: bool = False,
-    quantized: bool = False,
-) -> dict[str, int]:
+def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: bool, slots: int = 0) -> dict[str, int]:
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
-    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce). `fragments`: of a
-    model of semi_sync.py; 0: groups sum every step. `momentum`: of the outer optimizer. `quantized`: sums in int8."""
+    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce)."""
+    keep, quantized = settings.keep_gradients, settings.should_quantize
+    momentum = settings.semi_sync_method == "diloco" and settings.outer_momentum > 0
     layout = lay_out(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
-        in_place=not keep_gradients and not in_child and not slots,
+        in_place=not keep and not in_child and not slots,
         device=tensors[0].device,
         quantized=quantized,
     )
@@ -41,15 +32,15 @@ def memory(
     own = {  # of groups that step by themselves; a weight is as large as its gradient
         "always: the weights that groups agree on": gradients,
         "always: the outer optimizer's momentum": gradients * momentum,
-        "while a fragment is summed: what this group gives to it": -(-gradients // max(1, fragments)),
+        "while a fragment is summed: what this group gives to it": -(-gradients // settings.num_fragments),
         "always: what sums in int8 left out, in fp32": left_out,
-        "while a fragment is summed: the same, of this time": -(-left_out // max(1, fragments)),
+        "while a fragment is summed: the same, of this time": -(-left_out // settings.num_fragments),
     }
     return {
         "always: two sets of sums, in turns": READY * one_set,
         "while an abandoned generation has not ended: one set more": one_set,
-        f"while it heals: sums of {heal_backlog} steps, held": heal_backlog * one_set,
-        "while others heal from it, at most": heal_copy_bytes,
-        f"alone with all {slots} slots: the gradients of each, kept": max(0, slots - 1) * gradients * keep_gradients,
-        **(own if fragments else {}),
+        f"while it heals: sums of {settings.heal_backlog} steps, held": settings.heal_backlog * one_set,
+        "while others heal from it, at most": settings.heal_copy_bytes,
+        f"alone with all {slots} slots: the gradients of each, kept": max(0, slots - 1) * gradients * keep,
+        **(own if settings.semi_sync_method != "none" else {}),
     }

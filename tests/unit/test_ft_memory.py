@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ft.config import FaultTolerance
 from ft.memory import memory
 from tests.unit.gradient_groups import Member, finish, open_all
 from tools.explain.command import main
@@ -23,8 +24,8 @@ def large() -> nn.Module:
 
 def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: int = 0) -> list[int]:
     tensors = [torch.empty_like(parameter, device="meta") for parameter in model.parameters()]
-    sizes = memory(tensors, keep_gradients=keep, in_child=shared, slots=slots, heal_backlog=3, heal_copy_bytes=77)
-    return [*sizes.values()]
+    settings = FaultTolerance(keep_gradients=keep, heal_backlog=3, heal_copy_bytes=77)
+    return [*memory(tensors, settings, in_child=shared, slots=slots).values()]
 
 
 def taken(ruler: Ruler, member: Member) -> int:

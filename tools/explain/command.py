@@ -110,17 +110,8 @@ def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile]
     def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
         dtype = job.layout.precision.master
-        return memory(
-            [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds],
-            keep_gradients=settings.keep_gradients,
-            in_child=in_child,
-            slots=slots,
-            heal_backlog=settings.heal_backlog,
-            heal_copy_bytes=settings.heal_copy_bytes,
-            fragments=0 if settings.semi_sync_method == "none" else settings.num_fragments,
-            momentum=settings.semi_sync_method == "diloco" and settings.outer_momentum > 0,
-            quantized=settings.should_quantize,
-        )
+        tensors = [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds]
+        return memory(tensors, settings, in_child=in_child, slots=slots)
 
     return beside
 
