@@ -58,13 +58,9 @@ def explained(
     passes: int = 1,
     device_type: DeviceType = "cpu",
 ) -> ExplainedJob:
-    def model() -> llama.Llama:
-        with torch.device("meta"):
-            return llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len)
-
     return ExplainedJob(
         title="a.toml",
-        model=model,
+        build=lambda: llama.build(sizes, vocab_size=vocab_size, max_seq_len=seq_len),
         optimizer=lambda parts: build_optimizer(OptimizerConfig(), parts),
         layout=layout,
         degrees=degrees(layout.parallelism, world_size),

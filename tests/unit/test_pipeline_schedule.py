@@ -26,10 +26,6 @@ from tools.explain.picture import bubble, picture
 GOOD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
 
-def share(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
-    return bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("pp", "n_microbatches"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 12)])
 def test_every_microbatch_goes_through_every_stage(schedule: str, pp: int, n_microbatches: int) -> None:
@@ -48,13 +44,13 @@ def test_bubbles_are_those_of_the_papers(pp: int, n_microbatches: int) -> None:
     plain = (pp - 1) / (n_microbatches + pp - 1)  # GPipe; 1F1B saves memory, not time
     looped = (pp - 1) / (2 * n_microbatches + pp - 1)  # two stages a rank halve it
     zero = (pp - 1) / (6 * n_microbatches + pp - 1)  # of F + B = 3 slots on two stages, one is left to wait
-    assert share("GPipe", pp, pp, n_microbatches) == pytest.approx(plain)
-    assert share("1F1B", pp, pp, n_microbatches) == pytest.approx(plain)
-    assert share("LoopedBFS", pp, 2 * pp, n_microbatches) == pytest.approx(looped)
-    assert share("Interleaved1F1B", pp, 2 * pp, n_microbatches) == pytest.approx(looped)
+    assert bubble("GPipe", pp, pp, n_microbatches) == pytest.approx(plain)
+    assert bubble("1F1B", pp, pp, n_microbatches) == pytest.approx(plain)
+    assert bubble("LoopedBFS", pp, 2 * pp, n_microbatches) == pytest.approx(looped)
+    assert bubble("Interleaved1F1B", pp, 2 * pp, n_microbatches) == pytest.approx(looped)
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         if n_microbatches >= 2 * pp - 1:
-            assert share(schedule, pp, 2 * pp, n_microbatches) == pytest.approx(zero), schedule
+            assert bubble(schedule, pp, 2 * pp, n_microbatches) == pytest.approx(zero), schedule
 
 
 def test_1f1b_keeps_few_microbatches_alive() -> None:
@@ -93,7 +89,7 @@ def test_a_file_reads_as_it_is_written(tmp_path: Path) -> None:
         rows = table(schedule, 2, 4, 6)
         file.write_text("\n".join(",".join(map(cell_text, row)) for row in rows))
         assert read_csv(str(file)) == rows
-        assert share(str(file), 2, 4, 6) == share(schedule, 2, 4, 6)
+        assert bubble(str(file), 2, 4, 6) == bubble(schedule, 2, 4, 6)
         assert picture(str(file), 2, 4, 6, columns=108)[1:] == picture(schedule, 2, 4, 6, columns=108)[1:]
 
 

@@ -24,7 +24,7 @@ import torch
 
 from configs.check import check_settings, gradients_lie_on
 from configs.load import load
-from configs.schema import Config
+from configs.schema import Config, model_module
 from ft.config import Environment
 from ft.memory import memory
 from parallelisms.device import DEVICE_TRAITS, Device
@@ -32,7 +32,7 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from scripts.make_seed_checkpoint import for_any_machine
-from tools.explain.picture import picture
+from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
@@ -120,8 +120,9 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     """Builds the job as train.py does. Raises ValueError: no such tokenizer, where no setting has the vocabulary size."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
-    whole = partial(config.meta_model, vocab_size)
-    size = sum(p.numel() for p in whole().parameters())
+    whole = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in whole().parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
@@ -131,7 +132,7 @@ def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
     at_once = training.local_batch_size * sizes.data_parallel
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
-        model=whole,
+        build=whole,
         optimizer=partial(build_optimizer, config.optimizer),
         layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
@@ -156,6 +157,7 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
     sections: list[tuple[str, Iterable[str]]] = [
         ("", _wrapped(head)),
         ("BATCH AND FLOPS", _batch(job)),
+        ("DTYPES", _dtypes(job)),
         ("MESH", _mesh(job.degrees)),
         ("RANKS", _ranks(job)),
         ("MODULES", _modules(acted)),
@@ -191,6 +193,17 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
     if mode != "none":
         share = {"full": "a third more", "selective": "up to a third more", "memory_budget": "some more"}[mode]
         yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
+
+
+def _dtypes(job: ExplainedJob) -> Iterator[str]:
+    precision = job.layout.precision
+    rows = {
+        "parameters the optimizer updates, its state": precision.master,
+        "gathered weights, matrix products, activations, messages of tp, cp and pp": precision.compute,
+        "norms, rotations, softmax and loss, inside": torch.float32,
+        "sums of gradients over ranks and microbatches": precision.reduce,
+    }
+    yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
 
 
 def _mesh(degrees: Degrees) -> Iterator[str]:
@@ -353,8 +366,10 @@ def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 
 def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
-    stages = [stage for rank in acted for stage in rank.stages]
+    stages, peaks = [stage for rank in acted for stage in rank.stages], sorted(rank.peak for rank in acted)
+    least, most = peaks[0], peaks[-1]
     blocks = [len(stage.modules) for stage in stages]
+    share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches) if d.pp > 1 else 0.0
     uneven = [
         f"{name} ({kind.shape[dim]:,})"
         for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
@@ -365,8 +380,16 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     warnings = {
         f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
         "lower parallelism.pipeline_parallel_microbatch_size": d.pp > 1 and job.microbatches < len(stages),
+        f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller": share > 0.25,
         f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace": max(blocks) - min(blocks) > 1,
+        f"memory is uneven over the pipeline: {_size(least)} to {_size(most)}": most > 1.25 * least,
         f"cut unevenly, so the last ranks have less: {', '.join(uneven)}": bool(uneven),
+        f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs": (
+            d.tp > 8
+        ),
+        'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch': (
+            config.fsdp_reshard_after_forward == "always" and d.pp > 1
+        ),
         "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU": (
             d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and on_cuda
         ),
@@ -381,6 +404,8 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
         "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against": (
             on_cuda and layout.precision.compute.itemsize == 4
         ),
+        "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
+        "is none unless metrics.peak_tflops says it": on_cuda,
     }
     for warning in (text for text, holds in warnings.items() if holds):
         yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")

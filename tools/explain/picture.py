@@ -7,8 +7,12 @@ from parallelisms.pipeline_schedule import LENGTH, Timeline, table, timeline
 _MEANING = {"F": "F forward", "B": "B backward, = goes on", "I": "I backward for inputs", "W": "W for weights"}
 
 
-def bubble(times: Timeline) -> float:
+def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
     """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
+    return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
+
+
+def _bubble(times: Timeline) -> float:
     return 1 - sum(LENGTH[action.kind] for row in times for _, action in row) / (len(times) * _slots(times))
 
 
@@ -37,5 +41,5 @@ def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int, *, colum
     return [
         f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",
         *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
-        f"bubble {bubble(times):.1%}; {first}; {legend}, . idle",
+        f"bubble {_bubble(times):.1%}; {first}; {legend}, . idle",
     ]

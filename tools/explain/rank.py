@@ -328,7 +328,7 @@ class ExplainedJob:
     """The job that is explained."""
 
     title: str
-    model: Callable[[], Model]  # the whole model, on the meta device
+    build: Callable[[], Model]  # the whole model, for the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
     layout: Layout
     degrees: Degrees
@@ -336,6 +336,10 @@ class ExplainedJob:
     local_batch_size: int
     passes: int  # forward and backward passes of a step
     seq_len: int
+
+    def model(self) -> Model:
+        with torch.device("meta"):
+            return self.build()
 
     def parallelize(self, mesh: DeviceMesh, model: Model, layout: Layout, device: str = "cpu") -> Parallelized:
         return parallelize(
