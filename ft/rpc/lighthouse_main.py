@@ -1,7 +1,7 @@
 """A running lighthouse, and its command line: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
 Prints its address on stdout, and then its page's where it has one; everything else on stderr. No torch here.
-Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse_server.py runs `serve` in a thread.
+Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse.py runs `serve` in a thread.
 """
 
 from __future__ import annotations
