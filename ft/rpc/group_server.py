@@ -439,7 +439,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
     wire = Link if settings.wire == "pharos" else LinkOverTorchft
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
-    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
+    torchft = TorchftGroup(
+        config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of, spawn=service.spawn
+    )
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))
