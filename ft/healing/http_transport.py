@@ -60,10 +60,7 @@ class HttpTransport(Transport):
         super().__init__(replica_id, config)
         self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
         self._server = HealServer(host, access, lambda: self.shown, silence_s=self.config.heal_grace_s)
-
-    @property
-    def address(self) -> str:
-        return self._server.address
+        self.address = self._server.address
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
@@ -92,10 +89,6 @@ class HttpTransport(Transport):
 
 class SourceFailed(RuntimeError):
     """This source is of no more use. The text is the cause."""
-
-
-class SourceUnlike(SourceFailed):
-    """Its state has another layout than ours."""
 
 
 class SourceConnection:
@@ -255,7 +248,7 @@ class HttpFetch:
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
-            one.failure, one.unlike = one.ended or cause, isinstance(error, SourceUnlike)
+            one.failure, one.unlike = one.ended or cause, isinstance(error, FormatError)
             log.warning("healing from %s: %s", one.source.replica_id, one.failure)
         finally:
             one.close()
@@ -293,14 +286,11 @@ class HttpFetch:
         return one.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """The first source's header decides. Raises SourceFailed where this one has another state, SourceUnlike where it has one that is
-        not like ours."""
+        """The first source's header decides. Raises SourceFailed where this one has another state, FormatError where it has one that is not
+        like ours."""
         with self._lock:
             if self._body is None:
-                try:
-                    self._body = self._into.body_for(StateManifest.parse(header))
-                except FormatError as error:
-                    raise SourceUnlike(str(error)) from None
+                self._body = self._into.body_for(StateManifest.parse(header))
                 self._header = header
                 self._open = set(range(self._body.manifest.chunks))
             elif header != self._header:

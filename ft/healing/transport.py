@@ -89,6 +89,8 @@ class Fetch(Protocol):
 class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
+    address: str  # for joiners (checkpoint_metadata)
+
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: StateOffer | None = None
@@ -96,11 +98,6 @@ class Transport(ABC):
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The address for joiners (checkpoint_metadata)."""
 
     @abstractmethod
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> Fetch: ...

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ft.process_groups.store import parse
+from ft.rpc.access import Endpoint
 
 PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be explained, and closes what has connected
 TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
@@ -52,12 +53,10 @@ class Prober:
         self._wanted = self._done = 0  # counts probes that were asked for, and those that came to an end
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((host, 0))
-        self._listener.listen(4096)  # what comes while this process is stopped must be answered, too
+        # So many, for what comes while this process is stopped must be answered, too.
+        self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        self.handle = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.handle = str(Endpoint(host, self._listener.getsockname()[1]))
         self._waits_since: Callable[[], float | None] = lambda: None
         self._report: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
