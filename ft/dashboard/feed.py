@@ -47,12 +47,6 @@ class FeedLimits:
     calm_per_group_s: float = 0.001
 
 
-@dataclass(eq=False)
-class Watcher:
-    transport: asyncio.Transport
-    writes_since_s: float = 0.0  # 0: it does not
-
-
 class Feed:
     """Listener of the lighthouse's service, which sends updates to watchers. To be made and used on its loop."""
 
@@ -63,7 +57,7 @@ class Feed:
         self.reported, self.told = self.history.reported, self.history.told
         self.view = View(service, self.history, orders=orders)
         self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
-        self.watchers: set[Watcher] = set()
+        self.watchers: dict[asyncio.Transport, float] = {}  # since when one is written to; 0: it is not
         self.ring: deque[bytes] = deque()  # the newest last; its number is self._number
         self._ring_bytes = 0
         self._number = 0
@@ -82,9 +76,9 @@ class Feed:
     # ---- updates
 
     def _tick(self, now: float) -> None:
-        for watcher in self.watchers:
-            if watcher.writes_since_s and now - watcher.writes_since_s > self.limits.slow_s:
-                watcher.transport.abort()
+        for watcher, writes_since_s in self.watchers.items():
+            if writes_since_s and now - writes_since_s > self.limits.slow_s:
+                watcher.abort()
         if self.watchers:
             self._watched_s = now
         elif now - self._watched_s > self.limits.linger_s:
@@ -131,19 +125,19 @@ class Feed:
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "10"})
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
-        assert request.transport
+        watcher = request.transport
+        assert watcher
         with contextlib.suppress(OSError):  # the kernel would take megabytes for one that does not read
-            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        watcher = Watcher(request.transport)
-        self.watchers.add(watcher)
+            watcher.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        self.watchers[watcher] = 0.0
         try:
             with contextlib.suppress(ConnectionError):  # it went
                 await self._serve(watcher, response, request.headers.get("Last-Event-ID", ""))
         finally:
-            self.watchers.discard(watcher)
+            del self.watchers[watcher]
         return response
 
-    async def _serve(self, watcher: Watcher, response: web.StreamResponse, last_id: str) -> None:
+    async def _serve(self, watcher: asyncio.Transport, response: web.StreamResponse, last_id: str) -> None:
         if not self.awake:
             self.awake, self._watched_s = True, now_s()
             self._number += 1  # so what an earlier watcher has is too long ago
@@ -160,9 +154,9 @@ class Feed:
                 update = b"".join(islice(self.ring, len(self.ring) - (self._number - read), None))
             read = self._number
             if update:
-                watcher.writes_since_s = now_s()
+                self.watchers[watcher] = now_s()
                 await response.write(update)
-                watcher.writes_since_s = 0.0
+                self.watchers[watcher] = 0.0
             if read == self._number and not self._over:
                 await self._news.wait()
 

@@ -40,36 +40,32 @@ log = logging.getLogger("pharos.group")
 
 
 class ProcessGroupGloo(ProcessGroup):
-    """gloo in this process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
+    """gloo in this process."""
 
     KIND = "ft_gloo"
 
-    def __init__(
-        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
-    ) -> None:
+    def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         if not sockets.DESCRIPTORS.is_dir():
             raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
         super().__init__(timeout, rendezvous_s=rendezvous_s)
-        self.interface = interface
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        return form_gloo(rendezvous, self.interface, timedelta(seconds=self.timeout_s + 1))
+        return form_gloo(rendezvous, timedelta(seconds=self.timeout_s + 1))
 
 
 def form_gloo(
     rendezvous: Rendezvous,
-    interface: str | None,
     backstop: timedelta = NEVER,
     *,
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer. `backstop`: after
-    which a thread of gloo that cannot be woken ends by itself: when a connection is reset while gloo's own thread answers to a receiver, it
-    forgets to fail that send, and its waiter waits on."""
+    """The engine of a gloo group, on the network interface that leads to the store, once all are there. All its connections are made here,
+    so it needs the store no longer. `backstop`: after which a thread of gloo that cannot be woken ends by itself: when a connection is
+    reset while gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on."""
     before = _threads_of_gloo()
-    by = {"interface": interface} if interface else {"hostname": sockets.towards(rendezvous.store.host)}
-    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(**by, lazy_init=False))
+    host = sockets.towards(rendezvous.store.host)
+    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
     rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))

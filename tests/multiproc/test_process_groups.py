@@ -54,7 +54,7 @@ def make(kind: str, limit_s: float = 600.0, rendezvous_s: float = 120.0) -> Proc
         torch.cuda.set_device(dist.get_rank())
         return {"nccl": ProcessGroupNCCL, "baby_nccl": ProcessGroupBabyNCCL}[kind](limit_s, rendezvous_s=rendezvous_s)
     classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
-    return classes[kind](limit_s, rendezvous_s=rendezvous_s, interface="lo")
+    return classes[kind](limit_s, rendezvous_s=rendezvous_s)
 
 
 def server() -> str:

@@ -741,8 +741,8 @@ def test_nccl_without_a_device_is_told(kind: type[ProcessGroupNCCL] | type[Proce
 
 
 @linux
-def test_a_group_of_one_on_a_named_interface():
-    store, group = serve(), ProcessGroupGloo(interface="lo")
+def test_a_group_of_one():
+    store, group = serve(), ProcessGroupGloo()
     group.configure(f"127.0.0.1:{store.port}/one", 0, 1)
     group.allreduce([value := torch.full((3,), 2.0)]).wait()
     assert value.tolist() == [2, 2, 2] and json.dumps(group.rank()) == "0"
@@ -778,7 +778,7 @@ class Disturbed(ProcessGroupGloo):
         self.parts = parts
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        return form_gloo(rendezvous, None, **self.parts)
+        return form_gloo(rendezvous, **self.parts)
 
 
 @linux
