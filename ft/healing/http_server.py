@@ -94,26 +94,22 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
 
 
 class HealServer:
-    """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long,
-    `head_s`: or send nothing. Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+    """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long.
+    Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+
+    head_s = HEAD_S
+    make_thread: Callable[..., threading.Thread] = threading.Thread
 
     def __init__(
-        self,
-        host: str,
-        access: Access,
-        offered: Callable[[], StateOffer | None],
-        *,
-        silence_s: float,
-        head_s: float = HEAD_S,
-        thread: Callable[..., threading.Thread] = threading.Thread,
+        self, host: str, access: Access, offered: Callable[[], StateOffer | None], *, silence_s: float
     ) -> None:
         if not (Endpoint(host, 0).loopback or access.token or access.insecure):
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
-        self.access, self.offered, self.silence_s, self.head_s = access, offered, silence_s, head_s
+        self.access, self.offered, self.silence_s = access, offered, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
-        self._lock, self._make_thread = threading.Lock(), thread
+        self._lock = threading.Lock()
         self.connections: dict[_Connection, threading.Thread] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
@@ -161,7 +157,7 @@ class HealServer:
                     raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
                 without_token.end()
                 del self.connections[without_token]
-            thread = self._make_thread(target=new.run, name="heal-reader", daemon=True)
+            thread = self.make_thread(target=new.run, name="heal-reader", daemon=True)
             thread.start()  # its end waits for the lock
             self.connections[new] = thread
 

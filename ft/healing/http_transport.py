@@ -33,7 +33,6 @@ from ft.rpc.access import Access, Endpoint
 MAX_SOURCES = 2
 MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
 LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
-TELL_S = 1.0
 AGAIN_S = 0.05  # between two requests for an offer that is not there yet
 CHECK_S = 0.25  # between two checks, by a connection that has nothing left to take, for one that is too slow
 SLOWER = 4.0  # times as slow as the one that waits for it, and a second
@@ -44,21 +43,15 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: of chunks asked for at once;
-    `tell_s`: for a source to hear that its reader is done. Raises ValueError where others could reach it without a token."""
+    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. Raises ValueError where others could reach
+    it without a token."""
 
-    def __init__(
-        self,
-        host: str,
-        replica_id: str,
-        access: Access,
-        config: HealConfig | None = None,
-        *,
-        least_stripe: int = LEAST_STRIPE,
-        tell_s: float = TELL_S,
-    ) -> None:
+    least_stripe = LEAST_STRIPE
+    tell_s = 1.0  # for a source to hear that its reader is done
+
+    def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
-        self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
+        self.access = access
         self._server = HealServer(host, access, lambda: self.shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
 

@@ -33,19 +33,13 @@ Place = tuple[int, Any]  # address family, address
 
 class Prober:
     """`host`: of this machine, as the others reach it; they probe `handle`. `within_s`: a member without an answer for so long is
-    unreachable. `wait_s`: a wait for other groups of so long is explained; `again_s`: between two probes for the same wait, or of
-    unreachable members. Raises OSError where it cannot listen. It works in one thread, from `start` to `close`."""
+    unreachable. Raises OSError where it cannot listen. It works in one thread, from `start` to `close`."""
 
-    def __init__(
-        self,
-        host: str,
-        within_s: float,
-        *,
-        wait_s: float = 1.0,
-        again_s: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._within_s, self._wait_s, self._again_s, self._clock = within_s, wait_s, again_s, clock
+    wait_s = 1.0  # a wait for other groups of so long is explained
+    again_s = 2.0  # between two probes for the same wait, or of unreachable members
+
+    def __init__(self, host: str, within_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._within_s, self._clock = within_s, clock
         self._lock = threading.Condition()
         self._places: dict[str, Place] = {}
         self._members: frozenset[str] = frozenset()  # of the newest generation
@@ -106,12 +100,12 @@ class Prober:
         while not self._closed:
             self._accept()
             now_s, since_s = self._clock(), self._waits_since()
-            waits = since_s is not None and now_s - since_s >= self._wait_s
+            waits = since_s is not None and now_s - since_s >= self.wait_s
             with self._lock:
                 wanted = self._wanted
-                due = wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self._again_s)
+                due = wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self.again_s)
                 if not due and not self._closed:
-                    self._lock.wait(min(PAUSE_S, self._wait_s / 2))
+                    self._lock.wait(min(PAUSE_S, self.wait_s / 2))
             if due:
                 self._probe_members(all_members=waits or wanted > self._done)
                 last_s = self._clock()

@@ -409,7 +409,8 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
         return threading.Thread(name=name, **more)
 
     offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
-    with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0, thread=thread)) as server:
+    with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)) as server:
+        server.make_thread = thread
         for _ in range(2):
             with pytest.raises(HealFailed):
                 heal(world.transport("j"), joiner, server)
@@ -418,7 +419,8 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
 
 
 def test_a_silent_connection_is_closed():
-    server = HealServer("127.0.0.1", TOKEN, lambda: None, silence_s=30.0, head_s=0.05)
+    server = HealServer("127.0.0.1", TOKEN, lambda: None, silence_s=30.0)
+    server.head_s = 0.05
     at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
     with closing(server), socket.create_connection(at) as silent:
         silent.settimeout(30)

@@ -614,7 +614,7 @@ def test_a_word_that_came_before_the_formation_is_not_lost():
 
 
 @linux
-@pytest.mark.timeout(240)  # without a core in time gloo may leave a thread behind in each round, which costs END_S
+@pytest.mark.timeout(240)  # without a core in time gloo may leave a thread behind in each round, which costs GlooEngine.end_s
 def test_no_end_waits_for_the_backstop():
     """Each generation is given up amid small sums, by one member after the other; gloo forgot to wake someone in one of eight such ends."""
     store = serve()
@@ -675,7 +675,8 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
 
     def engine() -> GlooEngine:
         near, threads = {("127.0.0.1", 1)}, {thread.native_id or 0}
-        made = GlooEngine(Native(), near, set(), threads, stranded=stranded, end_s=0.01)  # type: ignore[arg-type]
+        made = GlooEngine(Native(), near, set(), threads)  # type: ignore[arg-type]
+        made.stranded, made.end_s = stranded, 0.01
         made.start(Operation("barrier"), lambda error, source: None)
         made.wake()
         return made
