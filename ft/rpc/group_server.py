@@ -153,13 +153,7 @@ class GroupService:
     """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
 
     def __init__(
-        self,
-        config: GroupConfig,
-        lighthouse: str,
-        access: Access,
-        end: Callable[[str], None],
-        *,
-        wire: type[Wire] = Link,
+        self, config: GroupConfig, lighthouse: str, access: Access, end: Callable[[str], None], wire: type[Wire] = Link
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
