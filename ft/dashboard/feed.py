@@ -17,7 +17,6 @@ import secrets
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 
 from aiohttp import web
@@ -36,23 +35,17 @@ MOST_BYTES = 48_000  # of one message
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-@dataclass(frozen=True)
-class FeedLimits:
-    watchers: int = 64
-    ring: int = 256  # updates that are kept for those who lag, or come back
-    ring_bytes: int = 4 << 20
-    linger_s: float = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
-    slow_s: float = 10.0  # that a write may take
-    calm_s: float = 0.25  # between two updates
-    calm_per_group_s: float = 0.001
-
-
 class Feed:
     """Listener of the lighthouse's service, which sends updates to watchers. To be made and used on its loop."""
 
+    most_watchers = 64
+    most_updates, most_bytes = 256, 4 << 20  # that are kept for those who lag, or come back
+    linger_s = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
+    slow_s = 10.0  # that a write may take
+    calm_s, calm_per_group_s = 0.25, 0.001  # between two updates
+
     def __init__(self, service: LighthouseService, *, orders: bool) -> None:
         """orders: whether an operator can give some."""
-        self.limits = FeedLimits()
         self.history = History(service.machine)
         self.reported, self.told = self.history.reported, self.history.told
         self.view = View(service, self.history, orders=orders)
@@ -77,18 +70,18 @@ class Feed:
 
     def _tick(self, now: float) -> None:
         for watcher, writes_since_s in self.watchers.items():
-            if writes_since_s and now - writes_since_s > self.limits.slow_s:
+            if writes_since_s and now - writes_since_s > self.slow_s:
                 watcher.abort()
         if self.watchers:
             self._watched_s = now
-        elif now - self._watched_s > self.limits.linger_s:
+        elif now - self._watched_s > self.linger_s:
             self.awake = False
             self.ring.clear()
             self._ring_bytes = 0
             return
-        limits, groups = self.limits, len(self.view.told_rows)
+        groups = len(self.view.told_rows)
         something_happened = self.history.changes > self.view.told_changes  # an event, or a step
-        calm_s = limits.calm_s + limits.calm_per_group_s * groups
+        calm_s = self.calm_s + self.calm_per_group_s * groups
         if now - self._published_s >= (URGENT_PER_GROUP_S * groups if something_happened else calm_s):
             self._published_s = now
             self._publish(now)
@@ -102,7 +95,7 @@ class Feed:
         update = self._bytes(parts)
         self.ring.append(update)
         self._ring_bytes += len(update)
-        while len(self.ring) > self.limits.ring or self._ring_bytes > self.limits.ring_bytes:
+        while len(self.ring) > self.most_updates or self._ring_bytes > self.most_bytes:
             self._ring_bytes -= len(self.ring.popleft())
         self._news.set()
         self._news = asyncio.Event()
@@ -120,8 +113,8 @@ class Feed:
         if self._over:
             text = "the page had a fault and is switched off; the lighthouse's log has it\n"
             raise web.HTTPServiceUnavailable(text=text)
-        if len(self.watchers) >= self.limits.watchers:
-            text = f"{self.limits.watchers} pages are open already; close one of them\n"
+        if len(self.watchers) >= self.most_watchers:
+            text = f"{self.most_watchers} pages are open already; close one of them\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "10"})
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
@@ -164,9 +157,6 @@ class Feed:
         """Ends all streams."""
         self._over = True
         self._news.set()
-
-    async def close(self, _: web.Application) -> None:
-        self.end()
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:
