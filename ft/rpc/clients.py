@@ -193,10 +193,6 @@ class GroupClient:
         """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
         self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason, finished=finished), pharos_pb2.Done, timeout_s)
 
-    def kill(self, reason: str, timeout_s: float = 5.0) -> None:
-        """Ends the group: its trainers are killed. Raises TimeoutError, RuntimeError."""
-        self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
-
     def watch(
         self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
     ) -> None:

@@ -188,7 +188,6 @@ class GroupService:
             "/pharos.Group/Watch": stream(self._on_watch),
             "/pharos.Group/CheckpointMetadata": unary(self._on_metadata),
             "/pharos.Group/Leave": unary(self._on_leave),
-            "/pharos.Group/Kill": unary(self._on_kill),
         }
 
     def start(self) -> None:
@@ -249,10 +248,6 @@ class GroupService:
         await self.link.close()
         if not self._streams:
             self._end("")
-        return b""
-
-    async def _on_kill(self, data: bytes, context: Any) -> bytes:
-        self.end(f"killed by request: {codec.parse(pharos_pb2.Kill, data).reason}")
         return b""
 
     def metadata_of(self, group_rank: int) -> str | None:
