@@ -517,11 +517,6 @@ class ProcessGroup(Collectives):
         with generation.lock:
             return min((work.started_s for work in generation.works), default=None)
 
-    def pending(self) -> int:
-        """Operations under way."""
-        with self._state:
-            return len(self._generation.works) if self._generation is not None else 0
-
     def shutdown(self, limit_s: float = 30.0) -> None:
         """Abandons it, and waits until all generations have ended, at most limit_s. Raises MustExit when some have not."""
         self.abandon("shut down")

@@ -107,7 +107,7 @@ class RankReports:
             if longest.phase_limit_s:
                 report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
             report.launched = min(one.launched for one in reports)
-        for name in ("healed_bytes", "heal_done_bytes", "heal_total_bytes"):
+        for name in codec.REPORT_BYTES:
             setattr(report, name, sum(getattr(one, name) for one in reports))
         report.waiting, report.settled, report.summed = self.waiting, self.settled, False
         report.blame[:] = self.blamed

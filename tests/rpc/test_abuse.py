@@ -333,7 +333,8 @@ def test_calls_without_a_deadline_wait_and_are_forgotten_with_their_caller(light
 
 def test_what_waits_is_bounded_in_bytes():
     async def story() -> None:
-        service = LighthouseService(LighthouseConfig(min_replicas=2), max_waiting=1 << 20)
+        service = LighthouseService(LighthouseConfig(min_replicas=2))
+        service.max_waiting = 1 << 20
         caller = SimpleNamespace(time_remaining=lambda: None)
         waits = asyncio.ensure_future(
             service.ask(m.Call(m.Member("a"), "torchft"), serving.Pending(600_000, None), caller)

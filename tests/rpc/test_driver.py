@@ -269,7 +269,7 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
 
     async def starts() -> None:
         options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
-        async with serve(options, begin=Writer.begin) as (service, _):
+        async with serve(options, writer=Writer) as (service, _):
             assert service.keeper is not None and "Read-only" in service.keeper.trouble
             waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
             assert waits is not None
@@ -435,7 +435,7 @@ def test_who_was_replaced_ends_though_it_has_nothing_to_write(tmp_path: Path):
 
     async def story() -> None:
         options = LighthouseOptions(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
-        async with serve(options, begin=Writer.begin) as (service, _):
+        async with serve(options, writer=Writer) as (service, _):
             state_file.take_over(path)
             with pytest.raises(state_file.TakenOver, match="started after this one"):
                 await service.driver.run()
