@@ -215,17 +215,17 @@ class LinkOverTorchft(Wire):
         """There is no stream: heartbeats are calls of their own, and an answer to one is all that is heard."""
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
-        said = ""
+        logged = ""
         while True:
             sent_s = now_s()
             try:
                 await call(request, timeout=5.0, metadata=self._metadata)
-                said = ""
+                logged = ""
                 self._hear(m.BeatAnswered(sent_s))
             except grpc.RpcError as error:
-                if status_of(error) != said:
-                    said = status_of(error)
-                    log.warning("no beat reaches the lighthouse: %s", said)
+                if status_of(error) != logged:
+                    logged = status_of(error)
+                    log.warning("no beat reaches the lighthouse: %s", logged)
             await asyncio.sleep(BEAT_S)
 
 

@@ -109,7 +109,7 @@ class GroupProcess:
 
 class GroupClient:
     """A rank's connection to its group's server, at "http://host:port". Thread-safe. `heard_s`: time.monotonic() of the server's newest
-    word on the group as a whole, that it waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
+    message that the whole group waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -149,8 +149,8 @@ class GroupClient:
                 return None if self.gone.wait(GONE_S) else m.QuorumFailed(str(error))
 
     def outcome(self, vote: m.Vote) -> m.Outcome:
-        """The group's word. A vote that the server holds, or that waits for ranks that wait for other groups, is asked for again for as
-        long as it takes. Raises GroupEnded where there is none: this rank ends."""
+        """The group's outcome. A vote that the server has yet to answer, also for ranks that wait for other groups, is cast again for as long
+        as it takes. Raises GroupEnded where there is no outcome: this rank ends."""
         tries = 0
         while tries < VOTE_TRIES:
             try:
@@ -297,7 +297,7 @@ class GroupClient:
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
     """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
     warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
-    until_s, said = time.monotonic() + patience_s, False
+    until_s, warned = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
         while True:
@@ -314,8 +314,8 @@ def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bo
             where = f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {lighthouse}"
             if time.monotonic() >= until_s:
                 raise ConnectionError(f"{where} within {patience_s:g} s: {why}")
-            if not said:
-                said = True
+            if not warned:
+                warned = True
                 log.warning("%s; waiting %g s for it: %s", where, patience_s, why)
             time.sleep(min(AGAIN_S, patience_s))
 

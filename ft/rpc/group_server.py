@@ -77,7 +77,7 @@ class RankReports:
         self.blame(rank, report.blame)
 
     def blame(self, rank: int, others: Collection[str]) -> None:
-        """Replaces what the rank said before of those it cannot work with."""
+        """Replaces the members that the rank named before, with which it cannot work."""
         if others and 0 <= rank < self._world_size:
             self._blames[rank] = tuple(others)
         else:
@@ -384,7 +384,7 @@ class GroupService:
         self._end(reason)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """A fault in it ends the group, and is said."""
+        """A fault in it ends the group, and is logged."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

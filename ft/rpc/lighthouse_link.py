@@ -162,7 +162,7 @@ class Link(Wire):
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
-        said = ""
+        logged = ""
         while True:
             stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
             try:
@@ -180,8 +180,8 @@ class Link(Wire):
             finally:
                 self._stream = None
                 stream.cancel()
-            if why != said:
-                said = why
+            if why != logged:
+                logged = why
                 log.warning("the stream to the lighthouse broke: %s", why)
             await asyncio.sleep(random.uniform(*REOPEN_S))
 

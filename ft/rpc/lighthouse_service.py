@@ -290,7 +290,7 @@ class LighthouseService:
             self._send(replica_id, message)
 
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
-        """On change, not on tick: a reason that only counts up is said once."""
+        """On change, not on tick: a reason that only counts up is logged once."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
                 self.issued, self._logged_reason = self.issued + 1, out.reason
@@ -299,7 +299,7 @@ class LighthouseService:
                     self._logged_id = quorum.quorum_id
                     what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
                     log.info("quorum %d of %d groups, step %d: %s", *what)
-            elif isinstance(effect, m.Refuse):  # said once: a former member asks again and again
+            elif isinstance(effect, m.Refuse):  # logged once: a former member asks again and again
                 words = _NUMBER.sub("#", effect.reason)
                 if self._refusals.get(effect.replica_id) != words:
                     self._refusals[effect.replica_id] = words
