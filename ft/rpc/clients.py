@@ -149,8 +149,8 @@ class GroupClient:
                 return None if self.gone.wait(GONE_S) else m.QuorumFailed(str(error))
 
     def outcome(self, vote: m.Vote) -> m.Outcome:
-        """The group's outcome. A vote that the server has yet to answer, also for ranks that wait for other groups, is cast again for as long
-        as it takes. Raises GroupEnded where there is no outcome: this rank ends."""
+        """The group's outcome. A vote that the server has yet to answer, also for ranks that wait for other groups, is cast again for as
+        long as it takes. Raises GroupEnded where there is no outcome: this rank ends."""
         tries = 0
         while tries < VOTE_TRIES:
             try:
