@@ -51,8 +51,6 @@ class Prober:
         self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
         self.handle = str(Endpoint(host, self._listener.getsockname()[1]))
-        self._waits_since: Callable[[], float | None] = lambda: None
-        self._report: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
 
     def start(self, waits_since: Callable[[], float | None], report: Callable[[tuple[str, ...]], None]) -> None:
