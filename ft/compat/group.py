@@ -14,7 +14,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import grpc
@@ -35,6 +34,7 @@ BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
 _FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
 log = logging.getLogger("pharos.group")
+Waiting = list[tuple[int, Pending]]  # calls that wait for an answer, each with its rank
 
 
 class TorchftGroup:
@@ -78,27 +78,29 @@ class TorchftGroup:
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
 
-        def decide(asked: list[Any], waiting: list[list[Pending]]) -> None:
+        def decide(asked: list[Any], waiting: Waiting) -> None:
             commit = all(one.should_commit for one in asked)
-            give(waiting, [torchft_pb2.ShouldCommitResponse(should_commit=commit)] * len(waiting))
+            for _, pending in waiting:
+                pending.give(torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString())
 
         return await self._join(request.step, request, context, decide)
 
     async def _join(
-        self, round_: int | None, request: Any, context: Any, full: Callable[[list[Any], list[list[Pending]]], object]
+        self, round_: int | None, request: Any, context: Any, full: Callable[[list[Any], Waiting], object]
     ) -> bytes:
-        """Waits for the answer of a round. The last rank to ask calls `full` with the requests and the waiting calls, by rank."""
+        """Waits for the answer of a round. The last rank to ask calls `full` with the requests, by rank, and the ranks' waiting calls."""
         keys = [(round_, rank) for rank in range(self.config.world_size)]
         mine = keys[self._rank(request.group_rank)]
 
         def feed() -> None:
             self._asked[mine] = request
             if all(key in self._asked for key in keys):
-                full([self._asked.pop(key) for key in keys], [self._pending.pop(key) for key in keys])
+                waiting = [(key[1], pending) for key in keys for pending in self._pending.pop(key)]
+                full([self._asked.pop(key) for key in keys], waiting)
 
         return await self._pending.wait(mine, f"rank {mine[1]}", Pending(), feed, context)
 
-    async def _ask(self, asked: list[Any], waiting: list[list[Pending]], *, step: int, left_s: float) -> None:
+    async def _ask(self, asked: list[Any], waiting: Waiting, *, step: int, left_s: float) -> None:
         """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
         member = m.Member(
             self.config.replica_id,
@@ -112,7 +114,9 @@ class TorchftGroup:
         )
         try:
             quorum, me = await self._ask_lighthouse(member, left_s), self.config.replica_id
-            give(waiting, [torchft_reply(quorum, me, i, init_sync=one.init_sync) for i, one in enumerate(asked)])
+            replies = [torchft_reply(quorum, me, i, init_sync=one.init_sync) for i, one in enumerate(asked)]
+            for rank, pending in waiting:
+                pending.give(replies[rank].SerializeToString())
             return
         except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
@@ -122,7 +126,7 @@ class TorchftGroup:
             refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
             if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        for pending in chain(*waiting):
+        for _, pending in waiting:
             pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
@@ -156,13 +160,6 @@ class TorchftGroup:
         if not 0 <= rank < self.config.world_size:
             raise ValueError(f"rank {rank}: this group has ranks 0 to {self.config.world_size - 1}")
         return rank
-
-
-def give(waiting: list[list[Pending]], replies: list[Any]) -> None:
-    """Answers the calls of each rank with its reply."""
-    for calls, reply in zip(waiting, replies, strict=True):
-        for pending in calls:
-            pending.give(reply.SerializeToString())
 
 
 def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> Any:

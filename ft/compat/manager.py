@@ -198,8 +198,16 @@ class Manager:
             )
         if self._body and not self._over and not self._used:
             return  # nothing has happened since
-        if self._body:
-            self._close_body()
+        if self._body:  # should_commit was not called
+            self._pass.close()
+            self._decide(
+                "the body was left before its end"
+            )  # what others sent in this generation may never be met by ours
+            if self._decided is not None:
+                log.warning(
+                    "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
+                )
+            self._decided = None
         self._error, self.core.shrink_only = None, shrink_only
         limit_s = self.core.quorum_s
         if timeout is not None:
@@ -415,16 +423,6 @@ class Manager:
         if self._error is not None and (len(part.members) == 1 or self._world_size > 1):
             return f"reported: {self._error}"
         return ""
-
-    def _close_body(self) -> None:
-        """start_quorum was called in place of should_commit."""
-        self._pass.close()
-        self._decide("the body was left before its end")  # what others sent in this generation may never be met by ours
-        if self._decided is not None:
-            log.warning(
-                "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
-            )
-        self._decided = None
 
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
