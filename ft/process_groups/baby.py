@@ -174,14 +174,13 @@ def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, by
 # ------------------------------------------------------------------------------------------------ in the child
 
 
-class ChildGroup:
+class ChildGroup(shared.SharedPoolClient):
     """Carries out commands, one after the other, until its channel ends: a group of torch that may be killed at any moment, without loss
     to the process that trains. Descriptors that come with a command are its last arguments."""
 
     def __init__(self, channel: Channel, form_nccl: Callable[..., Engine] = form_nccl) -> None:
+        super().__init__()
         self._channel, self._form_nccl = channel, form_nccl
-        self._memory = shared.SharedPoolClient()
-        self.map, self.map_device = self._memory.map, self._memory.map_device
         self.engine: Engine | None = None
 
     def serve(self) -> None:
@@ -208,7 +207,7 @@ class ChildGroup:
 
     def unmap(self, numbers: list[int]) -> None:
         """Answered by DROPPED."""
-        self._memory.unmap(numbers)
+        super().unmap(numbers)
         self._reply(DROPPED, 0, None, numbers)
 
     def start(self, number: int, placed: Operation, after: tuple[int, bytes] | None) -> None:
@@ -223,7 +222,7 @@ class ChildGroup:
                 device = torch.device("cuda", after[0])
                 torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(device, after[1]))
             assert self.engine is not None
-            self.engine.start(placed.each(lambda place, read, written: self._memory.tensor(place)), ended)
+            self.engine.start(placed.each(lambda place, read, written: self.tensor(place)), ended)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
             ended(error, -1)
 
