@@ -115,7 +115,7 @@ class GroupClient:
         self.group_rank, self._access = group_rank, access or Access()
         self._channel = channel(address, self._access, aio=False)
         self._metadata = self._access.metadata()
-        self._up: list[Any] = []  # what is to be sent up the stream
+        self._up: list[tuple[str, Any]] = []  # messages for the stream, each with its field of RankUp; "": the end
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -202,7 +202,7 @@ class GroupClient:
         assert self._thread is None, "one stream a rank"
         pid = os.getpid() if pid is None else pid
         hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host())
-        self._send(pharos_pb2.RankUp(hello=hello))
+        self._send("hello", hello)
         sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
 
@@ -225,45 +225,43 @@ class GroupClient:
         """Sends a report to the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
         message = codec.to_message(report)
         message.MergeFrom(pharos_pb2.Report(**figures))
-        self._send(pharos_pb2.RankUp(report=message))
+        self._send("report", message)
 
     def happened(self, lane: str, step: int, text: str) -> None:
         """Sends a line for the lighthouse's page (codec.LANES). It may get lost on its way."""
-        self._send(pharos_pb2.RankUp(happened=codec.happened_message(lane, step, text)))
+        self._send("happened", codec.happened_message(lane, step, text))
 
     def give_up(self, quorum_id: int, reason: str) -> None:
         """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
-        self._send(pharos_pb2.RankUp(give_up=pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason)))
+        self._send("give_up", pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason))
 
     def want_to_leave(self) -> None:
         """This rank was asked to leave: where its group waits for others, it is to wait no longer."""
-        self._send(pharos_pb2.RankUp(wants_to_leave=pharos_pb2.Done()))
+        self._send("wants_to_leave", pharos_pb2.Done())
 
     def close(self) -> None:
         """May be called twice."""
         self._closed = True
-        self._send(None)
+        self._send("", None)
         if self._thread:
             self._thread.join(timeout=5)
         self._channel.close()
 
-    def _send(self, up: Any) -> None:
-        """Queues a message; None: no more. The queue is bounded: it keeps the newest report and the first few lines for the page."""
+    def _send(self, field: str, message: Any) -> None:
+        """Queues a message. The queue is bounded: it keeps the newest report and the first few lines for the page."""
         with self._more:
-            if up is not None and up.HasField("happened"):
-                lines = sum(other is not None and other.HasField("happened") for other in self._up)
-                if lines >= MOST_LINES:
-                    return
-            if up is not None and up.HasField("report"):
-                self._up = [other for other in self._up if other is None or not other.HasField("report")]
-            self._up.append(up)
+            if field == "happened" and sum(other == field for other, _ in self._up) >= MOST_LINES:
+                return
+            if field == "report":
+                self._up = [other for other in self._up if other[0] != field]
+            self._up.append((field, message))
             self._more.notify()
 
     def _next_message(self) -> bytes | None:
         with self._more:
             self._more.wait_for(lambda: self._up)
-            up = self._up.pop(0)
-        return None if up is None else up.SerializeToString()
+            field, message = self._up.pop(0)
+        return pharos_pb2.RankUp(**{field: message}).SerializeToString() if field else None
 
     def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
         """Takes in a message of the stream. Returns the reason why the group has ended, if it says so."""
