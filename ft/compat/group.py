@@ -38,7 +38,7 @@ Waiting = list[tuple[int, Pending]]  # calls that wait for an answer, each with 
 
 
 class TorchftGroup:
-    """torchft.ManagerService. `kill` ends the group; `metadata` says where a rank of ours serves its state, where the group is ours;
+    """torchft.ManagerService. `kill` ends the group; `metadata` tells where a rank of ours serves its state, or raises ValueError;
     `spawn` starts tasks, and hears of what goes wrong in one."""
 
     def __init__(
@@ -48,7 +48,7 @@ class TorchftGroup:
         access: Access,
         *,
         kill: Callable[[str], None],
-        metadata: Callable[[int], str | None],
+        metadata: Callable[[int], str],
         spawn: Callable[[Any], object],
     ) -> None:
         self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
@@ -144,9 +144,7 @@ class TorchftGroup:
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(torchft_pb2.CheckpointMetadataRequest, data).rank
-        found = self._metadata.get(rank, self._metadata_of(rank))
-        if found is None:
-            raise ValueError("rank not found")
+        found = self._metadata[rank] if rank in self._metadata else self._metadata_of(rank)
         return torchft_pb2.CheckpointMetadataResponse(checkpoint_metadata=found).SerializeToString()
 
     async def _on_kill(self, data: bytes, context: Any) -> bytes:

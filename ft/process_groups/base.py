@@ -556,9 +556,6 @@ class ProcessGroup(Collectives):
     _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self._rank} of {self._size})"
-
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
     """Returns the error without its traceback, whose frames refer to the group, without the source line in front, and without the advice

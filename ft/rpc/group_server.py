@@ -234,10 +234,7 @@ class GroupService:
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.from_bytes(m.AskMetadata, data).group_rank
-        found = self.metadata_of(rank)
-        if found is None:
-            raise ValueError("rank not found")
-        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
+        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=self.metadata_of(rank)).SerializeToString()
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
@@ -250,10 +247,12 @@ class GroupService:
             self._end("")
         return b""
 
-    def metadata_of(self, group_rank: int) -> str | None:
-        """The address where that rank serves its state; None: it has not said so."""
-        out = self.machine.handle(m.AskMetadata(group_rank), now_s())
-        return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
+    def metadata_of(self, group_rank: int) -> str:
+        """The address where that rank serves its state. Raises ValueError where the rank has reported none."""
+        for effect in self.machine.handle(m.AskMetadata(group_rank), now_s()).effects:
+            if isinstance(effect, m.Metadata):
+                return effect.checkpoint_metadata
+        raise ValueError("rank not found")
 
     # ---- streams of ranks
 
