@@ -301,7 +301,7 @@ class Generation:
             engine, self.engine = self.engine, None
             self.first_work.notify()
         assert engine is not None
-        reaper.take(partial(_end, [engine], self._watch), f"given up: {reason}", then)
+        reaper.take(partial(_end, [engine], self._watch, then), f"given up: {reason}")
 
     def _keep_limit(self) -> None:
         while True:
@@ -318,11 +318,12 @@ class Generation:
             del oldest
 
 
-def _end(only: list[Engine], watch: threading.Thread) -> None:
-    engine = only.pop()
-    engine.end()
-    del engine
+def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] | None) -> None:
+    only[0].end()
+    only.clear()  # drops the engine
     watch.join()
+    if then is not None:
+        then()
 
 
 class Reaper:
@@ -335,10 +336,10 @@ class Reaper:
         self._changed = threading.Condition()
         self._pending: dict[threading.Thread, str] = {}
 
-    def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
-        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once. The caller keeps no reference to the group:
-        the last one is dropped in that thread."""
-        thread = threading.Thread(target=self._end, args=(end, then), name="ft-reaper", daemon=True)
+    def take(self, end: Callable[[], object], what: str) -> None:
+        """Calls `end` in a thread. `what` names it in errors. Returns at once. The caller keeps no reference to the group: the last one is
+        dropped in that thread."""
+        thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
         thread.start()
@@ -362,7 +363,7 @@ class Reaper:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, limit_s)
 
-    def _end(self, end: Callable[[], None], then: Callable[[], None] | None) -> None:
+    def _end(self, end: Callable[[], object]) -> None:
         this = threading.current_thread()
         try:
             end()
@@ -370,14 +371,9 @@ class Reaper:
             # It stays pending: what it still uses is unknown.
             log.exception("the end of a generation failed: %s", self._pending[this])
             return
-        del end
-        try:
-            if then is not None:
-                then()
-        finally:
-            with self._changed:
-                del self._pending[this]
-                self._changed.notify_all()
+        with self._changed:
+            del self._pending[this]
+            self._changed.notify_all()
 
 
 def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
