@@ -256,7 +256,8 @@ class Manager:
             work = self.core.gradients.all_reduce(
                 tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback
             )
-        return ReportingWork(work, self.report_error)
+        work.on_timeout = self.report_error
+        return work
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
@@ -430,29 +431,6 @@ class Manager:
         user.send(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
-
-
-class ReportingWork(dist.Work):
-    """Never raises: a wait that takes longer than its caller allows is reported."""
-
-    def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self._work, self._tell = work, tell
-        self.get_future, self.result = work.get_future, work.result  # type: ignore[method-assign]
-        self.is_completed, self.is_success = work.is_completed, work.is_success  # type: ignore[method-assign]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """False: it has not ended after `timeout` (0: the group's own limit)."""
-        try:
-            return self._work.wait(timeout)
-        except TimeoutError as error:
-            self._tell(error)
-            return False
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
 
 # ------------------------------------------------------------------------------------------------ arguments

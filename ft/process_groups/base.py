@@ -201,7 +201,10 @@ class Collectives(dist.ProcessGroup):
 
 class GroupWork(dist.Work):
     """Ends once: with the operation (when its tensors are complete in memory, on a GPU too), with its failure, or when the group is given
-    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result."""
+    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result.
+    `on_timeout` gets the error of a wait that takes longer than its caller allows, which is raised otherwise."""
+
+    on_timeout: Callable[[Exception], None] | None = None
 
     def __init__(self, name: str, outputs: list[Tensor]) -> None:
         super().__init__()
@@ -227,10 +230,15 @@ class GroupWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit)."""
+        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit), unless that is
+        reported: then False."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
-            raise TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
+            late = TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
+            if self.on_timeout is None:
+                raise late
+            self.on_timeout(late)
+            return False
         if self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
         return True
