@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import cpu_s
 from bench.lighthouse_load import LoadStream
 from bench.pairs import parser, table
-from ft.compat.lighthouse_server import LighthouseServer
+from ft.compat.lighthouse import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.clients import GroupProcess

@@ -71,7 +71,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
 def prove(kills: int) -> int:
     from bench import drill_rules as rules
     from bench.drill_faults import Incident
-    from ft.compat.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse import LighthouseServer
 
     dice, lighthouse, began_s = random.Random(1), LighthouseServer("127.0.0.1:0", 1), time.monotonic()
     incidents, both = list[Incident](), frozenset("ab")

@@ -69,12 +69,12 @@ class ReduceMember:
     """A process that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
 
     def meet(self, store: str, rank: int, elements: int) -> dict[str, Any]:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface = LOOPBACK["GLOO_SOCKET_IFNAME"]
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]
         mine = StoreClient(f"{store}/plain", 120.0)
         mine.connect()
         dist.init_process_group("gloo", store=mine, rank=rank, world_size=MEMBERS)
-        gloo = ProcessGroupGloo(rendezvous_s=120.0, interface=interface)
-        self.baby = ProcessGroupBabyGloo(rendezvous_s=120.0, interface=interface)
+        gloo = ProcessGroupGloo(rendezvous_s=120.0)
+        self.baby = ProcessGroupBabyGloo(rendezvous_s=120.0)
         for name, group in (("gloo", gloo), ("baby", self.baby)):
             group.configure(f"{store}/{name}", rank, MEMBERS)
         self.parameters: list[Any] = [nn.Parameter(torch.zeros(elements // TENSORS)) for _ in range(TENSORS)]

@@ -57,7 +57,7 @@ LEAST = 8  # looks that a life needs for a verdict
 
 def house(folder: Path, talk: Any) -> None:
     """The process of the lighthouse."""
-    from ft.compat.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse import LighthouseServer
 
     lighthouse = LighthouseServer("127.0.0.1:0", 1, state=folder / "lighthouse.json")
     talk.send(lighthouse.address())

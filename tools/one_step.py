@@ -105,7 +105,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
 
 def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[TracedCall]:
     """Calls of that step, in order. Raises RuntimeError where a group fails."""
-    from ft.compat.lighthouse_server import LighthouseServer
+    from ft.compat.lighthouse import LighthouseServer
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "calls.json")

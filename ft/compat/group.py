@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -27,25 +27,19 @@ from ft.rpc.access import Access
 from ft.rpc.driver import now_s
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.lighthouse_link import CALL_S, Wire, channel, status_of
-from ft.rpc.serving import CallRefused, unary
+from ft.rpc.serving import CallRefused, Pending, PendingCalls, unary
 
 RETRY_S = 0.1
 BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
 _FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
 log = logging.getLogger("pharos.group")
-
-
-@dataclass
-class _Round:
-    """A quorum, or a vote, on the way: what each rank asked, and the answer that all wait for."""
-
-    asked: dict[int, Any] = field(default_factory=dict)
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+Waiting = list[tuple[int, Pending]]  # calls that wait for an answer, each with its rank
 
 
 class TorchftGroup:
-    """torchft.ManagerService. `kill` ends the group; `metadata` says where a rank of ours serves its state, where the group is ours."""
+    """torchft.ManagerService. `kill` ends the group; `metadata` tells where a rank of ours serves its state, or raises ValueError;
+    `spawn` starts tasks, and hears of what goes wrong in one."""
 
     def __init__(
         self,
@@ -54,14 +48,16 @@ class TorchftGroup:
         access: Access,
         *,
         kill: Callable[[str], None],
-        metadata: Callable[[int], str | None],
+        metadata: Callable[[int], str],
+        spawn: Callable[[Any], object],
     ) -> None:
-        self.config, self._kill, self._metadata_of = config, kill, metadata
+        self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
         self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
         self._metadata: dict[int, str] = {}
-        self._quorum = _Round()
-        self._votes: dict[int, _Round] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        # By round (None: a quorum; a number: the votes on that step) and rank, of those that wait. Who stops waiting before a round is full
+        # was never in it.
+        self._asked: dict[tuple[int | None, int], Any] = {}
+        self._pending = PendingCalls(self._asked.pop)
         self.routes = {
             "/torchft.ManagerService/Quorum": unary(self._on_quorum),
             "/torchft.ManagerService/CheckpointMetadata": unary(self._on_metadata),
@@ -74,46 +70,64 @@ class TorchftGroup:
         left_s = context.time_remaining()
         if left_s is None:
             raise ValueError("missing timeout")
-        rank = self._rank(request.group_rank)
-        self._metadata[rank] = request.checkpoint_metadata
-        round_ = self._quorum
-        round_.asked[rank] = request
-        if len(round_.asked) == self.config.world_size:
-            self._quorum = _Round()
-            task = asyncio.ensure_future(self._ask(round_, request, left_s))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        quorum = await self._wait(round_, rank, request, left_s)
-        try:
-            reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=request.init_sync)
-        except KeyError as error:
-            raise CallRefused(grpc.StatusCode.NOT_FOUND, str(error.args[0])) from None
-        return bytes(reply.SerializeToString())
+        self._metadata[self._rank(request.group_rank)] = request.checkpoint_metadata
+        return await self._join(
+            None, request, context, lambda *full: self._spawn(self._ask(*full, step=request.step, left_s=left_s))
+        )
 
-    async def _ask(self, round_: _Round, last: torchft_pb2.ManagerQuorumRequest, left_s: float) -> None:
+    async def _on_vote(self, data: bytes, context: Any) -> bytes:
+        request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
+
+        def decide(asked: list[Any], waiting: Waiting) -> None:
+            commit = all(one.should_commit for one in asked)
+            for _, pending in waiting:
+                pending.give(torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString())
+
+        return await self._join(request.step, request, context, decide)
+
+    async def _join(
+        self, round_: int | None, request: Any, context: Any, full: Callable[[list[Any], Waiting], object]
+    ) -> bytes:
+        """Waits for the answer of a round. The last rank to ask calls `full` with the requests, by rank, and the ranks' waiting calls."""
+        keys = [(round_, rank) for rank in range(self.config.world_size)]
+        mine = keys[self._rank(request.group_rank)]
+
+        def feed() -> None:
+            self._asked[mine] = request
+            if all(key in self._asked for key in keys):
+                waiting = [(key[1], pending) for key in keys for pending in self._pending.pop(key)]
+                full([self._asked.pop(key) for key in keys], waiting)
+
+        return await self._pending.wait(mine, f"rank {mine[1]}", Pending(), feed, context)
+
+    async def _ask(self, asked: list[Any], waiting: Waiting, *, step: int, left_s: float) -> None:
         """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
-        asked = [round_.asked[rank] for rank in sorted(round_.asked)]
         member = m.Member(
             self.config.replica_id,
             self.config.address,
             self.config.store_address,
-            last.step,
+            step,
             self.config.world_size,
             shrink_only=any(one.shrink_only for one in asked),
             commit_failures=max(one.commit_failures for one in asked),
             reconfigure_handles=tuple(one.reconfigure_handle for one in asked),
         )
         try:
-            round_.answer.set_result(await self._ask_lighthouse(member, left_s))
+            quorum, me = await self._ask_lighthouse(member, left_s), self.config.replica_id
+            replies = [torchft_reply(quorum, me, i, init_sync=one.init_sync) for i, one in enumerate(asked)]
+            for rank, pending in waiting:
+                pending.give(replies[rank].SerializeToString())
             return
         except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
+        except KeyError as error:
+            refused = CallRefused(grpc.StatusCode.NOT_FOUND, str(error.args[0]))
         except grpc.RpcError as error:
             refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
             if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        round_.answer.set_exception(refused)
-        round_.answer.exception()  # looked at, though all ranks may have stopped waiting
+        for _, pending in waiting:
+            pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
         """Tries again as often as `retries` says (-1: always), spread over the ranks' time as the peer does, and never beyond it."""
@@ -128,34 +142,9 @@ class TorchftGroup:
             retries -= 1
             await asyncio.sleep(pause_s)
 
-    async def _on_vote(self, data: bytes, context: Any) -> bytes:
-        request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
-        rank = self._rank(request.group_rank)
-        round_ = self._votes.setdefault(request.step, _Round())
-        round_.asked[rank] = request
-        if len(round_.asked) == self.config.world_size:
-            del self._votes[request.step]
-            round_.answer.set_result(all(one.should_commit for one in round_.asked.values()))
-        commit = await self._wait(round_, rank, request, context.time_remaining())
-        return torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString()
-
-    async def _wait(self, round_: _Round, rank: int, request: Any, left_s: float | None) -> Any:
-        """Waits for the round's answer. A rank that stops waiting before the round is full was never in it, unless it has asked again."""
-        try:
-            timeout_s = None if left_s is None else left_s - min(0.2, left_s / 10)
-            return await asyncio.wait_for(asyncio.shield(round_.answer), timeout_s)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired") from None
-        finally:
-            if len(round_.asked) < self.config.world_size and round_.asked.get(rank) is request:
-                del round_.asked[rank]
-                self._votes = {step: votes for step, votes in self._votes.items() if votes.asked}
-
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(torchft_pb2.CheckpointMetadataRequest, data).rank
-        found = self._metadata.get(rank, self._metadata_of(rank))
-        if found is None:
-            raise ValueError("rank not found")
+        found = self._metadata[rank] if rank in self._metadata else self._metadata_of(rank)
         return torchft_pb2.CheckpointMetadataResponse(checkpoint_metadata=found).SerializeToString()
 
     async def _on_kill(self, data: bytes, context: Any) -> bytes:
@@ -217,24 +206,21 @@ class LinkOverTorchft(Wire):
         except ValueError as error:
             self._hear(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
-    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """There is none: heartbeats are calls of their own, and an answer to one is all that is heard."""
-        self._stay(self._beat_for_ever(replica_id))
-
-    async def _beat_for_ever(self, replica_id: str) -> None:
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+        """There is no stream: heartbeats are calls of their own, and an answer to one is all that is heard."""
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
-        said = ""
+        logged = ""
         while True:
             sent_s = now_s()
             try:
                 await call(request, timeout=5.0, metadata=self._metadata)
-                said = ""
+                logged = ""
                 self._hear(m.BeatAnswered(sent_s))
             except grpc.RpcError as error:
-                if status_of(error) != said:
-                    said = status_of(error)
-                    log.warning("no beat reaches the lighthouse: %s", said)
+                if status_of(error) != logged:
+                    logged = status_of(error)
+                    log.warning("no beat reaches the lighthouse: %s", logged)
             await asyncio.sleep(BEAT_S)
 
 

@@ -72,8 +72,12 @@ class _Syncs:
             self._manager.start_quorum()
             self._send(self._turn)
         if self.inner_steps_done == self._schedule.inner_steps:
-            self.inner_steps_done = 0
-            self._finish(self.fragments[self._turn])
+            self.inner_steps_done, fragment = 0, self.fragments[self._turn]
+            for work in self._works:
+                work.wait()
+            if self._manager.should_commit():
+                fragment.step(self._pieces)
+            self._works, self._pieces = [], []
 
     @property
     def _turn(self) -> int:
@@ -87,13 +91,6 @@ class _Syncs:
             self._manager.allreduce(bucket, self._quantized, feedback=own)
             for bucket, own in zip(buckets, feedback, strict=True)
         ]
-
-    def _finish(self, fragment: Fragment) -> None:
-        for work in self._works:
-            work.wait()
-        if self._manager.should_commit():
-            fragment.step(self._pieces)
-        self._works, self._pieces = [], []
 
     def _heal(self, turn: int, state: dict[str, Any]) -> None:
         self.fragments[turn].load_state_dict(state)

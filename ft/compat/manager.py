@@ -198,8 +198,16 @@ class Manager:
             )
         if self._body and not self._over and not self._used:
             return  # nothing has happened since
-        if self._body:
-            self._close_body()
+        if self._body:  # should_commit was not called
+            self._pass.close()
+            self._decide(
+                "the body was left before its end"
+            )  # what others sent in this generation may never be met by ours
+            if self._decided is not None:
+                log.warning(
+                    "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
+                )
+            self._decided = None
         self._error, self.core.shrink_only = None, shrink_only
         limit_s = self.core.quorum_s
         if timeout is not None:
@@ -248,7 +256,8 @@ class Manager:
             work = self.core.gradients.all_reduce(
                 tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback
             )
-        return ReportingWork(work, self.report_error)
+        work.on_timeout = self.report_error
+        return work
 
     # ------------------------------------------------------------------------------------------------ where things stand
 
@@ -416,45 +425,12 @@ class Manager:
             return f"reported: {self._error}"
         return ""
 
-    def _close_body(self) -> None:
-        """start_quorum was called in place of should_commit."""
-        self._pass.close()
-        self._decide("the body was left before its end")  # what others sent in this generation may never be met by ours
-        if self._decided is not None:
-            log.warning(
-                "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
-            )
-        self._decided = None
-
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
         user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
         user.send(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
-
-
-class ReportingWork(dist.Work):
-    """Never raises: a wait that takes longer than its caller allows is reported."""
-
-    def __init__(self, work: GroupWork, tell: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self._work, self._tell = work, tell
-        self.get_future, self.result = work.get_future, work.result  # type: ignore[method-assign]
-        self.is_completed, self.is_success = work.is_completed, work.is_success  # type: ignore[method-assign]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """False: it has not ended after `timeout` (0: the group's own limit)."""
-        try:
-            return self._work.wait(timeout)
-        except TimeoutError as error:
-            self._tell(error)
-            return False
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    block_current_stream = synchronize
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -107,9 +107,6 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a managed optimizer cannot be copied: it belongs to a manager of this process")
 
-    def __repr__(self) -> str:
-        return f"Optimizer({self.optim!r})"
-
 
 class DistributedSampler(_DistributedSampler[Any]):
     """torch's DistributedSampler over all ranks of all groups: `group_rank` of `num_replicas` ranks of group `replica_rank` of

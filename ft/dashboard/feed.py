@@ -17,7 +17,6 @@ import secrets
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 
 from aiohttp import web
@@ -36,34 +35,22 @@ MOST_BYTES = 48_000  # of one message
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-@dataclass(frozen=True)
-class FeedLimits:
-    watchers: int = 64
-    ring: int = 256  # updates that are kept for those who lag, or come back
-    ring_bytes: int = 4 << 20
-    linger_s: float = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
-    slow_s: float = 10.0  # that a write may take
-    calm_s: float = 0.25  # between two updates
-    calm_per_group_s: float = 0.001
-
-
-@dataclass(eq=False)
-class Watcher:
-    transport: asyncio.Transport
-    writes_since_s: float = 0.0  # 0: it does not
-
-
 class Feed:
     """Listener of the lighthouse's service, which sends updates to watchers. To be made and used on its loop."""
 
+    most_watchers = 64
+    most_updates, most_bytes = 256, 4 << 20  # that are kept for those who lag, or come back
+    linger_s = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
+    slow_s = 10.0  # that a write may take
+    calm_s, calm_per_group_s = 0.25, 0.001  # between two updates
+
     def __init__(self, service: LighthouseService, *, orders: bool) -> None:
         """orders: whether an operator can give some."""
-        self.limits = FeedLimits()
         self.history = History(service.machine)
         self.reported, self.told = self.history.reported, self.history.told
         self.view = View(service, self.history, orders=orders)
         self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
-        self.watchers: set[Watcher] = set()
+        self.watchers: dict[asyncio.Transport, float] = {}  # since when one is written to; 0: it is not
         self.ring: deque[bytes] = deque()  # the newest last; its number is self._number
         self._ring_bytes = 0
         self._number = 0
@@ -82,19 +69,19 @@ class Feed:
     # ---- updates
 
     def _tick(self, now: float) -> None:
-        for watcher in self.watchers:
-            if watcher.writes_since_s and now - watcher.writes_since_s > self.limits.slow_s:
-                watcher.transport.abort()
+        for watcher, writes_since_s in self.watchers.items():
+            if writes_since_s and now - writes_since_s > self.slow_s:
+                watcher.abort()
         if self.watchers:
             self._watched_s = now
-        elif now - self._watched_s > self.limits.linger_s:
+        elif now - self._watched_s > self.linger_s:
             self.awake = False
             self.ring.clear()
             self._ring_bytes = 0
             return
-        limits, groups = self.limits, len(self.view.told_rows)
+        groups = len(self.view.told_rows)
         something_happened = self.history.changes > self.view.told_changes  # an event, or a step
-        calm_s = limits.calm_s + limits.calm_per_group_s * groups
+        calm_s = self.calm_s + self.calm_per_group_s * groups
         if now - self._published_s >= (URGENT_PER_GROUP_S * groups if something_happened else calm_s):
             self._published_s = now
             self._publish(now)
@@ -108,7 +95,7 @@ class Feed:
         update = self._bytes(parts)
         self.ring.append(update)
         self._ring_bytes += len(update)
-        while len(self.ring) > self.limits.ring or self._ring_bytes > self.limits.ring_bytes:
+        while len(self.ring) > self.most_updates or self._ring_bytes > self.most_bytes:
             self._ring_bytes -= len(self.ring.popleft())
         self._news.set()
         self._news = asyncio.Event()
@@ -126,24 +113,24 @@ class Feed:
         if self._over:
             text = "the page had a fault and is switched off; the lighthouse's log has it\n"
             raise web.HTTPServiceUnavailable(text=text)
-        if len(self.watchers) >= self.limits.watchers:
-            text = f"{self.limits.watchers} pages are open already; close one of them\n"
+        if len(self.watchers) >= self.most_watchers:
+            text = f"{self.most_watchers} pages are open already; close one of them\n"
             raise web.HTTPServiceUnavailable(text=text, headers={"Retry-After": "10"})
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
-        assert request.transport
+        watcher = request.transport
+        assert watcher
         with contextlib.suppress(OSError):  # the kernel would take megabytes for one that does not read
-            request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        watcher = Watcher(request.transport)
-        self.watchers.add(watcher)
+            watcher.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        self.watchers[watcher] = 0.0
         try:
             with contextlib.suppress(ConnectionError):  # it went
                 await self._serve(watcher, response, request.headers.get("Last-Event-ID", ""))
         finally:
-            self.watchers.discard(watcher)
+            del self.watchers[watcher]
         return response
 
-    async def _serve(self, watcher: Watcher, response: web.StreamResponse, last_id: str) -> None:
+    async def _serve(self, watcher: asyncio.Transport, response: web.StreamResponse, last_id: str) -> None:
         if not self.awake:
             self.awake, self._watched_s = True, now_s()
             self._number += 1  # so what an earlier watcher has is too long ago
@@ -160,9 +147,9 @@ class Feed:
                 update = b"".join(islice(self.ring, len(self.ring) - (self._number - read), None))
             read = self._number
             if update:
-                watcher.writes_since_s = now_s()
+                self.watchers[watcher] = now_s()
                 await response.write(update)
-                watcher.writes_since_s = 0.0
+                self.watchers[watcher] = 0.0
             if read == self._number and not self._over:
                 await self._news.wait()
 
@@ -170,9 +157,6 @@ class Feed:
         """Ends all streams."""
         self._over = True
         self._news.set()
-
-    async def close(self, _: web.Application) -> None:
-        self.end()
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:

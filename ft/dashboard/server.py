@@ -81,7 +81,7 @@ async def serve_http(
     quiet = logging.getLogger("pharos.http")
     # not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-    app = _app(service, access)
+    app, feed = _app(service, access)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet)
     await runner.setup()
     tls = access.tls.server_context() if access.tls else None
@@ -104,6 +104,7 @@ async def serve_http(
     finally:
         for server in open_:
             server.close()
+        feed.end()
         await runner.cleanup()
 
 
@@ -120,7 +121,7 @@ class _Newest:
         return self._open[-1]
 
 
-def _app(service: LighthouseService, access: Access) -> web.Application:
+def _app(service: LighthouseService, access: Access) -> tuple[web.Application, Feed]:
     registry = CollectorRegistry()
     registry.register(_Collector(service))
     feed = Feed(service, orders=bool(access.token))
@@ -152,8 +153,7 @@ def _app(service: LighthouseService, access: Access) -> web.Application:
     app.add_routes([web.get("/events", feed.stream), web.post("/orders", orders.give)])
     app.add_routes([web.get(path, file) for path in FILES])
     app.on_response_prepare.append(harden)
-    app.on_shutdown.append(feed.close)
-    return app
+    return app, feed
 
 
 class Orders:
@@ -226,10 +226,7 @@ def status(service: LighthouseService) -> dict[str, Any]:
     whole = [quorum.ids[rank] for rank in quorum.holders] if quorum else []
     members = [
         {
-            "replica_id": member.replica_id,
-            "address": member.address,
-            "step": member.step,
-            "world_size": member.world_size,
+            **{name: getattr(member, name) for name in ("replica_id", "address", "step", "world_size")},
             "heals": saved.kind == "pharos" and member.replica_id not in whole,
             "connected": member.replica_id in service.streams,
         }

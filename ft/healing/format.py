@@ -73,7 +73,7 @@ class StateManifest:
 
     @cached_property
     def total_bytes(self) -> int:
-        return _aligned(self.entries[-1].offset + self.entries[-1].nbytes) if self.entries else 0
+        return _end_of(self.entries)
 
     @property
     def chunks(self) -> int:
@@ -119,15 +119,20 @@ class StateManifest:
     def describe(state: Mapping[str, Any], local: Callable[[str, Any], Any] = lambda name, it: it) -> StateManifest:
         """Manifest of a state, as values by their registered names. `local`: what is sent in place of the tensor of that name. Raises
         FormatError, which names the place, for what cannot be sent."""
-        named: list[tuple[str, Any, Sequence[int]]] = []
+        entries: list[TensorEntry] = []
 
         def number(name: str, tensor: Any) -> int:
             found = local(name, tensor)
-            named.append((name, found.dtype, found.shape))
-            return len(named) - 1
+            dtype = NAMES.get(found.dtype) if isinstance(found.dtype, torch.dtype) else found.dtype
+            if dtype not in DTYPES:
+                raise FormatError(f"{name[:80]}: a tensor of {str(found.dtype)[:40]} cannot be sent")
+            if len(name) > MAX_NAME:
+                raise FormatError(f"{name[:80]}...: a name of more than {MAX_NAME} characters")
+            entries.append(TensorEntry(name, dtype, tuple(found.shape), _end_of(entries)))
+            return len(entries) - 1
 
         values = {name: to_json(value, name, number) for name, value in state.items()}
-        return StateManifest(lay_out(named), values)
+        return StateManifest(tuple(entries), values)
 
     @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> StateManifest:
@@ -154,19 +159,9 @@ class StateManifest:
         return manifest
 
 
-def lay_out(named: Sequence[tuple[str, torch.dtype | str, Sequence[int]]]) -> tuple[TensorEntry, ...]:
-    """Entries one after another. Raises FormatError for a dtype that has no name here."""
-    entries: list[TensorEntry] = []
-    offset = 0
-    for name, dtype, shape in named:
-        written = NAMES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-        if written not in DTYPES:
-            raise FormatError(f"{name[:80]}: a tensor of {str(dtype)[:40]} cannot be sent")
-        if len(name) > MAX_NAME:
-            raise FormatError(f"{name[:80]}...: a name of more than {MAX_NAME} characters")
-        entries.append(TensorEntry(name, written, tuple(shape), offset))
-        offset = _aligned(offset + entries[-1].nbytes)
-    return tuple(entries)
+def _end_of(entries: Sequence[TensorEntry]) -> int:
+    """The first byte behind them at which a tensor may begin."""
+    return -(-(entries[-1].offset + entries[-1].nbytes) // ALIGN) * ALIGN if entries else 0
 
 
 def _shape(listed: Any) -> tuple[int, ...]:
@@ -239,7 +234,3 @@ def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
 def _part(key: str | int) -> str:
     """Part of a name: no two keys of a dict have the same."""
     return repr(key) if isinstance(key, int) or "/" in key or key.lstrip("-").isdigit() or "'" in key else key
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN) * ALIGN

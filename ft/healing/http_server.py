@@ -94,27 +94,23 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
 
 
 class HealServer:
-    """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long,
-    `head_s`: or send nothing. Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+    """Listens on `host`, on a free port, and serves the offer that `offered` gives. `silence_s`: a reader may take nothing for so long.
+    Raises ValueError where others could reach it and it has no token, OSError where it cannot listen there."""
+
+    head_s = HEAD_S
+    make_thread: Callable[..., threading.Thread] = threading.Thread
 
     def __init__(
-        self,
-        host: str,
-        access: Access,
-        offered: Callable[[], StateOffer | None],
-        *,
-        silence_s: float,
-        head_s: float = HEAD_S,
-        thread: Callable[..., threading.Thread] = threading.Thread,
+        self, host: str, access: Access, offered: Callable[[], StateOffer | None], *, silence_s: float
     ) -> None:
         if not (Endpoint(host, 0).loopback or access.token or access.insecure):
             raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
-        self.access, self.offered, self.silence_s, self.head_s = access, offered, silence_s, head_s
+        self.access, self.offered, self.silence_s = access, offered, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.address = f"http://{Endpoint(host, self._listener.getsockname()[1])}"
-        self._lock, self._make_thread = threading.Lock(), thread
-        self._connections: dict[_Connection, threading.Thread] = {}  # in the order they came
+        self._lock = threading.Lock()
+        self.connections: dict[_Connection, threading.Thread] = {}  # in the order they came
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="heal-accept", daemon=True)
         self._thread.start()
@@ -123,7 +119,7 @@ class HealServer:
         """May be called twice."""
         with self._lock:
             self._closed = True
-            connections = dict(self._connections)
+            connections = dict(self.connections)
         with contextlib.suppress(OSError):  # not connected: it wakes accept all the same
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -132,13 +128,9 @@ class HealServer:
         for thread in [self._thread, *connections.values()]:
             thread.join(timeout=HEAD_S)
 
-    @property
-    def connections(self) -> int:
-        return len(self._connections)
-
     def forget(self, connection: _Connection) -> None:
         with self._lock:
-            self._connections.pop(connection, None)
+            self.connections.pop(connection, None)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -159,15 +151,15 @@ class HealServer:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the server is closed")
-            if len(self._connections) >= MAX_CONNECTIONS:
-                without_token = next((one for one in self._connections if not one.trusted), None)
+            if len(self.connections) >= MAX_CONNECTIONS:
+                without_token = next((one for one in self.connections if not one.trusted), None)
                 if without_token is None:
                     raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
                 without_token.end()
-                del self._connections[without_token]
-            thread = self._make_thread(target=new.run, name="heal-reader", daemon=True)
+                del self.connections[without_token]
+            thread = self.make_thread(target=new.run, name="heal-reader", daemon=True)
             thread.start()  # its end waits for the lock
-            self._connections[new] = thread
+            self.connections[new] = thread
 
 
 class _Connection:

@@ -33,7 +33,6 @@ from ft.rpc.access import Access, Endpoint
 MAX_SOURCES = 2
 MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
 LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
-TELL_S = 1.0
 AGAIN_S = 0.05  # between two requests for an offer that is not there yet
 CHECK_S = 0.25  # between two checks, by a connection that has nothing left to take, for one that is too slow
 SLOWER = 4.0  # times as slow as the one that waits for it, and a second
@@ -44,26 +43,17 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. `least_stripe`: of chunks asked for at once;
-    `tell_s`: for a source to hear that its reader is done. Raises ValueError where others could reach it without a token."""
+    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. Raises ValueError where others could reach
+    it without a token."""
 
-    def __init__(
-        self,
-        host: str,
-        replica_id: str,
-        access: Access,
-        config: HealConfig | None = None,
-        *,
-        least_stripe: int = LEAST_STRIPE,
-        tell_s: float = TELL_S,
-    ) -> None:
+    least_stripe = LEAST_STRIPE
+    tell_s = 1.0  # for a source to hear that its reader is done
+
+    def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
-        self.access, self.least_stripe, self.tell_s = access, least_stripe, tell_s
+        self.access = access
         self._server = HealServer(host, access, lambda: self.shown, silence_s=self.config.heal_grace_s)
-
-    @property
-    def address(self) -> str:
-        return self._server.address
+        self.address = self._server.address
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
@@ -92,10 +82,6 @@ class HttpTransport(Transport):
 
 class SourceFailed(RuntimeError):
     """This source is of no more use. The text is the cause."""
-
-
-class SourceUnlike(SourceFailed):
-    """Its state has another layout than ours."""
 
 
 class SourceConnection:
@@ -255,7 +241,7 @@ class HttpFetch:
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
-            one.failure, one.unlike = one.ended or cause, isinstance(error, SourceUnlike)
+            one.failure, one.unlike = one.ended or cause, isinstance(error, FormatError)
             log.warning("healing from %s: %s", one.source.replica_id, one.failure)
         finally:
             one.close()
@@ -293,14 +279,11 @@ class HttpFetch:
         return one.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """The first source's header decides. Raises SourceFailed where this one has another state, SourceUnlike where it has one that is
-        not like ours."""
+        """The first source's header decides. Raises SourceFailed where this one has another state, FormatError where it has one that is not
+        like ours."""
         with self._lock:
             if self._body is None:
-                try:
-                    self._body = self._into.body_for(StateManifest.parse(header))
-                except FormatError as error:
-                    raise SourceUnlike(str(error)) from None
+                self._body = self._into.body_for(StateManifest.parse(header))
                 self._header = header
                 self._open = set(range(self._body.manifest.chunks))
             elif header != self._header:

@@ -42,17 +42,13 @@ class PgTransport(Transport):
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
     ) -> None:
         super().__init__(replica_id, config)
-        self.make, self._address = make, address
+        self.make, self.address = make, address
         self._senders: list[_Sender] = []
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         offer = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         for reader in readers:
-            store = _store(self._address, self.replica_id, reader, quorum_id, step)
+            store = _store(self.address, self.replica_id, reader, quorum_id, step)
             self._senders.append(_Sender(self.make(), store, offer, reader))
         return offer
 

@@ -89,6 +89,8 @@ class Fetch(Protocol):
 class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
 
+    address: str  # for joiners (checkpoint_metadata)
+
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: StateOffer | None = None
@@ -96,11 +98,6 @@ class Transport(ABC):
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """The address for joiners (checkpoint_metadata)."""
 
     @abstractmethod
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> Fetch: ...
@@ -189,7 +186,7 @@ class StateOffer:
         self.digests: dict[int, bytes] = {}  # of the chunks that were read, also when they are gone
         self._expected = readers
         self._wants: dict[str, set[int]] = {}  # by reader: chunks not sent yet, or to be sent again
-        self._aside: dict[int, memoryview] | None = None  # from the fence on
+        self.aside: dict[int, memoryview] | None = None  # copies of chunks, from the fence on
         self._reading, self._copying = 0, False  # threads inside `reading`; a fence keeps others out of it
         self._changed = threading.Condition()
 
@@ -231,16 +228,16 @@ class StateOffer:
 
     def direct(self, first: int, last: int) -> memoryview | None:
         """The live memory of chunks first..last, if it is one piece of host memory and may be read yet. Inside `reading`."""
-        return self.body.direct(first, last) if self._aside is None else None
+        return self.body.direct(first, last) if self.aside is None else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
         """Copies the chunk into place `at` of the buffer. Inside `reading`. Raises Withdrawn."""
         self.check()
-        if self._aside is None:
+        if self.aside is None:
             return self.body.read(chunk, staging, at)
-        if chunk not in self._aside:
+        if chunk not in self.aside:
             raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
-        memory = self._aside[chunk]
+        memory = self.aside[chunk]
         place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         place[:] = memory
         return place
@@ -248,11 +245,6 @@ class StateOffer:
     def digest_of(self, chunk: int, memory: memoryview) -> bytes:
         """The digest of the chunk, which lies in `memory`."""
         return self.digests.get(chunk) or self.digests.setdefault(chunk, digest(chunk, memory))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Memory that a fence has taken for copies."""
-        return sum(map(len, (self._aside or {}).values()))
 
     @property
     def is_taken(self) -> bool:
@@ -280,14 +272,14 @@ class StateOffer:
             self.fencing = True
             try:
                 small = wait_for(is_small)
-                if self._aside is None:
+                if self.aside is None:
                     self._copying = True  # a reader leaves after a chunk over HTTP, after some messages in a group
                     if small and not wait_for(lambda: not self._reading):
                         return self.withdraw("a reader held its chunk longer than heal_grace_s")
                     if self.over or not is_small():
                         return self.withdraw("the source commits, and its readers were too slow for heal_grace_s")
-                    self._aside = self._copies()
-                return Fenced.WITHDRAWN if self.over else Fenced.COPIED if self._aside else Fenced.FREE
+                    self.aside = self._copies()
+                return Fenced.WITHDRAWN if self.over else Fenced.COPIED if self.aside else Fenced.FREE
             finally:
                 self.fencing = self._copying = False
                 self._changed.notify_all()
@@ -296,8 +288,8 @@ class StateOffer:
         """Ends the offer, from any thread: no reader gets anything more that it would believe, and a waiting fence ends."""
         self.over = self.over or reason  # first: the fence may have the lock, and check
         with self._changed:
-            if self._aside:
-                self._aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
+            if self.aside:
+                self.aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
             self._changed.notify_all()
         return Fenced.WITHDRAWN
 

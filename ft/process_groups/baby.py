@@ -40,11 +40,8 @@ class ProcessGroupBaby(ProcessGroup):
     IN_CHILD = True
     empty = staticmethod(shared.empty)  # the child uses such a tensor where it is, without a copy
 
-    def __init__(
-        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
-    ) -> None:
+    def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         super().__init__(timeout, rendezvous_s=rendezvous_s)
-        self._interface = interface
         self._fork_server: ForkServer = fork_server_of_this_process()
         self._fork_server.warm()  # imports torch while this process goes on
         # The device is known now: a generation is formed in another thread.
@@ -59,7 +56,7 @@ class ProcessGroupBaby(ProcessGroup):
         rendezvous.at_giving_up(child.kill)
         engine = ChildEngine(child, self.device)
         try:
-            engine.form(self.NATIVE, self._interface, self.device, *rendezvous.place)
+            engine.form(self.NATIVE, self.device, *rendezvous.place)
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
                 rendezvous.absent = error.absent
@@ -72,7 +69,7 @@ class ProcessGroupBaby(ProcessGroup):
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
-    """gloo in a child process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
+    """gloo in a child process."""
 
     KIND, NATIVE = "ft_baby_gloo", "gloo"
 
@@ -177,14 +174,13 @@ def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, by
 # ------------------------------------------------------------------------------------------------ in the child
 
 
-class ChildGroup:
+class ChildGroup(shared.SharedPoolClient):
     """Carries out commands, one after the other, until its channel ends: a group of torch that may be killed at any moment, without loss
     to the process that trains. Descriptors that come with a command are its last arguments."""
 
     def __init__(self, channel: Channel, form_nccl: Callable[..., Engine] = form_nccl) -> None:
+        super().__init__()
         self._channel, self._form_nccl = channel, form_nccl
-        self._memory = shared.SharedPoolClient()
-        self.map, self.map_device = self._memory.map, self._memory.map_device
         self.engine: Engine | None = None
 
     def serve(self) -> None:
@@ -192,14 +188,13 @@ class ChildGroup:
             command, arguments = pickle.loads(message[0])
             getattr(self, command)(*arguments, *message[1])
 
-    def form(self, kind: str, interface: str | None, device: int | None, *place: Any) -> None:
+    def form(self, kind: str, device: int | None, *place: Any) -> None:
         """Builds the group, of gloo or NCCL, in a thread: this one sees the end of the channel meanwhile. Answered by READY or FAILED.
         `device`: that of NCCL; `place`: that of a Rendezvous."""
 
         def build(rendezvous: Rendezvous) -> Engine:
             try:
-                gloo = kind == "gloo"
-                self.engine = form_gloo(rendezvous, interface) if gloo else self._form_nccl(rendezvous, device)
+                self.engine = form_gloo(rendezvous) if kind == "gloo" else self._form_nccl(rendezvous, device)
             except Exception as error:
                 self._reply(FAILED, 0, str(error), [rendezvous.absent, rendezvous.mismatched])
                 raise
@@ -212,7 +207,7 @@ class ChildGroup:
 
     def unmap(self, numbers: list[int]) -> None:
         """Answered by DROPPED."""
-        self._memory.unmap(numbers)
+        super().unmap(numbers)
         self._reply(DROPPED, 0, None, numbers)
 
     def start(self, number: int, placed: Operation, after: tuple[int, bytes] | None) -> None:
@@ -227,7 +222,7 @@ class ChildGroup:
                 device = torch.device("cuda", after[0])
                 torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(device, after[1]))
             assert self.engine is not None
-            self.engine.start(placed.each(lambda place, read, written: self._memory.tensor(place)), ended)
+            self.engine.start(placed.each(lambda place, read, written: self.tensor(place)), ended)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
             ended(error, -1)
 

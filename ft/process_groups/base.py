@@ -201,7 +201,10 @@ class Collectives(dist.ProcessGroup):
 
 class GroupWork(dist.Work):
     """Ends once: with the operation (when its tensors are complete in memory, on a GPU too), with its failure, or when the group is given
-    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result."""
+    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result.
+    `on_timeout` gets the error of a wait that takes longer than its caller allows, which is raised otherwise."""
+
+    on_timeout: Callable[[Exception], None] | None = None
 
     def __init__(self, name: str, outputs: list[Tensor]) -> None:
         super().__init__()
@@ -227,10 +230,15 @@ class GroupWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit)."""
+        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit), unless that is
+        reported: then False."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
-            raise TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
+            late = TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
+            if self.on_timeout is None:
+                raise late
+            self.on_timeout(late)
+            return False
         if self._error is not None:
             raise type(self._error)(*self._error.args) from self._error
         return True
@@ -301,7 +309,7 @@ class Generation:
             engine, self.engine = self.engine, None
             self.first_work.notify()
         assert engine is not None
-        reaper.take(partial(_end, [engine], self._watch), f"given up: {reason}", then)
+        reaper.take(partial(_end, [engine], self._watch, then), f"given up: {reason}")
 
     def _keep_limit(self) -> None:
         while True:
@@ -318,11 +326,12 @@ class Generation:
             del oldest
 
 
-def _end(only: list[Engine], watch: threading.Thread) -> None:
-    engine = only.pop()
-    engine.end()
-    del engine
+def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] | None) -> None:
+    only[0].end()
+    only.clear()  # drops the engine
     watch.join()
+    if then is not None:
+        then()
 
 
 class Reaper:
@@ -335,10 +344,10 @@ class Reaper:
         self._changed = threading.Condition()
         self._pending: dict[threading.Thread, str] = {}
 
-    def take(self, end: Callable[[], None], what: str, then: Callable[[], None] | None = None) -> None:
-        """Calls `end` in a thread, and then `then`. `what` names it in errors. Returns at once. The caller keeps no reference to the group:
-        the last one is dropped in that thread."""
-        thread = threading.Thread(target=self._end, args=(end, then), name="ft-reaper", daemon=True)
+    def take(self, end: Callable[[], object], what: str) -> None:
+        """Calls `end` in a thread. `what` names it in errors. Returns at once. The caller keeps no reference to the group: the last one is
+        dropped in that thread."""
+        thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
         thread.start()
@@ -362,7 +371,7 @@ class Reaper:
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, limit_s)
 
-    def _end(self, end: Callable[[], None], then: Callable[[], None] | None) -> None:
+    def _end(self, end: Callable[[], object]) -> None:
         this = threading.current_thread()
         try:
             end()
@@ -370,14 +379,9 @@ class Reaper:
             # It stays pending: what it still uses is unknown.
             log.exception("the end of a generation failed: %s", self._pending[this])
             return
-        del end
-        try:
-            if then is not None:
-                then()
-        finally:
-            with self._changed:
-                del self._pending[this]
-                self._changed.notify_all()
+        with self._changed:
+            del self._pending[this]
+            self._changed.notify_all()
 
 
 def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
@@ -517,11 +521,6 @@ class ProcessGroup(Collectives):
         with generation.lock:
             return min((work.started_s for work in generation.works), default=None)
 
-    def pending(self) -> int:
-        """Operations under way."""
-        with self._state:
-            return len(self._generation.works) if self._generation is not None else 0
-
     def shutdown(self, limit_s: float = 30.0) -> None:
         """Abandons it, and waits until all generations have ended, at most limit_s. Raises MustExit when some have not."""
         self.abandon("shut down")
@@ -560,9 +559,6 @@ class ProcessGroup(Collectives):
     setGroupDesc, getGroupDesc = _text_of("_torch_text")  # noqa: N815
     _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(rank {self._rank} of {self._size})"
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:

@@ -19,13 +19,13 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.fork_server import PREPARE_S
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Shape
 from ft.protocol.rules import shape_mismatches
 
 # Called with the error if there was one, and with the rank that a message came from, or -1.
 Ended = Callable[[Exception | None, int], object]
-PREPARE_S = 300.0  # the longest that a fork server may take to import torch
 ACKNOWLEDGE_S = 1.0  # to tell the store that this member knows of its own mismatch
 VERSION = "2"  # of what members write into the store, and of what they send each other then
 

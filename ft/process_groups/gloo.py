@@ -31,8 +31,6 @@ from ft.process_groups.sockets import Address
 _Task = tuple[list[dist.Work], Operation, Ended]
 ANSWER_S = 0.02  # for gloo to answer what it has heard, and to hear the end
 LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends after that resets it, over what it has not read yet
-END_S = 2.0  # after which the threads of a work that has not ended are examined
-MOST_STRANDED = 32  # a few threads each, for as long as the backstop
 AGAIN_S = 0.5  # between two tries to get descriptors
 CONNECTS = 5  # so many of its timeouts gloo gives a peer to connect (waitUntil in its transport/tcp/pair.cc)
 NO_TAG = (1 << 31) - 1  # of a message that is never sent
@@ -40,36 +38,32 @@ log = logging.getLogger("pharos.group")
 
 
 class ProcessGroupGloo(ProcessGroup):
-    """gloo in this process. `interface`: its network interface, such as eth0; by default the one that leads to the store."""
+    """gloo in this process."""
 
     KIND = "ft_gloo"
 
-    def __init__(
-        self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0, interface: str | None = None
-    ) -> None:
+    def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         if not sockets.DESCRIPTORS.is_dir():
             raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
         super().__init__(timeout, rendezvous_s=rendezvous_s)
-        self.interface = interface
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        return form_gloo(rendezvous, self.interface, timedelta(seconds=self.timeout_s + 1))
+        return form_gloo(rendezvous, timedelta(seconds=self.timeout_s + 1))
 
 
 def form_gloo(
     rendezvous: Rendezvous,
-    interface: str | None,
     backstop: timedelta = NEVER,
     *,
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, once all are there. All its connections are made here, so it needs the store no longer. `backstop`: after
-    which a thread of gloo that cannot be woken ends by itself: when a connection is reset while gloo's own thread answers to a receiver, it
-    forgets to fail that send, and its waiter waits on."""
+    """The engine of a gloo group, on the network interface that leads to the store, once all are there. All its connections are made here,
+    so it needs the store no longer. `backstop`: after which a thread of gloo that cannot be woken ends by itself: when a connection is
+    reset while gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on."""
     before = _threads_of_gloo()
-    by = {"interface": interface} if interface else {"hostname": sockets.towards(rendezvous.store.host)}
-    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(**by, lazy_init=False))
+    host = sockets.towards(rendezvous.store.host)
+    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
     ports = rendezvous.gather(sorted(near))
     far = {(host, port) for member in ports for host, port in member} - near
     rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))
@@ -103,31 +97,22 @@ def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
         raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
 
 
-# Places of this process for groups with a thread of torch's that waits for nothing any more.
-STRANDED = threading.BoundedSemaphore(MOST_STRANDED)
-
-
 class GlooEngine:
     """A native gloo group, ended so that hardly any thread is stuck. When a connection ends, gloo fails the operations that wait for it,
     but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So connections
     are duplicated, and end in three steps: 1. the read side is shut: gloo still answers what it has read, and no write fails; 2. a receive
     without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
 
-    A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop."""
+    A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop.
+    `stranded`: places of this process for groups with a thread of torch's that waits for nothing any more; a few threads each, for as long
+    as the backstop."""
 
-    def __init__(
-        self,
-        native: dist.ProcessGroup,
-        near: set[Address],
-        far: set[Address],
-        threads: set[int],
-        *,
-        stranded: threading.Semaphore = STRANDED,
-        end_s: float = END_S,
-    ) -> None:
+    stranded: threading.Semaphore = threading.BoundedSemaphore(32)
+    end_s = 2.0  # after which the threads of a work that has not ended are examined
+
+    def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address], threads: set[int]) -> None:
         self._native: dist.ProcessGroup | None = native
         self.near, self.far, self._threads = near, far, threads
-        self._stranded, self._end_s = stranded, end_s
         self._waiters = _Waiters()
         self._news = threading.Condition()
         self._open = 0  # works that have not ended
@@ -170,21 +155,21 @@ class GlooEngine:
             self._has_ended.wait()
         only, self._native = [self._native], None
         with self._news:
-            ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
+            ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
         while not ended and self._ending is not None:
             if _sleep(self._threads | self._waiters.busy):
-                if not self._stranded.acquire(blocking=False):
+                if not self.stranded.acquire(blocking=False):
                     raise MustExit("too many groups of gloo have left threads behind")
                 threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
                 return
             with self._news:
-                ended = self._news.wait_for(lambda: self._open == 0, self._end_s)
+                ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
         only.clear()  # joins torch's threads
 
     def _drop(self, only: list[Any]) -> None:
         """Drops the group when the thread that it left behind has met its backstop."""
         only.clear()  # joins torch's threads
-        self._stranded.release()
+        self.stranded.release()
 
     def _count_down(self) -> None:
         with self._news:

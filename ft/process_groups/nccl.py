@@ -106,7 +106,6 @@ def form_nccl(
     try:
         _sum_once(engine, rendezvous, device)
     except BaseException:
-        engine.wake()
         engine.end()
         raise
     return engine

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ft.process_groups.store import parse
+from ft.rpc.access import Endpoint
 
 PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be explained, and closes what has connected
 TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
@@ -32,19 +33,13 @@ Place = tuple[int, Any]  # address family, address
 
 class Prober:
     """`host`: of this machine, as the others reach it; they probe `handle`. `within_s`: a member without an answer for so long is
-    unreachable. `wait_s`: a wait for other groups of so long is explained; `again_s`: between two probes for the same wait, or of
-    unreachable members. Raises OSError where it cannot listen. It works in one thread, from `start` to `close`."""
+    unreachable. Raises OSError where it cannot listen. It works in one thread, from `start` to `close`."""
 
-    def __init__(
-        self,
-        host: str,
-        within_s: float,
-        *,
-        wait_s: float = 1.0,
-        again_s: float = 2.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._within_s, self._wait_s, self._again_s, self._clock = within_s, wait_s, again_s, clock
+    wait_s = 1.0  # a wait for other groups of so long is explained
+    again_s = 2.0  # between two probes for the same wait, or of unreachable members
+
+    def __init__(self, host: str, within_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._within_s, self._clock = within_s, clock
         self._lock = threading.Condition()
         self._places: dict[str, Place] = {}
         self._members: frozenset[str] = frozenset()  # of the newest generation
@@ -52,14 +47,10 @@ class Prober:
         self._wanted = self._done = 0  # counts probes that were asked for, and those that came to an end
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((host, 0))
-        self._listener.listen(4096)  # what comes while this process is stopped must be answered, too
+        # So many, for what comes while this process is stopped must be answered, too.
+        self._listener = socket.create_server((host, 0), family=family, backlog=4096)
         self._listener.setblocking(False)
-        port = self._listener.getsockname()[1]
-        self.handle = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._waits_since: Callable[[], float | None] = lambda: None
-        self._report: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self.handle = str(Endpoint(host, self._listener.getsockname()[1]))
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
 
     def start(self, waits_since: Callable[[], float | None], report: Callable[[tuple[str, ...]], None]) -> None:
@@ -107,12 +98,12 @@ class Prober:
         while not self._closed:
             self._accept()
             now_s, since_s = self._clock(), self._waits_since()
-            waits = since_s is not None and now_s - since_s >= self._wait_s
+            waits = since_s is not None and now_s - since_s >= self.wait_s
             with self._lock:
                 wanted = self._wanted
-                due = wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self._again_s)
+                due = wanted > self._done or ((waits or self._unreachable) and now_s - last_s >= self.again_s)
                 if not due and not self._closed:
-                    self._lock.wait(min(PAUSE_S, self._wait_s / 2))
+                    self._lock.wait(min(PAUSE_S, self.wait_s / 2))
             if due:
                 self._probe_members(all_members=waits or wanted > self._done)
                 last_s = self._clock()

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from torch._C._distributed_c10d import Store, TCPStore
 
 T = TypeVar("T")
-_VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _KEYS, _DELETE = range(9)
+_VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _, _DELETE = range(9)
 _MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
 _MAGIC = 0x3C85F7CE  # of a client of torch's
 _YES = 0  # answer to _CHECK and _WAIT
@@ -49,9 +49,7 @@ def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
     """torch's store, on that address alone (it asks for no token, so it is shown to no more networks than need be) and a free port.
     It lives as long as the object. From then on torch asks for no names in this process."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.bind((host.partition("%")[0], 0))
-        listening.listen(1024)
+    with socket.create_server((host.partition("%")[0], 0), family=family, backlog=1024) as listening:
         port = listening.getsockname()[1]
         more: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
         with no_names():
@@ -153,10 +151,6 @@ class StoreClient(Store):
 
     def delete_key(self, key: str) -> bool:
         return self._ask(self._integer, _DELETE, self._key(key)) > 0
-
-    def num_keys(self) -> int:
-        """Number of keys of the whole store, whatever their prefix."""
-        return self._ask(self._integer, _KEYS)
 
     def has_extended_api(self) -> bool:
         return False

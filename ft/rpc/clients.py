@@ -109,13 +109,13 @@ class GroupProcess:
 
 class GroupClient:
     """A rank's connection to its group's server, at "http://host:port". Thread-safe. `heard_s`: time.monotonic() of the server's newest
-    word on the group as a whole, that it waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
+    message that the whole group waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
         self._channel = channel(address, self._access, aio=False)
         self._metadata = self._access.metadata()
-        self._up: list[Any] = []  # what is to be sent up the stream
+        self._up: list[tuple[str, Any]] = []  # messages for the stream, each with its field of RankUp; "": the end
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -149,8 +149,8 @@ class GroupClient:
                 return None if self.gone.wait(GONE_S) else m.QuorumFailed(str(error))
 
     def outcome(self, vote: m.Vote) -> m.Outcome:
-        """The group's word. A vote that the server holds, or that waits for ranks that wait for other groups, is asked for again for as
-        long as it takes. Raises GroupEnded where there is none: this rank ends."""
+        """The group's outcome. A vote that the server has yet to answer, also for ranks that wait for other groups, is cast again for as
+        long as it takes. Raises GroupEnded where there is no outcome: this rank ends."""
         tries = 0
         while tries < VOTE_TRIES:
             try:
@@ -193,10 +193,6 @@ class GroupClient:
         """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
         self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason, finished=finished), pharos_pb2.Done, timeout_s)
 
-    def kill(self, reason: str, timeout_s: float = 5.0) -> None:
-        """Ends the group: its trainers are killed. Raises TimeoutError, RuntimeError."""
-        self._call("Kill", pharos_pb2.Kill(reason=reason), pharos_pb2.Done, timeout_s)
-
     def watch(
         self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
     ) -> None:
@@ -206,7 +202,7 @@ class GroupClient:
         assert self._thread is None, "one stream a rank"
         pid = os.getpid() if pid is None else pid
         hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host())
-        self._send(pharos_pb2.RankUp(hello=hello))
+        self._send("hello", hello)
         sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
 
@@ -229,45 +225,43 @@ class GroupClient:
         """Sends a report to the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
         message = codec.to_message(report)
         message.MergeFrom(pharos_pb2.Report(**figures))
-        self._send(pharos_pb2.RankUp(report=message))
+        self._send("report", message)
 
     def happened(self, lane: str, step: int, text: str) -> None:
         """Sends a line for the lighthouse's page (codec.LANES). It may get lost on its way."""
-        self._send(pharos_pb2.RankUp(happened=codec.happened_message(lane, step, text)))
+        self._send("happened", codec.happened_message(lane, step, text))
 
     def give_up(self, quorum_id: int, reason: str) -> None:
         """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
-        self._send(pharos_pb2.RankUp(give_up=pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason)))
+        self._send("give_up", pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason))
 
     def want_to_leave(self) -> None:
         """This rank was asked to leave: where its group waits for others, it is to wait no longer."""
-        self._send(pharos_pb2.RankUp(wants_to_leave=pharos_pb2.Done()))
+        self._send("wants_to_leave", pharos_pb2.Done())
 
     def close(self) -> None:
         """May be called twice."""
         self._closed = True
-        self._send(None)
+        self._send("", None)
         if self._thread:
             self._thread.join(timeout=5)
         self._channel.close()
 
-    def _send(self, up: Any) -> None:
-        """Queues a message; None: no more. The queue is bounded: it keeps the newest report and the first few lines for the page."""
+    def _send(self, field: str, message: Any) -> None:
+        """Queues a message. The queue is bounded: it keeps the newest report and the first few lines for the page."""
         with self._more:
-            if up is not None and up.HasField("happened"):
-                lines = sum(other is not None and other.HasField("happened") for other in self._up)
-                if lines >= MOST_LINES:
-                    return
-            if up is not None and up.HasField("report"):
-                self._up = [other for other in self._up if other is None or not other.HasField("report")]
-            self._up.append(up)
+            if field == "happened" and sum(other == field for other, _ in self._up) >= MOST_LINES:
+                return
+            if field == "report":
+                self._up = [other for other in self._up if other[0] != field]
+            self._up.append((field, message))
             self._more.notify()
 
     def _next_message(self) -> bytes | None:
         with self._more:
             self._more.wait_for(lambda: self._up)
-            up = self._up.pop(0)
-        return None if up is None else up.SerializeToString()
+            field, message = self._up.pop(0)
+        return pharos_pb2.RankUp(**{field: message}).SerializeToString() if field else None
 
     def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
         """Takes in a message of the stream. Returns the reason why the group has ended, if it says so."""
@@ -301,7 +295,7 @@ class GroupClient:
 def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
     """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
     warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
-    until_s, said = time.monotonic() + patience_s, False
+    until_s, warned = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
         while True:
@@ -318,8 +312,8 @@ def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bo
             where = f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {lighthouse}"
             if time.monotonic() >= until_s:
                 raise ConnectionError(f"{where} within {patience_s:g} s: {why}")
-            if not said:
-                said = True
+            if not warned:
+                warned = True
                 log.warning("%s; waiting %g s for it: %s", where, patience_s, why)
             time.sleep(min(AGAIN_S, patience_s))
 

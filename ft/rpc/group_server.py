@@ -77,7 +77,7 @@ class RankReports:
         self.blame(rank, report.blame)
 
     def blame(self, rank: int, others: Collection[str]) -> None:
-        """Replaces what the rank said before of those it cannot work with."""
+        """Replaces the members that the rank named before, with which it cannot work."""
         if others and 0 <= rank < self._world_size:
             self._blames[rank] = tuple(others)
         else:
@@ -107,7 +107,7 @@ class RankReports:
             if longest.phase_limit_s:
                 report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
             report.launched = min(one.launched for one in reports)
-        for name in ("healed_bytes", "heal_done_bytes", "heal_total_bytes"):
+        for name in codec.REPORT_BYTES:
             setattr(report, name, sum(getattr(one, name) for one in reports))
         report.waiting, report.settled, report.summed = self.waiting, self.settled, False
         report.blame[:] = self.blamed
@@ -153,13 +153,7 @@ class GroupService:
     """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
 
     def __init__(
-        self,
-        config: GroupConfig,
-        lighthouse: str,
-        access: Access,
-        end: Callable[[str], None],
-        *,
-        wire: type[Wire] = Link,
+        self, config: GroupConfig, lighthouse: str, access: Access, end: Callable[[str], None], wire: type[Wire] = Link
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
@@ -194,7 +188,6 @@ class GroupService:
             "/pharos.Group/Watch": stream(self._on_watch),
             "/pharos.Group/CheckpointMetadata": unary(self._on_metadata),
             "/pharos.Group/Leave": unary(self._on_leave),
-            "/pharos.Group/Kill": unary(self._on_kill),
         }
 
     def start(self) -> None:
@@ -241,10 +234,7 @@ class GroupService:
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.from_bytes(m.AskMetadata, data).group_rank
-        found = self.metadata_of(rank)
-        if found is None:
-            raise ValueError("rank not found")
-        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
+        return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=self.metadata_of(rank)).SerializeToString()
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
@@ -257,14 +247,12 @@ class GroupService:
             self._end("")
         return b""
 
-    async def _on_kill(self, data: bytes, context: Any) -> bytes:
-        self.end(f"killed by request: {codec.parse(pharos_pb2.Kill, data).reason}")
-        return b""
-
-    def metadata_of(self, group_rank: int) -> str | None:
-        """The address where that rank serves its state; None: it has not said so."""
-        out = self.machine.handle(m.AskMetadata(group_rank), now_s())
-        return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
+    def metadata_of(self, group_rank: int) -> str:
+        """The address where that rank serves its state. Raises ValueError where the rank has reported none."""
+        for effect in self.machine.handle(m.AskMetadata(group_rank), now_s()).effects:
+            if isinstance(effect, m.Metadata):
+                return effect.checkpoint_metadata
+        raise ValueError("rank not found")
 
     # ---- streams of ranks
 
@@ -395,7 +383,7 @@ class GroupService:
         self._end(reason)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """A fault in it ends the group, and is said."""
+        """A fault in it ends the group, and is logged."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -439,7 +427,9 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
     wire = Link if settings.wire == "pharos" else LinkOverTorchft
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
-    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
+    torchft = TorchftGroup(
+        config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of, spawn=service.spawn
+    )
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -90,6 +90,11 @@ class Wire:
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
         """Opens a stream in place of the one before, and keeps it open."""
+        self.close_stream()
+        self._presence = self._spawn(self._keep_open(replica_id, settled))
+
+    async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
+        """Tells the lighthouse that the group is there, until it is cancelled."""
         raise NotImplementedError
 
     async def send(self, **up: Any) -> None:
@@ -97,11 +102,6 @@ class Wire:
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
         """Best effort: a lighthouse that does not hear it notices that the stream breaks, or that heartbeats end."""
-
-    def _stay(self, for_ever: Coroutine[Any, Any, None]) -> None:
-        """Starts this task in place of the one before."""
-        self.close_stream()
-        self._presence = self._spawn(for_ever)
 
     def close_stream(self) -> None:
         """Closes the stream: the lighthouse counts this group out until it is opened again."""
@@ -161,11 +161,8 @@ class Link(Wire):
     def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
 
-    def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        self._stay(self._keep_open(replica_id, settled))
-
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
-        said = ""
+        logged = ""
         while True:
             stream = self._channel.stream_stream("/pharos.Lighthouse/Watch")(metadata=self._metadata)
             try:
@@ -183,8 +180,8 @@ class Link(Wire):
             finally:
                 self._stream = None
                 stream.cancel()
-            if why != said:
-                said = why
+            if why != logged:
+                logged = why
                 log.warning("the stream to the lighthouse broke: %s", why)
             await asyncio.sleep(random.uniform(*REOPEN_S))
 

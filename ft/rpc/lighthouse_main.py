@@ -1,7 +1,7 @@
 """A running lighthouse, and its command line: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
 Prints its address on stdout, and then its page's where it has one; everything else on stderr. No torch here.
-Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse_server.py runs `serve` in a thread.
+Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse.py runs `serve` in a thread.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from ft.protocol import messages as m
-from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, try_to_listen
 from ft.rpc.driver import Driver, Seen
 from ft.rpc.lighthouse_flags import LighthouseOptions, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Server
-from ft.rpc.state_file import TakenOver
+from ft.rpc.state_file import StateFileWriter, TakenOver, reserved
 
 log = logging.getLogger("pharos.lighthouse")
 
@@ -81,21 +79,18 @@ def _address(at: Endpoint, access: Access) -> str:
 
 @asynccontextmanager
 async def serve(
-    options: LighthouseOptions,
-    *,
-    seen: Seen | None = None,
-    begin: Callable[..., tuple[state_file.StateFileWriter, m.Saved | None]] = state_file.StateFileWriter.begin,
+    options: LighthouseOptions, *, seen: Seen | None = None, writer: type[StateFileWriter] = StateFileWriter
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
     """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
-    which raises state_file.TakenOver when another one goes on from the same file."""
+    which raises TakenOver when another one goes on from the same file."""
     for at in options.at:
         if at.port:
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
-    keeper, saved = begin(options.state, recover=options.recover) if options.state else (None, None)
+    keeper, saved = writer.begin(options.state, recover=options.recover) if options.state else (None, None)
     service = LighthouseService(
         options.config,
         keeper=keeper,
-        saved=saved and state_file.reserved(saved),
+        saved=saved and reserved(saved),
         fresh=not options.recover,
         lower_terms=options.lower_terms,
         seen=seen,

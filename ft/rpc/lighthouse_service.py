@@ -56,11 +56,10 @@ class LighthouseService:
         fresh: bool = True,
         lower_terms: bool = False,
         seen: Seen | None = None,
-        max_waiting: int = MAX_WAITING,
     ) -> None:
         epoch = uuid.uuid4().hex[:12]
         self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms)
-        self.config, self.keeper, self._max_waiting = self.machine.config, keeper, max_waiting
+        self.config, self.keeper, self.max_waiting = self.machine.config, keeper, MAX_WAITING
         if config.terms != (terms := self.config.terms):
             log.warning("the job's terms stay, for --lower_terms is not given: %s, not %s", terms, config.terms)
         self.streams: dict[str, Outbox] = {}
@@ -124,7 +123,7 @@ class LighthouseService:
         _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
-        if self._pending.size + pending.size > self._max_waiting:
+        if self._pending.size + pending.size > self.max_waiting:
             raise refused("RESOURCE_EXHAUSTED", f"calls of {self._pending.size} bytes in all are waiting already")
         replica_id = call.member.replica_id
         if replica_id in self.streams:
@@ -291,7 +290,7 @@ class LighthouseService:
             self._send(replica_id, message)
 
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
-        """On change, not on tick: a reason that only counts up is said once."""
+        """On change, not on tick: a reason that only counts up is logged once."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
                 self.issued, self._logged_reason = self.issued + 1, out.reason
@@ -300,7 +299,7 @@ class LighthouseService:
                     self._logged_id = quorum.quorum_id
                     what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
                     log.info("quorum %d of %d groups, step %d: %s", *what)
-            elif isinstance(effect, m.Refuse):  # said once: a former member asks again and again
+            elif isinstance(effect, m.Refuse):  # logged once: a former member asks again and again
                 words = _NUMBER.sub("#", effect.reason)
                 if self._refusals.get(effect.replica_id) != words:
                     self._refusals[effect.replica_id] = words

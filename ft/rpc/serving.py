@@ -72,29 +72,24 @@ def stream(handler: Callable[[Outbox], Awaitable[None]]) -> Route:
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
     """grpc.aio's server. Looks at the token before anything of a call is read; tells its end to callers, where grpc would print a stack."""
 
-    def __init__(
-        self,
-        access: Access,
-        routes: Mapping[str, Route],
-        at: Sequence[Endpoint],
-        *,
-        room: int | None = None,
-        hello_s: float = HELLO_S,
-    ) -> None:
+    room: int | None = None  # for connections; by default for as many as this process can hold
+    hello_s = HELLO_S
+
+    def __init__(self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> None:
         """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
-        unary(...) or stream(...). room: for connections, by default as many as this process can hold. Raises ValueError."""
+        unary(...) or stream(...). Raises ValueError."""
         self._access, self._routes = access, routes
         self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
         self._tasks: set[asyncio.Task[Any]] = set()  # of the calls that it is in the middle of
         self._stops = False
-        self.connections = (room or room_for_connections()) // len(at)  # at one address
+        self.connections = (self.room or room_for_connections()) // len(at)  # at one address
         options = [
             ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
             # before and after decompression; headers: 16 KiB by itself
             ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
-            ("grpc.server_handshake_timeout_ms", int(hello_s * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(self.hello_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
             # for a host that vanished; beats show it long before where there is a stream
             ("grpc.keepalive_time_ms", 60_000),

@@ -21,12 +21,11 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ft.protocol import messages as m
 from ft.protocol.rules import MAX_STEP, validate_request
@@ -161,22 +160,13 @@ class StateFileWriter:
     """Writes in a thread of its own; the loop never waits for a disk. A disk that refuses is logged and tried again each second. After a
     takeover all that waits for the disk, and all that comes later, fails by TakenOver."""
 
-    def __init__(
-        self,
-        path: Path,
-        owner: str = "",
-        saved: m.Saved | None = None,
-        *,
-        trouble: str = "",
-        write: Callable[[Path, m.Saved, str], None] = write,
-        take_over: Callable[[Path], str] = take_over,
-        pace_s: float = PACE_S,
-    ) -> None:
+    write_file, take_file_over, pace_s = staticmethod(write), staticmethod(take_over), PACE_S
+
+    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
         """`owner`: take_over's. `saved`: the file's. `trouble`: why the file could not be taken over at the start; the first write does it,
         if the file still has its owner of now. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
-        self._write, self._take_over, self._pace_s = write, take_over, pace_s
         self._over: TakenOver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.Saved | None = None
@@ -185,11 +175,11 @@ class StateFileWriter:
         self._checked_s = time.monotonic()
 
     @classmethod
-    def begin(cls, path: Path, *, recover: bool, **options: Any) -> tuple[StateFileWriter, m.Saved | None]:
+    def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.Saved | None]:
         """Takes the file over, and reads it. recover: one that is damaged counts as none. Raises ValueError: it cannot be used."""
         owner, trouble, saved = "", "", None
         try:
-            owner = options.get("take_over", take_over)(path)
+            owner = cls.take_file_over(path)
         except OSError as error:
             if error.errno not in PASSING:  # no time will help
                 raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
@@ -201,7 +191,7 @@ class StateFileWriter:
             if not recover:
                 raise
             log.warning("%s", error)
-        return cls(path, owner, saved, trouble=trouble, **options), saved
+        return cls(path, owner, saved, trouble=trouble), saved
 
     def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
         """A future where what comes next must wait for the disk. Raises TakenOver."""
@@ -219,7 +209,7 @@ class StateFileWriter:
         if self._over:
             raise self._over
         now_s = time.monotonic()
-        if now_s - self._checked_s >= 5 * self._pace_s and (self._checking is None or self._checking.done()):
+        if now_s - self._checked_s >= 5 * self.pace_s and (self._checking is None or self._checking.done()):
             self._checked_s, self._checking = now_s, self._thread.submit(self._is_ours)
 
     async def close(self) -> None:
@@ -231,7 +221,7 @@ class StateFileWriter:
     async def _write_newest(self) -> None:
         """Within a second, or as soon as the disk works again."""
         while self._newest and self._written is not self._newest and not self._over:
-            await asyncio.sleep(self._pace_s)
+            await asyncio.sleep(self.pace_s)
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
         self._later = None
 
@@ -246,7 +236,7 @@ class StateFileWriter:
                 and there.settled <= saved.settled
                 and saved.last_id <= there.last_id + RESERVED
             )
-            done, _ = await asyncio.wait([attempt], timeout=self._pace_s if covered else None)
+            done, _ = await asyncio.wait([attempt], timeout=self.pace_s if covered else None)
             if done and attempt.result():
                 return
             if self._over:
@@ -254,18 +244,18 @@ class StateFileWriter:
             if covered:
                 self._later = self._later or asyncio.ensure_future(self._write_newest())
                 return
-            await asyncio.sleep(self._pace_s)
+            await asyncio.sleep(self.pace_s)
 
     def _try(self, saved: m.Saved) -> bool:
         try:
             if self._before is not None:  # it could not be taken over at the start
                 ours = owner_of(self.path) == self._before
-                self._owner = self._take_over(self.path) if ours else ""
+                self._owner = self.take_file_over(self.path) if ours else ""
                 if not ours or read(self.path) != self._written:
                     raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
                 self._before = None
             try:
-                self._write(self.path, saved, self._owner)
+                self.write_file(self.path, saved, self._owner)
             except OSError:
                 check_owner(self.path, self._owner)  # another one may have room
                 raise

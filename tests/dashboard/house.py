@@ -35,8 +35,9 @@ class House:
         min_replicas: int = 1,
         port: int = 0,
         heartbeat_s: float = 3600.0,
-        limits: Any = None,
+        **limits: float,
     ) -> None:
+        """limits: attributes of the Feed."""
         self.token, self._limits = token, limits
         self.service: LighthouseService
         self._started, self._error = threading.Event(), None
@@ -56,7 +57,7 @@ class House:
         async with serve(LighthouseOptions(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
             self.address = f"http://127.0.0.1:{grpc_port}"
             async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as self.port:
-                self.feed.limits = self._limits or self.feed.limits
+                vars(self.feed).update(self._limits)
                 self._started.set()
                 await until_stopped(self.service.driver, self._stop)
 

@@ -168,7 +168,7 @@ def test_a_cut_connection_is_made_again_and_catches_up(job: Jobs, tab: Open):
 
     def cut() -> None:
         for watcher in one.feed.watchers:
-            watcher.transport.abort()
+            watcher.abort()
 
     one.loop.call_soon_threadsafe(cut)
     page.wait_for_selector("#connection[data-state='bad']")
@@ -188,7 +188,7 @@ def test_another_life_of_the_lighthouse_is_told_from_its_beginning(job: Jobs, ta
     def begin_anew() -> None:
         one.feed.boot = "another"  # what was said before means nothing now
         for watcher in one.feed.watchers:
-            watcher.transport.abort()
+            watcher.abort()
 
     one.loop.call_soon_threadsafe(begin_anew)
     page.wait_for_selector("#of-old", state="detached")

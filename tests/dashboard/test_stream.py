@@ -6,7 +6,6 @@ import socket
 
 import pytest
 
-from ft.dashboard.feed import FeedLimits
 from ft.dashboard.view import CONNECTED, HEALS, JOINS, LATE, LEFT, LOST, TRAINS
 from ft.protocol.messages import VOID
 from ft.rpc.generated import pharos_pb2
@@ -83,7 +82,7 @@ def test_one_that_was_cut_off_is_told_what_it_missed(job: Jobs):
 
 
 def test_who_is_away_for_too_long_is_told_all_of_it(job: Jobs):
-    one, groups = job(limits=FeedLimits(ring=2))
+    one, groups = job(most_updates=2)
     with one.watch() as other:
         with one.watch() as reader:
             reader.until(lambda r: r.row("2:c"))
@@ -98,7 +97,7 @@ def test_who_is_away_for_too_long_is_told_all_of_it(job: Jobs):
 
 
 def test_nobody_watches_and_nothing_is_made(job: Jobs):
-    one, groups = job(limits=FeedLimits(linger_s=0.0))
+    one, groups = job(linger_s=0.0)
     assert not one.feed.awake
     with one.watch() as reader:
         reader.until(lambda r: r.row("2:c"))
@@ -113,7 +112,7 @@ def test_nobody_watches_and_nothing_is_made(job: Jobs):
 
 
 def test_too_many_watchers_are_refused_in_words(house: Houses):
-    one = house(limits=FeedLimits(watchers=2))
+    one = house(most_watchers=2)
     with one.watch() as first, one.watch() as second:
         first.next(), second.next()
         status, text, headers = one.ask("GET", "/events", **one.headers())
@@ -121,7 +120,7 @@ def test_too_many_watchers_are_refused_in_words(house: Houses):
 
 
 def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Houses, herd: Herds):
-    one = house(limits=FeedLimits(slow_s=0.2, calm_s=0.0, calm_per_group_s=0.0))
+    one = house(slow_s=0.2, calm_s=0.0, calm_per_group_s=0.0)
     job = herd(one)
     job.open([f"{i:04}:{'x' * 400}" for i in range(300)])  # some 130 KB to begin with
     with socket.socket() as sock:
@@ -135,7 +134,7 @@ def test_one_that_does_not_read_is_dropped_and_costs_a_bounded_amount(house: Hou
         while one.feed.watchers:  # until it is dropped, there is more and more for it
             number += 1
             job.beat(phase=f"{number}")
-            assert len(one.feed.ring) <= one.feed.limits.ring
+            assert len(one.feed.ring) <= one.feed.most_updates
     with one.watch() as reader:
         assert reader.next()["begin"], "others are served"
 

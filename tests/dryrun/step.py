@@ -102,7 +102,7 @@ class Run(train.Run):
 
     def among_groups(self, slot_size: int) -> Manager:
         """With a lighthouse, a group's server and a manager as they are; of other groups' ranks none is there."""
-        from ft.compat.lighthouse_server import LighthouseServer
+        from ft.compat.lighthouse import LighthouseServer
 
         lighthouse = LighthouseServer("127.0.0.1:0", 1)
         self.cleanup.callback(lighthouse.shutdown)

@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ft.agreement import Agreement
-from ft.compat.lighthouse_server import LighthouseServer
+from ft.compat.lighthouse import LighthouseServer
 from ft.healing.transport import Transport
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ft import LighthouseServer, Manager, ProcessGroupGloo
 from ft.compat import manager as torchft_manager
-from ft.compat.manager import ReportingWork
 from ft.process_groups.base import GroupWork
 from tests.ft.torchft_groups import Group
 
@@ -126,11 +125,11 @@ def test_the_state_of_a_checkpoint_is_json(alone: Group):
 
 def test_a_work_that_is_late_is_told():
     told: list[Exception] = []
-    late = GroupWork("AllReduce", [torch.ones(1)])
-    work = ReportingWork(late, told.append)
+    work = GroupWork("AllReduce", [torch.ones(1)])
+    work.on_timeout = told.append
     assert not work.wait(timedelta(seconds=0.001)) and not work.is_completed()
     assert isinstance(told[0], TimeoutError)
-    late.end(None)
+    work.end(None)
     assert work.wait() and work.wait(timedelta(seconds=1)) and work.is_success() and len(told) == 1
 
 

@@ -75,7 +75,7 @@ def test_the_host_waits_for_what_decides_and_for_nothing_else(tmp_path: Path) ->
     """Twice alone: for the loss sum that rides with the vote, and for the norm of the gradients, which may end the run. Four times in a
     replica group: its tail goes to the device (Gradients._send_last) and comes back summed (Gradients.wait), and both decide."""
     server = pytest.importorskip(
-        "ft.compat.lighthouse_server", reason="replica groups need grpcio and protobuf 6.31", exc_type=ImportError
+        "ft.compat.lighthouse", reason="replica groups need grpcio and protobuf 6.31", exc_type=ImportError
     )
     alone = waits(tmp_path / "alone")
     lighthouse = server.LighthouseServer("127.0.0.1:0", 1)

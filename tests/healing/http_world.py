@@ -28,11 +28,10 @@ class World:
         self._events: list[threading.Event] = []
         self._threads = stack.enter_context(ThreadPoolExecutor(8))
 
-    def transport(
-        self, name: str, access: Access = TOKEN, config: HealConfig | None = None, **more: Any
-    ) -> HttpTransport:
+    def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
         """With short stripes, so that small states have several."""
-        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM, least_stripe=8, **more)
+        transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
+        transport.least_stripe = 8
         self._stack.callback(transport.close)
         return transport
 

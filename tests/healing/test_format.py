@@ -19,7 +19,6 @@ from ft.healing.format import (
     StateManifest,
     digest,
     from_json,
-    lay_out,
     to_json,
 )
 
@@ -30,7 +29,9 @@ def write(header: Any) -> bytes:
 
 
 def header(**changes: Any) -> dict[str, Any]:
-    entries = lay_out([("m/a", torch.float32, (3, 4)), ("m/b", torch.bfloat16, ()), ("m/c", torch.int64, (0, 5))])
+    kinds = {"a": ((3, 4), torch.float32), "b": ((), torch.bfloat16), "c": ((0, 5), torch.int64)}
+    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+    entries = StateManifest.describe({"m": state}).entries
     values = {"m": {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}], ["c", {"tensor": 2}], ["lr", 0.1]]}}
     return json.loads(StateManifest(entries, values).encode()) | changes
 
@@ -255,7 +256,7 @@ def test_digest_sees_every_flipped_bit_and_misplaced_chunk():
 
 def test_pieces_cover_the_body():
     shapes = [(300_000,), (), (0,), (700_001,), (3, 3), (1_000_000,)]
-    manifest = StateManifest(lay_out([(str(i), torch.float32, shape) for i, shape in enumerate(shapes)]))
+    manifest = StateManifest.describe({str(i): torch.empty(shape, device="meta") for i, shape in enumerate(shapes)})
     seen: dict[int, list[tuple[int, int]]] = {}
     for chunk in range(manifest.chunks):
         for index, low, high in manifest.pieces(*manifest.span(chunk)):

@@ -87,10 +87,11 @@ def test_an_offer_that_is_over_keeps_no_copies(world: World):
     source = world.transport("a", config=HealConfig(heal_grace_s=600.0))
     group = large(1)
     offer = source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
-    assert not offer.copied_bytes
-    assert source.fence() is Fenced.COPIED and offer.copied_bytes == group.snapshot().manifest.total_bytes
+    assert not offer.aside
+    assert source.fence() is Fenced.COPIED and offer.aside
+    assert sum(map(len, offer.aside.values())) == group.snapshot().manifest.total_bytes
     source.end_offer(3, "j is lost")
-    assert not offer.copied_bytes
+    assert not offer.aside
 
 
 def test_nobody_there(world: World):
@@ -381,7 +382,7 @@ def test_strangers_keep_nobody_out(world: World):
         for _ in range(MAX_CONNECTIONS + 5):
             held.enter_context(socket.create_connection(at))
         heal(world.transport("j"), joiner, server)
-        assert equal(joiner.loaded, group.values) and server.connections <= MAX_CONNECTIONS
+        assert equal(joiner.loaded, group.values) and len(server.connections) <= MAX_CONNECTIONS
 
 
 def test_a_reader_that_is_done_makes_room_for_another():
@@ -408,16 +409,18 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
         return threading.Thread(name=name, **more)
 
     offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
-    with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0, thread=thread)) as server:
+    with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)) as server:
+        server.make_thread = thread
         for _ in range(2):
             with pytest.raises(HealFailed):
                 heal(world.transport("j"), joiner, server)
         heal(world.transport("j"), joiner, server)
-        assert equal(joiner.loaded, group.values) and server.connections <= 2
+        assert equal(joiner.loaded, group.values) and len(server.connections) <= 2
 
 
 def test_a_silent_connection_is_closed():
-    server = HealServer("127.0.0.1", TOKEN, lambda: None, silence_s=30.0, head_s=0.05)
+    server = HealServer("127.0.0.1", TOKEN, lambda: None, silence_s=30.0)
+    server.head_s = 0.05
     at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
     with closing(server), socket.create_connection(at) as silent:
         silent.settimeout(30)

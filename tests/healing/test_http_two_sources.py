@@ -80,7 +80,9 @@ def test_a_source_that_does_not_hear_the_thanks_keeps_nobody(world: World):
         world.proxy(world.source(group, name), as_it_is, lambda data: b"/done" in data and gate.wait(30))
         for name in "ab"
     ]
-    heal(world.transport("j", tell_s=0.01), joiner, *sources)
+    transport = world.transport("j")
+    transport.tell_s = 0.01
+    heal(transport, joiner, *sources)
     assert equal(joiner.loaded, group.values) and not gate.is_set()
 
 

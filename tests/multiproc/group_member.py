@@ -39,7 +39,7 @@ class Member:
         if not self.groups:
             classes = {"gloo": ProcessGroupGloo, "baby_gloo": ProcessGroupBabyGloo}
             for kind, made in classes.items():
-                self.groups[kind] = made(timeout=60.0, rendezvous_s=120.0, interface="lo")
+                self.groups[kind] = made(timeout=60.0, rendezvous_s=120.0)
         self.groups["baby_gloo"].prepare()
         return {}
 

@@ -61,7 +61,7 @@ class Counting(ProcessGroupGloo):
 def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained:
     """STEPS steps of this rank: of two groups the first has ranks 0 and 1."""
     name, group_rank, store = join_group()
-    between, seen = Counting(60.0, rendezvous_s=60.0, interface="lo"), Trained()
+    between, seen = Counting(60.0, rendezvous_s=60.0), Trained()
 
     def notes(now_s: float, event: m.Event, out: m.Out) -> None:
         if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):

@@ -247,8 +247,11 @@ def _first_bytes(connection: socket.socket) -> bytes:
 
 
 def test_a_connection_that_says_nothing_is_closed():
+    class Hasty(serving.Server):
+        hello_s = 0.2
+
     async def story() -> None:
-        server = serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0)], hello_s=0.2)
+        server = Hasty(Access(), {}, [Endpoint("127.0.0.1", 0)])
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         await asyncio.wait_for(reader.read(), WAIT_S)  # its settings, then the end
@@ -280,8 +283,11 @@ def test_the_room_there_is(caplog: pytest.LogCaptureFixture, limits: tuple[int, 
 
 
 def test_addresses_share_the_room():
+    class Small(serving.Server):
+        room = 100
+
     async def room() -> int:
-        return serving.Server(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)], room=100).connections
+        return Small(Access(), {}, [Endpoint("127.0.0.1", 0), Endpoint("127.0.0.2", 0)]).connections
 
     assert asyncio.run(room()) == 50
 
@@ -327,7 +333,8 @@ def test_calls_without_a_deadline_wait_and_are_forgotten_with_their_caller(light
 
 def test_what_waits_is_bounded_in_bytes():
     async def story() -> None:
-        service = LighthouseService(LighthouseConfig(min_replicas=2), max_waiting=1 << 20)
+        service = LighthouseService(LighthouseConfig(min_replicas=2))
+        service.max_waiting = 1 << 20
         caller = SimpleNamespace(time_remaining=lambda: None)
         waits = asyncio.ensure_future(
             service.ask(m.Call(m.Member("a"), "torchft"), serving.Pending(600_000, None), caller)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -185,7 +184,8 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
 def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any], **options: Any) -> None:
     async def run() -> None:
         owner = state_file.take_over(path) if path.parent.exists() else ""
-        keeper = state_file.StateFileWriter(path, owner, **options)
+        keeper = state_file.StateFileWriter(path, owner)
+        vars(keeper).update(options)
         await story(keeper)
         await keeper.close()
 
@@ -255,18 +255,21 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
     path, writable = tmp_path / "state.json", threading.Event()
     state_file.write(path, SAVED, first := state_file.take_over(path))
 
-    def take_over(path: Path) -> str:
-        if not writable.is_set():
-            raise READ_ONLY
-        return state_file.take_over(path)
+    class Writer(state_file.StateFileWriter):
+        pace_s = SOON
+
+        @staticmethod
+        def take_file_over(path: Path) -> str:
+            if not writable.is_set():
+                raise READ_ONLY
+            return state_file.take_over(path)
 
     flags = ["--min_replicas", "1", "--state_file", str(path), "--http", "none", "--bind", "127.0.0.1:0"]
-    assert read_options(flags, try_to_write=take_over).state == path
-    begin = partial(state_file.StateFileWriter.begin, take_over=take_over, pace_s=SOON)
+    assert read_options(flags, try_to_write=Writer.take_file_over).state == path
 
     async def starts() -> None:
         options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
-        async with serve(options, begin=begin) as (service, _):
+        async with serve(options, writer=Writer) as (service, _):
             assert service.keeper is not None and "Read-only" in service.keeper.trouble
             waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
             assert waits is not None
@@ -315,7 +318,7 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path)
                 await asyncio.sleep(0.001)
         hangs.set()
 
-    _keep(path, story, write=writes, pace_s=SOON)
+    _keep(path, story, write_file=writes, pace_s=SOON)
     assert json.loads(path.read_text())["settled"] == 39 and len(late) <= 4, "of 37"
 
 
@@ -363,7 +366,7 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: P
         await asyncio.wait_for(waits, 50)
         assert state_file.read(path) == one_more and not keeper.trouble
 
-    _keep(path, story, write=fails, pace_s=SOON)
+    _keep(path, story, write_file=fails, pace_s=SOON)
 
 
 def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path):
@@ -427,9 +430,12 @@ def test_who_was_replaced_ends_though_it_has_nothing_to_write(tmp_path: Path):
     """Too few of its groups call for a quorum, say, for the others are the new one's."""
     path = tmp_path / "state.json"
 
+    class Writer(state_file.StateFileWriter):
+        pace_s = SOON
+
     async def story() -> None:
         options = LighthouseOptions(LighthouseConfig(tick_s=0.01), [Endpoint("127.0.0.1", 0)], state=path)
-        async with serve(options, begin=partial(state_file.StateFileWriter.begin, pace_s=SOON)) as (service, _):
+        async with serve(options, writer=Writer) as (service, _):
             state_file.take_over(path)
             with pytest.raises(state_file.TakenOver, match="started after this one"):
                 await service.driver.run()

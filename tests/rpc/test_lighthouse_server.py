@@ -164,11 +164,13 @@ def test_what_was_written_until_the_state_is_taken_over_counts(tmp_path: Path):
     """The one before is at work while this one starts."""
     path = tmp_path / "state.json"
 
-    def late(path: Path) -> str:
-        state_file.write(path, m.Saved("the epoch", last_id=7))
-        return state_file.take_over(path)
+    class Late(state_file.StateFileWriter):
+        @staticmethod
+        def take_file_over(path: Path) -> str:
+            state_file.write(path, m.Saved("the epoch", last_id=7))
+            return state_file.take_over(path)
 
-    keeper, saved = state_file.StateFileWriter.begin(path, recover=False, take_over=late)
+    keeper, saved = Late.begin(path, recover=False)
     assert saved and (saved.last_id, saved.epoch) == (7, "the epoch")
     asyncio.run(keeper.close())
 

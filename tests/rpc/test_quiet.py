@@ -50,9 +50,12 @@ RANKS = f"""
 import os, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from ft.protocol import messages as m
+from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
 from ft.rpc.clients import GroupProcess
+from ft.rpc.generated import torchft_pb2
 from ft.rpc.group_server import Settings
+from ft.rpc.lighthouse_link import channel
 how, lighthouse = sys.argv[1:]
 group = GroupProcess(Settings("g:1", 2, lighthouse))
 ranks = [GroupClient(group.address, rank) for rank in range(2)]
@@ -68,7 +71,8 @@ sys.stdin.readline()
 if how == "leave":
     ranks[0].leave(clean=True, reason="done")
 if how == "kill":
-    ranks[0].kill("drill")
+    kill = channel(group.address, Access(), aio=False).unary_unary("/torchft.ManagerService/Kill")
+    kill(torchft_pb2.KillRequest(msg="drill").SerializeToString(), timeout=20)
     assert ended.wait(20)
 if how == "exit":
     os._exit(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ft.compat.group import read, write
-from ft.compat.lighthouse_server import LighthouseServer
+from ft.compat.lighthouse import LighthouseServer
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
 from ft.rpc.access import Access

@@ -115,7 +115,7 @@ def in_child(fake: FakeNccl, address: str) -> None:
     replies, replied = list[bytes](), threading.Event()
     send = SimpleNamespace(send=lambda reply: (replies.append(reply), replied.set()))
     child = ChildGroup(send, fake.form)  # type: ignore[arg-type]
-    child.form("nccl", None, 3, address, 0, 1, 60.0)
+    child.form("nccl", 3, address, 0, 1, 60.0)
     assert replied.wait(60) and b"ready" in replies[0] and child.engine is not None, replies
     child.engine.end()
 

@@ -29,7 +29,8 @@ def prober(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Prober]:
     before = set(threading.enumerate())
-    made = Prober("127.0.0.1", WITHIN_S, wait_s=0.05, again_s=0.05, clock=clock)
+    made = Prober("127.0.0.1", WITHIN_S, clock=clock)
+    made.wait_s = made.again_s = 0.05
     made.start(waits_since, cut)
     [thread] = [thread for thread in set(threading.enumerate()) - before if thread.name == "ft-probe"]
     yield made

@@ -2,10 +2,8 @@
 
 from importlib import metadata
 
-OLDEST = (
-    6,
-    31,
-)  # what the protoc of scripts/make_proto.sh writes asks for; protobuf's own words name no package and no remedy
+# What the protoc of scripts/make_proto.sh writes asks for; protobuf's own error names no package and no remedy.
+OLDEST = (6, 31)
 
 for _each in metadata.distributions(name="protobuf"):
     if tuple(int(number) for number in _each.version.split(".")[:2]) < OLDEST:

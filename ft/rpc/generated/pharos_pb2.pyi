@@ -525,9 +525,3 @@ class Metadata(_message.Message):
     group_rank: int
     checkpoint_metadata: str
     def __init__(self, group_rank: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ...) -> None: ...
-
-class Kill(_message.Message):
-    __slots__ = ("reason",)
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
