@@ -41,8 +41,7 @@ class GroupConfig:
 
 
 class Group:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits
-    Metadata EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself, and does not beat while the system has stopped a trainer."""
@@ -57,7 +56,7 @@ class Group:
         self._called_s = self._answered_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
-        self._metadata: dict[int, str] = {}
+        self.checkpoint_metadata: dict[int, str] = {}  # by rank: the address where it serves its state
         self._waiting: dict[int, RankCall] = {}
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._asks_since_s: float | None = None  # all have, and there is no answer yet
@@ -98,10 +97,6 @@ class Group:
             case m.RankCancelled(rank):
                 self._waiting.pop(rank, None)
                 self._calling = self._calling if self._waiting else None
-            case m.AskMetadata(rank) if rank in self._metadata:
-                self._out.append(m.Metadata(rank, self._metadata[rank]))
-            case m.AskMetadata(rank):
-                self._out.append(m.FailRank(rank, "INVALID_ARGUMENT", "rank not found"))
             case m.SumsAwaited(awaited):
                 self._sums_since_s = now_s if awaited else None
             case m.WantsToLeave():
@@ -164,7 +159,7 @@ class Group:
             self.reason = f"rank {rank}: a late copy of an older question"
             return
         self._newest[rank] = event.number
-        self._metadata[rank] = event.checkpoint_metadata
+        self.checkpoint_metadata[rank] = event.checkpoint_metadata
         if self._round.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"
             self._answer(rank)

@@ -240,8 +240,8 @@ class GroupService:
             self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
-        rank = codec.from_bytes(m.AskMetadata, data).group_rank
-        found = self.metadata_of(rank)
+        rank = codec.parse(pharos_pb2.AskMetadata, data).group_rank
+        found = self.machine.checkpoint_metadata.get(rank)
         if found is None:
             raise ValueError("rank not found")
         return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
@@ -260,11 +260,6 @@ class GroupService:
     async def _on_kill(self, data: bytes, context: Any) -> bytes:
         self.end(f"killed by request: {codec.parse(pharos_pb2.Kill, data).reason}")
         return b""
-
-    def metadata_of(self, group_rank: int) -> str | None:
-        """The address where that rank serves its state; None: it has not said so."""
-        out = self.machine.handle(m.AskMetadata(group_rank), now_s())
-        return next((e.checkpoint_metadata for e in out.effects if isinstance(e, m.Metadata)), None)
 
     # ---- streams of ranks
 
@@ -439,7 +434,8 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
     wire = Link if settings.wire == "pharos" else LinkOverTorchft
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
-    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
+    metadata = service.machine.checkpoint_metadata.get
+    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=metadata)
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))

@@ -118,13 +118,6 @@ class WantsToLeave(Event):
     """A rank was asked to leave (SIGTERM): a wait of the group ends. Else the trainers leave at the end of a step."""
 
 
-@dataclass(frozen=True)
-class AskMetadata(Event):
-    """Another group's rank asks where `group_rank`'s state is served."""
-
-    group_rank: int
-
-
 # ------------------------------------------------------------------------------------------------ effects
 
 
@@ -157,7 +150,7 @@ class AnswerRank(Effect):
 
 @dataclass(frozen=True)
 class FailRank(Effect):
-    """Fail the waiting call (or vote, or metadata question) of one rank."""
+    """Fail the waiting call (or vote) of one rank."""
 
     group_rank: int
     code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
@@ -186,14 +179,6 @@ class NotifyRank(Effect):
 
     group_rank: int
     notice: Notice
-
-
-@dataclass(frozen=True)
-class Metadata(Effect):
-    """Answer an AskMetadata."""
-
-    group_rank: int
-    checkpoint_metadata: str
 
 
 @dataclass(frozen=True)
