@@ -68,11 +68,6 @@ class Healer:
         self._ended_quorum = max(self._ended_quorum, quorum_id)
         self.transport.end_offer(quorum_id, reason)
 
-    @property
-    def all_is_sent(self) -> bool:
-        """True when the peer healing from this rank has received the full state: it installs it by this commit or soon after."""
-        return self.transport.is_taken
-
     def fence(self) -> None:
         """Returns when the state may change: readers are done, or served a copy."""
         outcome = self.transport.fence()
