@@ -99,8 +99,8 @@ class Manager:
     has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this manager's state (load_state_dict).
     `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
     `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine with its effects.
-    `connect`: makes the connection to the group's server, given its address and this rank's group_rank. `machine`, `client`, `closed`: to be
-    read from any thread.
+    `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
+    `machine`, `client`, `closed`: to be read from any thread.
 
     Raises RuntimeError where the group's server does not start.
     """

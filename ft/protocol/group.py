@@ -57,7 +57,7 @@ class Group:
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
         self.checkpoint_metadata: dict[int, str] = {}  # by rank: the address where it serves its state
-        self._waiting: dict[int, RankCall] = {}
+        self.waiting: dict[int, RankCall] = {}  # for a quorum, by rank
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._asks_since_s: float | None = None  # all have, and there is no answer yet
         self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
@@ -95,8 +95,8 @@ class Group:
             case m.RankStream(rank):
                 self._end(f"rank {rank} is gone")
             case m.RankCancelled(rank):
-                self._waiting.pop(rank, None)
-                self._calling = self._calling if self._waiting else None
+                self.waiting.pop(rank, None)
+                self._calling = self._calling if self.waiting else None
             case m.SumsAwaited(awaited):
                 self._sums_since_s = now_s if awaited else None
             case m.WantsToLeave():
@@ -133,11 +133,6 @@ class Group:
         return m.Out(tuple(self._out), self.reason)
 
     @property
-    def waiting(self) -> Collection[int]:
-        """Ranks that have asked for a quorum and have no answer yet."""
-        return self._waiting.keys()
-
-    @property
     def is_idle(self) -> bool:
         """True when no rank waits: a tick changes nothing."""
         return (self._joining_since_s, self._pending_commit, self._calling, self._sums_since_s) == (None,) * 4
@@ -145,8 +140,8 @@ class Group:
     @property
     def absent(self) -> list[int]:
         """Ranks that have yet to ask, while others wait for them."""
-        asked = self._calling is None and self._waiting
-        return [rank for rank in range(self.config.world_size) if rank not in self._waiting] if asked else []
+        asked = self._calling is None and self.waiting
+        return [rank for rank in range(self.config.world_size) if rank not in self.waiting] if asked else []
 
     # ---- one call for all ranks
 
@@ -165,17 +160,17 @@ class Group:
             self._answer(rank)
             return
         self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
-        self._waiting[rank] = event
+        self.waiting[rank] = event
         if self._calling:
             self.reason = f"rank {rank} asked again; the lighthouse has been asked"
             return
-        self.reason = f"{len(self._waiting)} of {size} ranks have asked for a quorum"
-        if len(self._waiting) == size:
+        self.reason = f"{len(self.waiting)} of {size} ranks have asked for a quorum"
+        if len(self.waiting) == size:
             self._call_lighthouse(now_s)
 
     def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
-        self._asked = dict(self._waiting)
+        self._asked = dict(self.waiting)
         if self._releases:
             self._release_ranks()
             return
@@ -284,14 +279,14 @@ class Group:
             self._out.append(m.CallLighthouse(self._calling))
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
-        for rank in sorted(self._waiting):
+        for rank in sorted(self.waiting):
             self._out.append(m.FailRank(rank, code, reason))
         self._clear_calls()
         self.reason = reason
 
     def _clear_calls(self) -> None:
         """Clears the calls that were answered: the next one is the first of a new round."""
-        self._waiting, self._calling, self._joining_since_s = {}, None, None
+        self.waiting, self._calling, self._joining_since_s = {}, None, None
         self._asks_since_s, self._lighthouse_says = None, ""
 
     # ---- votes
