@@ -243,7 +243,7 @@ class OpenHeal:
 
 
 class Step:
-    """In: the cases of `handle`. Out: the effects of messages/step.py. An event that does not fit the phase (late, repeated, of another
+    """In: the cases of `handle`. Out: the effects of messages.py. An event that does not fit the phase (late, repeated, of another
     generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
