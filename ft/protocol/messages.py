@@ -14,7 +14,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform  # of typing since Python 3.11
+else:
+
+    def dataclass_transform(**about: Any) -> Any:
+        """Tells type checkers alone."""
+        return lambda cls: cls
+
 
 VOID = -1  # the step of a group whose state is incomplete, for it is healing
 UNABLE = -1.0  # in a tail: the slot's group cannot contribute (no valid token, not a number, out of memory)
@@ -154,13 +163,19 @@ class Out:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Effect:
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Message:
+    """Base of events and effects: each class of them is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Effect(Message):
     """Something that a driver carries out."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Message):
     """Something that a driver has seen."""
 
 
@@ -171,14 +186,12 @@ class Tick(Event):
 # ------------------------------------------------------------------------------------------------ notices
 
 
-@dataclass(frozen=True)
 class Notice(Event):
     """Level-triggered news of one generation, ignored in others. May come twice."""
 
     quorum_id: int
 
 
-@dataclass(frozen=True)
 class MemberLost(Notice):
     """The generation cannot complete. Sent for its first loss; further ones show in the next quorum."""
 
@@ -186,21 +199,18 @@ class MemberLost(Notice):
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class GenerationAborted(Notice):
     """A member asks for a quorum because this generation failed, or a newer one has replaced it: every wait on it ends."""
 
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class Finished(Notice):
     """A member has left because the run is over and its last step is saved: the others may end."""
 
     replica_id: str = ""
 
 
-@dataclass(frozen=True)
 class ChangeAnnounced(Notice):
     """A group waits to join, or has left: finish the step, then ask for a quorum."""
 
@@ -210,7 +220,6 @@ class ChangeAnnounced(Notice):
 # ------------------------------------------------------------------------------------------------ of the lighthouse
 
 
-@dataclass(frozen=True)
 class Call(Event):
     """A group asks for a quorum. It counts as a beat. `known`: the newest quorum whose answer has arrived (0: none)."""
 
@@ -223,20 +232,17 @@ class Call(Event):
     number: int = 0  # of this process's calls, growing; a retry repeats it, so that a late copy is recognised
 
 
-@dataclass(frozen=True)
 class CallCancelled(Event):
     """The RPC of a waiting call ended. A caller with a stream still takes part."""
 
     replica_id: str
 
 
-@dataclass(frozen=True)
 class Beat(Event):
     replica_id: str
     kind: Kind = "pharos"
 
 
-@dataclass(frozen=True)
 class StreamOpened(Event):
     """A group server's Watch stream begins, with its newest quorum and settled step."""
 
@@ -245,14 +251,12 @@ class StreamOpened(Event):
     settled: int = 0
 
 
-@dataclass(frozen=True)
 class StreamClosed(Event):
     """The connection broke. A stream that was replaced by a newer one of the same id is not reported."""
 
     replica_id: str
 
 
-@dataclass(frozen=True)
 class Report(Event):
     """On the stream, at most once a second and at each change of `waiting`; counts as a beat."""
 
@@ -267,7 +271,6 @@ class Report(Event):
     blame: tuple[str, ...] = ()  # as Call.blame, at this moment
 
 
-@dataclass(frozen=True)
 class Leave(Event):
     """The group leaves on purpose."""
 
@@ -281,21 +284,18 @@ class TakeOver(Event):
     """An operator's order: callers may go on without the previous members."""
 
 
-@dataclass(frozen=True)
 class Evict(Event):
     """An operator's order (dashboard: kill or drain)."""
 
     replica_id: str
 
 
-@dataclass(frozen=True)
 class Persist(Effect):
     """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: an id once seen must not come again."""
 
     saved: Saved
 
 
-@dataclass(frozen=True)
 class Answer(Effect):
     """Answer every waiting call of these ids with `quorum` and Times, or, where none waits, send it down the id's stream."""
 
@@ -303,7 +303,6 @@ class Answer(Effect):
     quorum: Quorum
 
 
-@dataclass(frozen=True)
 class Refuse(Effect):
     """Fail the waiting calls of the id. LOST: it may return under a new id, with its state."""
 
@@ -312,7 +311,6 @@ class Refuse(Effect):
     reason: str
 
 
-@dataclass(frozen=True)
 class MustRestore(Effect):
     """Answer the waiting calls of these ids: load the newest valid checkpoint, call again with `restored`."""
 
@@ -320,7 +318,6 @@ class MustRestore(Effect):
     settled: int  # the newest step known to be settled
 
 
-@dataclass(frozen=True)
 class Notify(Effect):
     """Send the notice down the streams of these ids; one without a stream gets nothing (torchft's)."""
 
@@ -358,7 +355,6 @@ class Saved:
 # ------------------------------------------------------------------------------------------------ of a group's server
 
 
-@dataclass(frozen=True)
 class RankCall(Event):
     """A rank asks for a quorum, for its group; the lighthouse is called when all ranks have asked."""
 
@@ -372,14 +368,12 @@ class RankCall(Event):
     number: int = 0  # as Call.number, of this rank's questions
 
 
-@dataclass(frozen=True)
 class RankCancelled(Event):
     """A rank's waiting call ended. It may ask again, and gets the answer that the others got meanwhile."""
 
     group_rank: int
 
 
-@dataclass(frozen=True)
 class RankStream(Event):
     """A rank's Watch stream to its group server opened or broke. Broken: the process is gone, and the group with it."""
 
@@ -387,7 +381,6 @@ class RankStream(Event):
     open: bool
 
 
-@dataclass(frozen=True)
 class Vote(Event):
     """One rank's vote on a decision that determines which collective comes next."""
 
@@ -410,7 +403,6 @@ class Vote(Event):
 Ballot = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
-@dataclass(frozen=True)
 class LighthouseAnswered(Event):
     """The Quorum RPC was answered, or a quorum came down the stream."""
 
@@ -419,14 +411,12 @@ class LighthouseAnswered(Event):
     terms: Terms | None = None
 
 
-@dataclass(frozen=True)
 class LighthouseFailed(Event):
     """The Quorum RPC failed (connection, deadline)."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class LighthouseRefused(Event):
     """The lighthouse refused this id, on a call or on the stream."""
 
@@ -435,26 +425,22 @@ class LighthouseRefused(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class LighthouseWantsRestore(Event):
     settled: int
 
 
-@dataclass(frozen=True)
 class BeatAnswered(Event):
     """An answered beat. `sent_s`: when it was sent, on the clock of now_s, which must run while the machine sleeps (CLOCK_BOOTTIME)."""
 
     sent_s: float
 
 
-@dataclass(frozen=True)
 class LighthouseSays(Event):
     """The reason for which the group's call waits."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class SumsAwaited(Event):
     """All ranks are in the collective with other groups or past it, and some in it; or this is over."""
 
@@ -465,7 +451,6 @@ class WantsToLeave(Event):
     """A rank was asked to leave (SIGTERM): a wait of the group ends. Else the trainers leave at the end of a step."""
 
 
-@dataclass(frozen=True)
 class CallLighthouse(Effect):
     """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back the answer: Lighthouse..."""
 
@@ -473,7 +458,6 @@ class CallLighthouse(Effect):
     delay_s: float = 0.0
 
 
-@dataclass(frozen=True)
 class OpenStream(Effect):
     """Close the stream to the lighthouse, if any, and open one under this id. Reopen it by yourself when it breaks."""
 
@@ -484,7 +468,6 @@ class CloseStream(Effect):
     """Close the stream to the lighthouse, and open none before OpenStream: until then this group's name is free."""
 
 
-@dataclass(frozen=True)
 class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
@@ -492,7 +475,6 @@ class AnswerRank(Effect):
     answer: Part | WantsRestore | Released
 
 
-@dataclass(frozen=True)
 class FailRank(Effect):
     """Fail the waiting call (or vote) of one rank."""
 
@@ -501,7 +483,6 @@ class FailRank(Effect):
     reason: str
 
 
-@dataclass(frozen=True)
 class Waits(Effect):
     """Send this to all ranks: the reason of the group's wait, and its length. Once a beat, as long as no rank of the group is late."""
 
@@ -509,7 +490,6 @@ class Waits(Effect):
     waited_s: float
 
 
-@dataclass(frozen=True)
 class AnswerVote(Effect):
     """Answer the vote of one rank with the group's outcome."""
 
@@ -517,7 +497,6 @@ class AnswerVote(Effect):
     outcome: Outcome
 
 
-@dataclass(frozen=True)
 class NotifyRank(Effect):
     """Send the notice down one rank's stream."""
 
@@ -525,14 +504,12 @@ class NotifyRank(Effect):
     notice: Notice
 
 
-@dataclass(frozen=True)
 class EndGroup(Effect):
     """Send Leave(clean=False), close, SIGKILL the trainer processes: torchelastic starts the group again."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class WantsRestore(Event):
     """Answers AskQuorum in place of a Part: load the newest valid checkpoint first, and ask again."""
 
@@ -552,7 +529,6 @@ class Source:
     address: str
 
 
-@dataclass(frozen=True)
 class Part(Event):
     """One rank's part in a quorum (plan.py). An event for step.Step: the answer to AskQuorum."""
 
@@ -572,7 +548,6 @@ class Part(Event):
     handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
 
 
-@dataclass(frozen=True)
 class Outcome(Event):
     """A group's decision: the same for all its ranks, and final."""
 
@@ -598,7 +573,6 @@ class Begin(Event):
     """The trainer begins a step. Answered by Compute, or by commits of a healing group's held sums before it."""
 
 
-@dataclass(frozen=True)
 class Configured(Event):
     """Answers Configure, for the same quorum_id: the process group is formed (and a heal, if asked for, has begun), or not."""
 
@@ -607,7 +581,6 @@ class Configured(Event):
     reason: str = ""
 
 
-@dataclass(frozen=True)
 class Computed(Event):
     """The local gradients are complete. Figures are summed over the group's ranks."""
 
@@ -617,7 +590,6 @@ class Computed(Event):
     kept: bool = True  # False: they can be sent once; a failed attempt returns its slots, as without keep_gradients
 
 
-@dataclass(frozen=True)
 class Reduced(Event):
     """All sums of the attempt have arrived; `tail` is the summed vector of the last bucket."""
 
@@ -627,7 +599,6 @@ class Reduced(Event):
     tail: tuple[float, ...]
 
 
-@dataclass(frozen=True)
 class ReduceFailed(Event):
     """A collective of the attempt failed, or was given up after InterruptCollectives. May come while the backward still runs."""
 
@@ -637,21 +608,18 @@ class ReduceFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class QuorumFailed(Event):
     """Answers AskQuorum without a quorum. The rank exits."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class Restored(Event):
     """Answers LoadCheckpoint. `state`: Step.state_dict() of the checkpoint; None: there is none, go on from the initial state."""
 
     state: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
 class HealEnded(Event):
     """The fetch that Configure began is complete and verified, with `state` = Step.state_dict() of the source; or it failed."""
 
@@ -662,7 +630,6 @@ class HealEnded(Event):
     blame: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class Leaving(Event):
     """The trainer leaves: as soon as the others know (SIGTERM), or with the commit of step `after`. Fed at the same step boundary by all
     ranks of the group: its tail tells the others, and CommitStep.leave is True for its last step."""
@@ -670,14 +637,12 @@ class Leaving(Event):
     after: int | None = None
 
 
-@dataclass(frozen=True)
 class AskQuorum(Effect):
     """Send to the group server. Feed back the Part, QuorumFailed or WantsRestore."""
 
     call: RankCall
 
 
-@dataclass(frozen=True)
 class Configure(Effect):
     """Build the inter-group process group of part.quorum_id (part.same_generation: keep it), offer the state to
     part.recover_dst_replica_ranks, start to fetch it if part.heal; then feed back Configured. The state may not change while it is
@@ -687,7 +652,6 @@ class Configure(Effect):
     attempt: int
 
 
-@dataclass(frozen=True)
 class Compute(Effect):
     """Forward and backward on these slots; then feed back Computed. Buckets may be launched when ready; the last waits for LaunchTail."""
 
@@ -696,7 +660,6 @@ class Compute(Effect):
     attempt: int
 
 
-@dataclass(frozen=True)
 class LaunchTail(Effect):
     """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed."""
 
@@ -709,7 +672,6 @@ class LaunchTail(Effect):
     copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
 
 
-@dataclass(frozen=True)
 class WeightsDiffer(Effect):
     """Report that this rank's weights after `step` are not those of the same rank of other groups."""
 
@@ -717,7 +679,6 @@ class WeightsDiffer(Effect):
     replica_ids: tuple[str, ...]  # the odd ones; empty where no majority has the same
 
 
-@dataclass(frozen=True)
 class InterruptCollectives(Effect):
     """End every wait on this generation (rendezvous, collective) now, by Configured(ok=False) or ReduceFailed; computation goes on."""
 
@@ -725,14 +686,12 @@ class InterruptCollectives(Effect):
     reason: str
 
 
-@dataclass(frozen=True)
 class CastVote(Effect):
     """Send to the group server, feed back the Outcome. Without an answer ask again, in the end exit: never infer a no."""
 
     vote: Vote
 
 
-@dataclass(frozen=True)
 class AbandonGeneration(Effect):
     """Hand the process group to the reaper, without a wait."""
 
@@ -743,14 +702,12 @@ class DropGradients(Effect):
     """Drop the kept gradients: their state is gone."""
 
 
-@dataclass(frozen=True)
 class Fence(Effect):
     """The state is about to change while others may read it: copy the unsent rest, wait, or withdraw the offer."""
 
     step: int
 
 
-@dataclass(frozen=True)
 class CommitStep(Effect):
     """Divide, step the optimizer. held: the sums that HoldSums set aside for this step, not the ones just reduced."""
 
@@ -766,7 +723,6 @@ class CommitStep(Effect):
     leave: bool = False  # the others know that this group leaves now
 
 
-@dataclass(frozen=True)
 class HoldSums(Effect):
     """Keep these sums, of step `step` of a state that is still arriving."""
 
@@ -777,28 +733,24 @@ class DropHeld(Effect):
     """Drop the held sums, and the part of the state that has arrived: their heal is over."""
 
 
-@dataclass(frozen=True)
 class LoadState(Effect):
     """Load the fetched state, which all ranks have, before the commits that follow."""
 
     step: int
 
 
-@dataclass(frozen=True)
 class LoadCheckpoint(Effect):
     """Load the newest valid checkpoint, drop held sums, feed back Restored."""
 
     settled: int
 
 
-@dataclass(frozen=True)
 class Settled(Effect):
     """Step `step` is final: no restart yields another version of it."""
 
     step: int
 
 
-@dataclass(frozen=True)
 class GiveUp(Effect):
     """This group keeps the others waiting: send Leave(clean=False), and feed the group machine LighthouseRefused(id, "LOST", reason), so
     that it returns under a new id. Every rank emits it; the first counts."""
@@ -806,7 +758,6 @@ class GiveUp(Effect):
     reason: str
 
 
-@dataclass(frozen=True)
 class Stop(Effect):
     """The job cannot go on. `slots`: those that are to blame, of which the driver names the documents."""
 

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,12 +28,10 @@ from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Outbox, Pending, P
 from tests.rpc.wire import before_each
 
 
-@dataclass(frozen=True)
 class Say(m.Effect):
     word: str
 
 
-@dataclass(frozen=True)
 class Wait(m.Effect):
     word: str
 

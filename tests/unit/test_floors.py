@@ -30,7 +30,7 @@ PACKAGES = (
 
 # For the longest matching prefix of a module: what else of ours it may import, and which third-party packages.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
-    "ft.protocol": (set(), set()),
+    "ft.protocol": (set(), {"typing_extensions"}),  # for its types alone: tests/protocol/test_imports.py
     "tests.simulator": ({"ft.protocol"}, set()),
     "ft.rpc": ({"ft"}, {"torch", "grpc", "google"}),
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
