@@ -530,7 +530,7 @@ class Source:
 
 
 class Part(Event):
-    """One rank's part in a quorum (plan.py). An event for step.Step: the answer to AskQuorum."""
+    """One rank's part in a quorum (group.plan). An event for step.Step: the answer to AskQuorum."""
 
     quorum_id: int
     epoch: str

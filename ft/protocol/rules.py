@@ -19,7 +19,6 @@ from heapq import nsmallest
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Refusal, Shape, State
-from ft.protocol.plan import reference_state
 
 MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
 Problem = tuple[Refusal, str] | None  # why a call is refused
@@ -53,6 +52,11 @@ class Decision:
     reference: State = (0, 0, "")
     reason: str = ""
     must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
+
+
+def reference_state(members: Sequence[Member]) -> State | None:
+    """The furthest state among `members`: the highest (step, commit_quorum_id), commit_id only to have one answer. None: all are void."""
+    return max((m.state for m in members if not m.void), default=None)
 
 
 def decide(view: QuorumView) -> Decision:
