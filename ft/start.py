@@ -15,7 +15,6 @@ from ft.telemetry import OnEvent, PhaseTimer, ignore_event
 if TYPE_CHECKING:
     from ft.agreement import Agreement
     from ft.process_groups.base import ProcessGroup
-    from ft.semi_sync_manager import OuterOptimizer
 
 
 def open_manager(
@@ -40,12 +39,14 @@ def open_manager(
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
+    from torch.optim import SGD
+
     from ft.addresses import advertised
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
-    from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
+    from ft.semi_sync_manager import FragmentGradients, OuterOptimizer, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     config = ReplicaGroupConfig(
@@ -90,7 +91,12 @@ def open_manager(
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if semi_sync else manager
+    outer: OuterOptimizer = (
+        partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
+        if settings.semi_sync_method == "diloco"
+        else lambda weights: None  # the mean of weights needs none
+    )
+    return SemiSyncManager(manager, settings.schedule, outer) if semi_sync else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
@@ -100,17 +106,6 @@ def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
     return process_settings(settings.group_kind(device_type), settings.rendezvous_s)
 
 
-def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
-    """Outer optimizer of semi_sync_method. The mean of weights needs none."""
-    from torch.optim import SGD
-
-    if settings.semi_sync_method == "local_sgd":
-        return lambda weights: None
-    return lambda weights: SGD(
-        weights, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov
-    )
-
-
 def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     """Process group to the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
     kind = settings.group_kind(device_type)
@@ -118,10 +113,5 @@ def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     from ft.process_groups.gloo import ProcessGroupGloo
     from ft.process_groups.nccl import ProcessGroupNCCL
 
-    kinds = {
-        "gloo": ProcessGroupGloo,
-        "nccl": ProcessGroupNCCL,
-        "baby_gloo": ProcessGroupBabyGloo,
-        "baby_nccl": ProcessGroupBabyNCCL,
-    }
-    return kinds[kind](settings.collective_s, rendezvous_s=settings.rendezvous_s)
+    kinds = {x.KIND: x for x in (ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupBabyGloo, ProcessGroupBabyNCCL)}
+    return kinds[f"ft_{kind}"](settings.collective_s, rendezvous_s=settings.rendezvous_s)
