@@ -16,8 +16,8 @@ from ft.protocol import messages as m
 from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
-from ft.protocol.roster import LOST_KEPT, Roster
-from ft.protocol.rules import pairs_among, reference_state, shape_mismatches, smallest_cover
+from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
+from ft.protocol.rules import reference_state, shape_mismatches, smallest_cover
 from tests.counting import counting
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
