@@ -299,9 +299,9 @@ def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[
     for event, pause_s in said:
         player.now_s += pause_s
         player.say(event)
-        view = player.machine.view(player.now_s)
-        sets = [set(x) for x in (view.previous, view.present, view.missing, view.up_to_date_candidates, view.shrinkers)]
-        assert [view.candidates, *sets, view.healthy, view.reachable] == counted_anew(player.machine)
+        roster = player.machine.roster
+        sets = [set(x) for x in (roster.previous, roster.present, roster.missing, roster.heirs, roster.shrinkers)]
+        assert [roster.candidates, *sets, roster.healthy(), len(roster.reachable)] == counted_anew(player.machine)
 
 
 def counted_anew(machine: Lighthouse) -> list[Any]:
