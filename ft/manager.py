@@ -194,12 +194,12 @@ class Manager:
         self._prober.start(lambda: group.waits_since_s, self._cut)
         pid = None if options.dies_with_group else 0
         self.client.watch(self._on_notice, self._ended, pid=pid)
-        threading.Thread(
-            target=self._telemetry.report_for_ever,
-            args=(config.times.beat_s, self.closed, self._report, self._urgent),
-            name="ft-report",
-            daemon=True,
-        ).start()
+
+        def news(status: Status) -> object:  # heal progress, the reduction that is waited for, unreachable members
+            return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
+
+        given = (config.times.beat_s, self.closed, self._report, news)
+        threading.Thread(target=self._telemetry.report_for_ever, args=given, name="ft-report", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------------ the seam
 
@@ -672,10 +672,6 @@ class Manager:
                 self.healer.end_offer(self.part.quorum_id, why)
             self.group.interrupt(why)
             self._fail(GroupEnded(why))
-
-    def _urgent(self, status: Status) -> object:
-        """Values that are sent at once when they change: heal progress, the reduction that is waited for, unreachable members."""
-        return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
         """Sends this rank's progress, by which the lighthouse finds stragglers."""

@@ -103,7 +103,7 @@ class Lighthouse:
                 self._on_call(event, now_s)
             case m.Tick():
                 self._on_tick(now_s)
-            case m.CallCancelled(replica_id) if replica_id in self.roster:
+            case m.CallCancelled(replica_id) if replica_id in self.roster.peers:
                 self.roster.peers[replica_id].cancelled = True
                 if not self.roster.peers[replica_id].stream:
                     self.roster.drop_call(replica_id)
@@ -214,7 +214,7 @@ class Lighthouse:
             roster.drop_claim(replica_id)
         if held and not roster.claims:
             self._persist(now_s)  # the job is over: its terms and its layout bind nobody any more
-        if replica_id not in roster or roster.peers[replica_id].kind != "pharos":
+        if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
             return
         if not event.clean:
             self._lose([replica_id], event.reason)

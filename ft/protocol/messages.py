@@ -12,7 +12,7 @@ Below are, after what all machines use, the events and then the effects of each.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -336,12 +336,9 @@ class Saved:
     quorum: Quorum | None = None  # the newest; None: there was none, or none of its members may come back
     terms: Terms | None = None  # of the job that it is of
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Saved:
-        """Reads what to_dict wrote, after JSON. Raises TypeError or KeyError for anything else."""
+        """Reads its asdict, after JSON. Raises TypeError or KeyError for anything else."""
         terms, quorum = data.get("terms"), data["quorum"]  # a file of an earlier version has no terms and no shape
         if quorum:
             step, commit_quorum_id, commit_id = quorum["reference"]

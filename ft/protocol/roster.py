@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Quorum
@@ -98,9 +99,6 @@ class Roster:
         self.heirs: dict[str, None] = {}  # with a state, and in the previous quorum, under this id or a former one
         self.missing: dict[str, None] = {}  # previous members that are neither candidates nor left nor sitting out
         self.shrinkers: dict[str, None] = {}  # candidates that ask for shrink_only; of ours, previous members
-
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self.peers
 
     # ---- input of the rules
 
@@ -359,12 +357,7 @@ class Roster:
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Healthy ids that were silent for timeout_s."""
-        silent = []
-        for replica_id in self.order:
-            if now_s - self.peers[replica_id].seen_s < timeout_s:
-                break
-            silent.append(replica_id)
-        return silent
+        return list(takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_s >= timeout_s, self.order))
 
     def stalled(self, now_s: float, limit_s: float) -> list[str]:
         """Ids whose server beats, and that have not called in the limit_s since the others went on without them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_shape_mismatches(shapes: str, holders: tuple[int, ...], found: dict[int
 def test_a_state_file_without_a_layout_gets_the_first_members():
     """Of an earlier version."""
     ours, other = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
-    data = formed("ab", shape=ours).machine.saved.to_dict()
+    data = asdict(formed("ab", shape=ours).machine.saved)
     del data["quorum"]["shape"]
     again = LighthousePlayer(saved=m.Saved.from_dict(data))
     again.call("d", shape=other)
@@ -96,7 +96,7 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
 
 def test_a_state_file_holds_all_that_the_lighthouse_saves():
     saved = formed("abc", shape=(("layout", "1"),)).machine.saved
-    assert m.Saved.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
+    assert m.Saved.from_dict(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 # ------------------------------------------------------------------------------------------------ timeouts
