@@ -174,6 +174,7 @@ class GroupService:
         self.left = False  # or is about to end
         self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
         self.machine = Group(config, now_s())
+        self.metadata_of = self.machine.checkpoint_metadata.get  # the address where a rank serves its state
         carry: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
             m.OpenStream: self._open_stream,
@@ -241,7 +242,7 @@ class GroupService:
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(pharos_pb2.AskMetadata, data).group_rank
-        found = self.machine.checkpoint_metadata.get(rank)
+        found = self.metadata_of(rank)
         if found is None:
             raise ValueError("rank not found")
         return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=found).SerializeToString()
@@ -434,8 +435,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
     wire = Link if settings.wire == "pharos" else LinkOverTorchft
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
-    metadata = service.machine.checkpoint_metadata.get
-    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=metadata)
+    torchft = TorchftGroup(config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of)
     routes.update(service.routes | torchft.routes)
     await server.start()
     say(json.dumps({"address": config.address}))
