@@ -26,7 +26,7 @@ _HOMES = {
     "ProcessGroupGloo": "ft.process_groups.gloo",
     "ProcessGroupNCCL": "ft.process_groups.nccl",
     "Seam": "ft.seam",
-    "SoloManager": "ft.solo",
+    "SoloManager": "ft.start",
     "StepTotals": "ft.seam",
     "WorldSizeMode": "ft.compat.manager",
 }
