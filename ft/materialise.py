@@ -15,23 +15,32 @@ def materialise(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     A step with zero gradients, at rate 0 and without weight decay, makes the tensors; the step counters go back to 0, lest they bend Adam's
     bias correction.
     """
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    own = [p for p in everything if p.requires_grad] if parameters is None else parameters
-    gradients = [p.grad for p in everything]
-    if any(p in optimizer.state for p in own) or (parameters is None and any(g is not None for g in gradients)):
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    own = trained if parameters is None else parameters
+    if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):
         return
     rates = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         zero = {key: torch.zeros_like(x) if isinstance(x, torch.Tensor) else 0.0 for key, x in own_rates.items()}
         group.update(zero)
-    optimizer.zero_grad(set_to_none=True)
-    for parameter in own:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter, gradient in zip(everything, gradients, strict=True):
-        parameter.grad = gradient
+    step_with(optimizer, own, [torch.zeros_like(p) for p in own])
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         group.update(own_rates)
     for state in (optimizer.state.get(parameter, {}) for parameter in own):
         if "step" in state:
             state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
+
+
+def step_with(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Steps with these gradients alone. Afterwards .grad of all parameters is what it was."""
+    before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        optimizer.zero_grad(set_to_none=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ft.buckets import like, local_of
-from ft.materialise import materialise
+from ft.materialise import materialise, step_with
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -65,7 +65,8 @@ class Fragment:
             torch._foreach_copy_(local, outer)
         else:
             torch._foreach_copy_(local, outer)
-            self._step(self._optimizer, means)
+            gradients = [like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
+            step_with(self._optimizer, self.local, gradients)  # the inner steps' gradients, which the user may read, stay
             torch._foreach_copy_(outer, local)
         if went:
             torch._foreach_lerp_(local, went, self._alpha)
@@ -113,20 +114,6 @@ class Fragment:
             for key, value in own.items():
                 given = state.get(f"{name}.{key}", value)
                 own[key] = value.copy_(given) if isinstance(value, Tensor) else given
-
-    def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
-        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still read, are put back."""
-        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        inner = [(parameter, parameter.grad) for parameter in everything]
-        try:
-            for parameter in everything:
-                parameter.grad = None
-            for parameter, mean in zip(self.local, means, strict=True):
-                parameter.grad = like(parameter, mean)
-            optimizer.step()
-        finally:
-            for parameter, gradient in inner:
-                parameter.grad = gradient
 
     def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._optimizer is not None:
