@@ -58,7 +58,6 @@ class FragmentGradients(Gradients):
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
         self._fragments: list[Gradients] = []
         self._turn: Gradients
-        self._holders: dict[int, Gradients] = {}  # by the step that they hold sums of
         self.dropped = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -83,22 +82,14 @@ class FragmentGradients(Gradients):
         self._turn = self._fragments[step % len(self._fragments)]
         self._turn.open(group, participants, contributes=contributes, step=step)
 
-    begin, last_pass, send, launch = map(_of_turn, ("begin", "last_pass", "send", "launch"))
-    wait, give_up, all_reduce = map(_of_turn, ("wait", "give_up", "all_reduce"))
+    begin, send, launch, wait, give_up, hold = map(_of_turn, ("begin", "send", "launch", "wait", "give_up", "hold"))
 
     def deliver(self, held: int | None = None) -> None:
-        (self._turn if held is None else self._holders.pop(held)).deliver(held)
-
-    @property
-    def can_repeat(self) -> bool:
-        return self._turn.can_repeat
-
-    def hold(self, step: int) -> None:
-        self._holders[step] = self._turn
-        self._turn.hold(step)
+        """`held`: the step after the one that `open` was called for."""
+        turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
+        turn.deliver(held)
 
     def drop_held(self) -> None:
-        self._holders.clear()
         for fragment in self._fragments:
             fragment.drop_held()
 
