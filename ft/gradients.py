@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, lay_out, like, local_of
+from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, like, local_of
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
@@ -145,7 +145,7 @@ class Gradients:
 
     @cached_property
     def _layout(self) -> BucketLayout:
-        return lay_out(
+        return BucketLayout(
             [local_of(parameter.detach()) for parameter in self._parameters] * self._copies,
             bucket_bytes=self._bucket_bytes,
             in_place=not self._keep and not self._shared and not self._per_slot,

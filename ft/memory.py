@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ft.buckets import BUCKET_BYTES, READY, lay_out
+from ft.buckets import BUCKET_BYTES, READY, BucketLayout
 
 
 def memory(
@@ -28,7 +28,7 @@ def memory(
     """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
     `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce). `fragments`: of a
     model of semi_sync.py; 0: groups sum every step. `momentum`: of the outer optimizer. `quantized`: sums in int8."""
-    layout = lay_out(
+    layout = BucketLayout(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
         in_place=not keep_gradients and not in_child and not slots,
