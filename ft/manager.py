@@ -342,7 +342,8 @@ class Manager:
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
         self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
-        self.membership.close()
+        if self.membership.server:
+            self.membership.server.close()
 
     # ------------------------------------------------------------------------------------------------ the machine
 
