@@ -280,16 +280,12 @@ class Lighthouse:
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
-            self._call_back(now_s)
-
-    def _call_back(self, now_s: float) -> None:
-        """Lets in members that sit out where there is no quorum without them; those whose heals failed only when no other group comes."""
-        roster, least = self.roster, self.config.min_replicas
-        alone = roster.healthy() < least and roster.waited(now_s) >= self.config.join_timeout_s
-        if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
-            self._evaluate(now_s)
-        elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
-            self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
+            # They are let in where there is no quorum without them; those whose heals failed only when no other group comes.
+            alone = roster.healthy() < least and roster.waited(now_s) >= join_s
+            if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
+                self._evaluate(now_s)
+            elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
+                self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
