@@ -590,7 +590,10 @@ class Manager:
             self._open(attempt)
         self._launched += 1
         try:
-            tail = self._with_digest(effect) if effect.digest_at else effect.tail
+            tail = effect.tail
+            if at := effect.digest_at:  # of this rank's weights, which groups compare in this step
+                values = in_tail(digest(self._weights), copied=effect.copied)
+                tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch(tail, zeros=effect.zeros)
         except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
@@ -610,11 +613,6 @@ class Manager:
         # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)
-
-    def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
-        """The tail with the digest of this rank's weights, which groups compare in this step."""
-        at, values = effect.digest_at, in_tail(digest(self._weights), copied=effect.copied)
-        return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
 
     def _drop_gradients(self) -> None:
         self.gradients.drop()
@@ -648,7 +646,8 @@ class Manager:
         assert self.part is not None
         self.healer.load()
         self.step, self.commit_id = step, self.part.reference[2]
-        self._telemetry.healed(self.healer.received_bytes)
+        log.info("step %d is healed", step * self._options.inner_steps)
+        self._telemetry.event("healed", bytes=self.healer.received_bytes)
 
     def _load_checkpoint(self) -> m.Event:
         self.healer.drop()

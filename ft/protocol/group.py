@@ -410,16 +410,6 @@ class Group:
     def _lighthouse_is_away(self, now_s: float) -> str:
         return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
 
-    def _give_up_waiting(self) -> None:
-        """Ends the wait, after which all ranks ask for a quorum, and are released with one state."""
-        self._releases, why = True, "this group was asked to leave while it waited"
-        if self._pending_commit:
-            self._fail_pending_commit(why)
-        elif self._calling:
-            self._release_ranks()
-        elif self.quorum:
-            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
-
     def _release_ranks(self) -> None:
         self._answer_all(None)
         self.reason = "asked to leave while it waited: all ranks are let go"
@@ -440,7 +430,14 @@ class Group:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._releases and now_s - since_s >= GO_BEATS * beat_s:
-                self._give_up_waiting()
+                # The wait ends: all ranks ask for a quorum, and are released with one state.
+                self._releases, why = True, "this group was asked to leave while it waited"
+                if self._pending_commit:
+                    self._fail_pending_commit(why)
+                elif self._calling:
+                    self._release_ranks()
+                elif self.quorum:
+                    self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
