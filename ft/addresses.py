@@ -11,6 +11,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_char_p, c_uint, c_void_p
 from functools import partial
 
 from ft.process_groups.sockets import towards
@@ -24,13 +25,9 @@ SETTING = "fault_tolerance.interface"
 class _IfAddrs(ctypes.Structure):
     """struct ifaddrs of getifaddrs(3), which Python does not have; the same on Linux and macOS as far as it is read."""
 
+    _fields_ = (("next", c_void_p), ("name", c_char_p), ("flags", c_uint), ("addr", c_void_p))
 
-_IfAddrs._fields_ = [
-    ("next", ctypes.POINTER(_IfAddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("addr", ctypes.c_void_p),  # struct sockaddr *
-]
+
 _IFF_UP = 1
 
 
@@ -50,13 +47,13 @@ def interfaces() -> dict[str, list[Address]]:
     """The addresses of this machine by interface; of one that is down none, nor link-local ones, which mean nothing without a scope."""
     there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
     libc = ctypes.CDLL(None, use_errno=True)
-    head = ctypes.POINTER(_IfAddrs)()
+    head = c_void_p()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs")
     try:
-        entry = head
+        entry = head.value
         while entry:
-            one = entry.contents
+            one = _IfAddrs.from_address(entry)
             address = _address(one.addr) if one.addr and one.flags & _IFF_UP else None
             if address is not None and not (address.version == 6 and address.is_link_local):
                 there.setdefault(one.name.decode(), []).append(address)
