@@ -19,10 +19,10 @@ def materialise(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     own = trained if parameters is None else parameters
     if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):
         return
-    rates = [{key: group[key] for key in ("lr", "weight_decay") if key in group} for group in optimizer.param_groups]
+    rates = [{key: x for key, x in group.items() if key in ("lr", "weight_decay")} for group in optimizer.param_groups]
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
-        zero = {key: torch.zeros_like(x) if isinstance(x, torch.Tensor) else 0.0 for key, x in own_rates.items()}
-        group.update(zero)
+        for key, rate in own_rates.items():
+            group[key] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
     step_with(optimizer, own, [torch.zeros_like(p) for p in own])
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         group.update(own_rates)
