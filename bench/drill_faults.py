@@ -239,7 +239,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
         holders, number, hit = [name for name in holders if name != comes], number + 1, {comes}
         killed_s = job.kill(comes)
         job.until(f"a start of group {comes}", lambda: job.diaries[comes].since(killed_s, "start"))
-    store = holders[number % len(holders)]  # as ft/protocol/plan.py has it for rank 0
+    store = holders[number % len(holders)]  # as ft/protocol/group.py has it for rank 0
     others = [name for name in names if name != store]
     one, other = (store, job.pick(dice, others)) if at_store else sorted(dice.sample(others, 2), key=int)
     at_s = time.monotonic()

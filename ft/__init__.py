@@ -8,28 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {
-    "Commit": "ft.seam",
-    "DataAssignment": "ft.seam",
-    "DiLoCo": "ft.compat.local_sgd",
-    "DistributedDataParallel": "ft.compat.wrappers",
-    "DistributedSampler": "ft.compat.wrappers",
-    "ErrorSwallowingProcessGroup": "ft.compat.process_groups",
-    "LighthouseClient": "ft.compat.lighthouse",
-    "LighthouseServer": "ft.compat.lighthouse",
-    "LocalSGD": "ft.compat.local_sgd",
-    "Manager": "ft.compat.manager",
-    "Optimizer": "ft.compat.wrappers",
-    "ProcessGroupBabyGloo": "ft.process_groups.baby",
-    "ProcessGroupBabyNCCL": "ft.process_groups.baby",
-    "ProcessGroupDummy": "ft.compat.process_groups",
-    "ProcessGroupGloo": "ft.process_groups.gloo",
-    "ProcessGroupNCCL": "ft.process_groups.nccl",
-    "Seam": "ft.seam",
-    "SoloManager": "ft.solo",
-    "StepTotals": "ft.seam",
-    "WorldSizeMode": "ft.compat.manager",
+_NAMES = {  # by the module that has them
+    "ft.compat.lighthouse": ("LighthouseClient", "LighthouseServer"),
+    "ft.compat.local_sgd": ("DiLoCo", "LocalSGD"),
+    "ft.compat.manager": ("Manager", "WorldSizeMode"),
+    "ft.compat.process_groups": ("ErrorSwallowingProcessGroup", "ProcessGroupDummy"),
+    "ft.compat.wrappers": ("DistributedDataParallel", "DistributedSampler", "Optimizer"),
+    "ft.process_groups.baby": ("ProcessGroupBabyGloo", "ProcessGroupBabyNCCL"),
+    "ft.process_groups.gloo": ("ProcessGroupGloo",),
+    "ft.process_groups.nccl": ("ProcessGroupNCCL",),
+    "ft.seam": ("Commit", "DataAssignment", "Seam", "StepTotals"),
+    "ft.start": ("SoloManager",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 # Names before they were changed, which programs written then import.
 _FORMER = {"Deal": "DataAssignment", "Sums": "StepTotals"}

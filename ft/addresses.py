@@ -11,6 +11,8 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_char_p, c_uint, c_void_p
+from functools import partial
 
 from ft.process_groups.sockets import towards
 from ft.rpc.access import Endpoint
@@ -23,13 +25,9 @@ SETTING = "fault_tolerance.interface"
 class _IfAddrs(ctypes.Structure):
     """struct ifaddrs of getifaddrs(3), which Python does not have; the same on Linux and macOS as far as it is read."""
 
+    _fields_ = (("next", c_void_p), ("name", c_char_p), ("flags", c_uint), ("addr", c_void_p))
 
-_IfAddrs._fields_ = [
-    ("next", ctypes.POINTER(_IfAddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("addr", ctypes.c_void_p),  # struct sockaddr *
-]
+
 _IFF_UP = 1
 
 
@@ -49,13 +47,13 @@ def interfaces() -> dict[str, list[Address]]:
     """The addresses of this machine by interface; of one that is down none, nor link-local ones, which mean nothing without a scope."""
     there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
     libc = ctypes.CDLL(None, use_errno=True)
-    head = ctypes.POINTER(_IfAddrs)()
+    head = c_void_p()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs")
     try:
-        entry = head
+        entry = head.value
         while entry:
-            one = entry.contents
+            one = _IfAddrs.from_address(entry)
             address = _address(one.addr) if one.addr and one.flags & _IFF_UP else None
             if address is not None and not (address.version == 6 and address.is_link_local):
                 there.setdefault(one.name.decode(), []).append(address)
@@ -88,37 +86,25 @@ def advertised(
             raise ValueError(
                 f'{SETTING} = "{interface}": must be an interface, or a network such as 10.0.0.0/8 or fd00::/8; {_words(there)}'
             ) from None
-        found = _of_interface(interface, there)
+        found = there.get(interface, ())
+        why = "it has no address, or is down" if interface in there else "there is no such interface"
+        close = difflib.get_close_matches(interface, [name for name, some in there.items() if some], n=1, cutoff=0.4)
     else:
-        found = _of_network(interface, network, there)
+        addresses = [address for some in there.values() for address in some]
+        found = [address for address in addresses if address in network]
+        why = "no address of this machine is in it"
+        close = [str(max(addresses, key=partial(_closeness, network)))] if addresses else []
+    if not found:
+        nearest = f'; nearest: "{close[0]}"' if close else ""
+        raise ValueError(f'{SETTING} = "{interface}": {why}; {_words(there)}{nearest}')
     version = 6 if ":" in place.host else 4
     return str(min(found, key=lambda address: (address.is_loopback, address.version != version)))
 
 
-def _of_interface(name: str, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
-    if found := there.get(name):
-        return found
-    why = "it has no address, or is down" if name in there else "there is no such interface"
-    close = difflib.get_close_matches(name, [known for known, some in there.items() if some], n=1, cutoff=0.4)
-    nearest = f'; nearest: "{close[0]}"' if close else ""
-    raise ValueError(f'{SETTING} = "{name}": {why}; {_words(there)}{nearest}')
-
-
-def _of_network(text: str, network: Network, there: Mapping[str, Sequence[Address]]) -> Sequence[Address]:
-    addresses = [address for some in there.values() for address in some]
-    found = [address for address in addresses if address in network]
-    if found:
-        return found
-
-    def common_bits(address: Address) -> int:
-        """Number of leading bits that it shares with the network; -1 for those of the other family."""
-        if address.version != network.version:
-            return -1
-        return address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
-
-    closest = max(addresses, key=lambda address: (not address.is_loopback, common_bits(address)), default=None)
-    nearest = f'; nearest: "{closest}"' if closest else ""
-    raise ValueError(f'{SETTING} = "{text}": no address of this machine is in it; {_words(there)}{nearest}')
+def _closeness(network: Network, address: Address) -> tuple[bool, int]:
+    """Order of addresses by their nearness to a network: not loopback, then the leading bits that both share; -1: of another family."""
+    bits = address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
+    return not address.is_loopback, bits if address.version == network.version else -1
 
 
 def _words(there: Mapping[str, Sequence[Address]]) -> str:

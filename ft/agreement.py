@@ -21,17 +21,17 @@ from ft.seam import GroupEnded
 if TYPE_CHECKING:
     from ft.rpc.clients import GroupClient
 
-WHOLE_VOTE_S = 2.0  # limit of the call for all ranks, which wait in a collective meanwhile
 log = logging.getLogger("pharos.manager")
 
 
 class Agreement:
     """`group`: of gloo, with all ranks of this group in the order of their group_rank, and for this alone. Its timeout is longer than every
-    wait for other groups: ranks that have their sums wait in it for those that do not. All ranks make the same calls. `whole_vote_s`: limit
-    of the server's answer to all ranks."""
+    wait for other groups: ranks that have their sums wait in it for those that do not. All ranks make the same calls."""
 
-    def __init__(self, group: dist.ProcessGroup, *, whole_vote_s: float = WHOLE_VOTE_S) -> None:
-        self._group, self._whole_vote_s = group, whole_vote_s
+    whole_vote_s = 2.0  # limit of the server's answer to all ranks, which wait in a collective meanwhile
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
         """The group's outcome of a commit vote; all ranks call this for the same votes. None: each is to vote at the server. `able`: this
@@ -50,7 +50,7 @@ class Agreement:
         whole = replace(vote, change=bool(change), whole=True)
         if vote.group_rank == 0:
             try:
-                outcome = client.vote(whole, self._whole_vote_s)
+                outcome = client.vote(whole, self.whole_vote_s)
             except RuntimeError as error:  # each rank's own vote meets it, too
                 log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
             except TimeoutError:  # the server holds the commit

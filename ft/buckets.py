@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,18 +44,56 @@ class Bucket:
     in_place: bool = False
 
 
-@dataclass
 class BucketLayout:
-    """`buckets`: the last one ends in the tail. `starts`: of parameters' gradients, in the memory of their kind. `sizes`: elements by
-    kind."""
+    """`tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: large gradients are reduced in place.
+    `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py).
 
-    buckets: list[Bucket] = field(default_factory=list)
-    bucket_of: dict[int, int] = field(default_factory=dict)
-    starts: dict[int, int] = field(default_factory=dict)
-    sizes: dict[Kind, int] = field(default_factory=dict)
-    shape: tuple[tuple[str, str], ...] = ()
+    `buckets`: the last one ends in the tail. `starts`: of parameters' gradients, in the memory of their kind. `sizes`: elements by kind."""
 
-    def close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool
+    ) -> None:
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[int, int] = {}
+        self.starts: dict[int, int] = {}
+        self.sizes: dict[Kind, int] = {}
+        device = tensors[0].device if tensors else device
+        last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
+        most_bytes, left_bytes = FEW_BYTES if quantized else RIDER_BYTES, RIDERS_BYTES
+        for index, tensor in enumerate(tensors):
+            small = tensor.nbytes <= min(most_bytes, left_bytes)
+            if small and tensor.dtype == torch.float32 and tensor.device == device:
+                last_bucket_params.insert(0, index)
+                left_bytes -= tensor.nbytes
+        filling: dict[Kind, list[int]] = {}
+        for index in reversed(range(len(tensors))):
+            tensor = tensors[index]
+            kind = (tensor.dtype, tensor.device)
+            if index in last_bucket_params:
+                continue
+            if in_place and tensor.nbytes >= ALONE_BYTES:
+                self._close([index], tensors, kind, in_place=True)
+                continue
+            members = filling.setdefault(kind, [])
+            if members and sum(tensors[i].nbytes for i in members) + tensor.nbytes > bucket_bytes:
+                self._close(members, tensors, kind)
+                members.clear()
+            members.append(index)
+        for kind, members in filling.items():
+            if members:
+                self._close(members, tensors, kind)
+        tail: Kind = (torch.float32, device)
+        self._close(last_bucket_params, tensors, tail)
+        self.sizes[tail] += TAIL_ELEMENTS
+        kinds = list(self.sizes)
+        plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in self.buckets]
+        self.shape = (
+            ("gradient shapes", shape_digest([tuple(tensor.shape) for tensor in tensors])),
+            ("gradient dtypes", shape_digest([str(tensor.dtype) for tensor in tensors])),
+            ("gradient buckets", shape_digest((plan, "8 bits") if quantized else plan)),
+        )
+
+    def _close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
         """Adds the next bucket."""
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)
@@ -66,50 +104,6 @@ class BucketLayout:
                 place += -(-tensors[index].numel() // align) * align
         self.sizes[kind] = place
         self.buckets.append(Bucket(kind, tuple(members), start, place, in_place))
-
-
-def lay_out(
-    tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool = False
-) -> BucketLayout:
-    """`tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: large gradients are reduced in place.
-    `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py)."""
-    layout = BucketLayout()
-    device = tensors[0].device if tensors else device
-    last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
-    most_bytes, left_bytes = FEW_BYTES if quantized else RIDER_BYTES, RIDERS_BYTES
-    for index, tensor in enumerate(tensors):
-        small = tensor.nbytes <= min(most_bytes, left_bytes)
-        if small and tensor.dtype == torch.float32 and tensor.device == device:
-            last_bucket_params.insert(0, index)
-            left_bytes -= tensor.nbytes
-    filling: dict[Kind, list[int]] = {}
-    for index in reversed(range(len(tensors))):
-        tensor = tensors[index]
-        kind = (tensor.dtype, tensor.device)
-        if index in last_bucket_params:
-            continue
-        if in_place and tensor.nbytes >= ALONE_BYTES:
-            layout.close([index], tensors, kind, in_place=True)
-            continue
-        members = filling.setdefault(kind, [])
-        if members and sum(tensors[i].nbytes for i in members) + tensor.nbytes > bucket_bytes:
-            layout.close(members, tensors, kind)
-            members.clear()
-        members.append(index)
-    for kind, members in filling.items():
-        if members:
-            layout.close(members, tensors, kind)
-    tail: Kind = (torch.float32, device)
-    layout.close(last_bucket_params, tensors, tail)
-    layout.sizes[tail] += TAIL_ELEMENTS
-    kinds = list(layout.sizes)
-    plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in layout.buckets]
-    layout.shape = (
-        ("gradient shapes", shape_digest([tuple(tensor.shape) for tensor in tensors])),
-        ("gradient dtypes", shape_digest([str(tensor.dtype) for tensor in tensors])),
-        ("gradient buckets", shape_digest((plan, "8 bits") if quantized else plan)),
-    )
-    return layout
 
 
 def shape_digest(what: object) -> str:

@@ -7,7 +7,7 @@ needs neither torch nor grpc, and starts nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -173,48 +173,41 @@ class FaultTolerance:
     outer_nesterov: Annotated[bool, "with diloco: the outer optimizer's momentum is Nesterov's"] = True
 
     def check(self) -> None:
-        self._check_semi_sync()
-        for key in ("slots_per_step", "deterministic_reduce"):
-            if (wanted := getattr(self, key)) and not self.keep_global_batch:
-                raise ValueError(
-                    f"fault_tolerance.{key} = {str(wanted).lower()}: needs fault_tolerance.keep_global_batch = true, without which a step "
-                    "has a slot for each group that is there"
-                )
+        for key, why in self._contradictions():
+            value = getattr(self, key)
+            shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+            raise ValueError(f"fault_tolerance.{key} = {shown}: {why}")
         for lower, x, upper, y in self.times.check_timeout_order():
             raise ValueError(
                 f"fault_tolerance.{lower} = {x:g}: must be below fault_tolerance.{upper} = {y:g}: the longer timeout "
                 "relies on a result of the shorter one"
             )
 
-    def _check_semi_sync(self) -> None:
-        changed = [key for key in _SEMI_SYNC if getattr(self, key) != getattr(type(self), key)]
-        method, alone = self.semi_sync_method, ("sync_steps",)
-        unused = changed if method == "none" else [key for key in changed if method == "local_sgd" and key not in alone]
-        for key in unused:
-            methods = '"diloco"' if key not in alone else '"local_sgd" or "diloco"'
-            raise ValueError(
-                f"fault_tolerance.{key} = {str(getattr(self, key)).lower()}: needs fault_tolerance.semi_sync_method = {methods}, and it is "
-                f'"{method}"; nearest: {str(getattr(type(self), key)).lower()}'
-            )
-        if method == "none":
-            return
-        if not self.enable:
-            raise ValueError(
-                f'fault_tolerance.semi_sync_method = "{method}": needs fault_tolerance.enable = true: one group has no other to '
-                'synchronise with; nearest: "none"'
-            )
-        for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
-            if getattr(self, key) != wanted:
-                raise ValueError(
-                    f"fault_tolerance.{key} = {str(not wanted).lower()}: not with fault_tolerance.semi_sync_method: a group keeps the "
-                    f"changes of its own steps until they are summed, and no other group can compute them; nearest: {str(wanted).lower()}"
-                )
-        if self.outer_nesterov and not self.outer_momentum:
-            raise ValueError(
-                "fault_tolerance.outer_nesterov = true: needs fault_tolerance.outer_momentum above 0; nearest: false"
-            )
-        keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
-        self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
+    def _contradictions(self) -> Iterator[tuple[str, str]]:
+        """Keys that do not go with others, each with the reason. Raises ValueError for a schedule that cannot be."""
+        method = self.semi_sync_method
+        for key in _SEMI_SYNC:
+            default, methods = getattr(type(self), key), ("local_sgd", "diloco") if key == "sync_steps" else ("diloco",)
+            if getattr(self, key) != default and method not in methods:
+                legal = " or ".join(f'"{one}"' for one in methods)
+                unused = f'needs fault_tolerance.semi_sync_method = {legal}, and it is "{method}"'
+                yield key, f"{unused}; nearest: {str(default).lower()}"
+        if method != "none":
+            if not self.enable:
+                alone = "one group has no other to synchronise with"
+                yield "semi_sync_method", f'needs fault_tolerance.enable = true: {alone}; nearest: "none"'
+            for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
+                if getattr(self, key) != wanted:
+                    own = "a group keeps the changes of its own steps until they are summed, and no other group can compute them"
+                    yield key, f"not with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}"
+            if self.outer_nesterov and not self.outer_momentum:
+                yield "outer_nesterov", "needs fault_tolerance.outer_momentum above 0; nearest: false"
+            keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
+            self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
+        for key in ("slots_per_step", "deterministic_reduce"):
+            if getattr(self, key) and not self.keep_global_batch:
+                needs = "needs fault_tolerance.keep_global_batch = true"
+                yield key, f"{needs}, without which a step has a slot for each group that is there"
 
     def group_kind(self, device_type: str) -> GroupKind:
         """The process group for gradients on a device of that type, "cpu" or "cuda". Raises ValueError where `process_group` names one that
@@ -305,7 +298,6 @@ class Environment:
 
     group_rank: int = _variable("RANK", _whole(0), 0)
     world_size: int = _variable("WORLD_SIZE", _whole(1), 1)  # ranks of this group
-    local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
     master_addr: str = _variable("MASTER_ADDR", str, "")  # of the group's own store
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
     # How often torchelastic has started this group's ranks again; its store lives through that.

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, lay_out, like, local_of
+from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, like, local_of
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
@@ -145,7 +145,7 @@ class Gradients:
 
     @cached_property
     def _layout(self) -> BucketLayout:
-        return lay_out(
+        return BucketLayout(
             [local_of(parameter.detach()) for parameter in self._parameters] * self._copies,
             bucket_bytes=self._bucket_bytes,
             in_place=not self._keep and not self._shared and not self._per_slot,
@@ -329,9 +329,13 @@ class Gradients:
         `held`: of the sums that were held under this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
-            if self._per_slot:
-                self._add_up(attempt)
             scratch = attempt.scratch
+            if self._per_slot:
+                slots = [[scratch.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
+                if first := slots[0]:  # gets the sum of all, in the slots' order
+                    torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
+                    for added in slots[1:]:
+                        torch._foreach_add_(first, added)
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
                 memory = attempt.in_place.get(index)
                 parameter.grad = scratch.gradients[index] if memory is None else like(parameter, memory)
@@ -553,15 +557,6 @@ class Gradients:
             attempt.queue.close()
         attempt.users, self._step = self._step.users, _StepState()
         return attempt
-
-    def _add_up(self, attempt: _Attempt) -> None:
-        """The sums of the slots, in their order, into the first one's."""
-        sums = attempt.scratch.sums
-        first, *others = ([sums[index] for index in self._indices_of(slot)] for slot in range(self._copies))
-        if first:
-            torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
-            for added in others:
-                torch._foreach_add_(first, added)
 
     def _drop_gradients(self) -> None:
         for parameter in self._parameters:

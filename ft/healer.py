@@ -27,7 +27,7 @@ log = logging.getLogger("pharos.healing")
 
 class Healer:
     """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources' states have another layout than
-    ours. `ask`: returns the address of a source's state, given its group's server, or "". For the trainer's thread, except `end_offer`."""
+    ours. For the trainer's thread, except `end_offer`."""
 
     def __init__(
         self,
@@ -39,11 +39,10 @@ class Healer:
         grace_s: float,
         hear: Callable[[m.Event], None],
         unlike: Callable[[str], None] = lambda why: None,
-        ask: Callable[[str], str] | None = None,
     ) -> None:
         self._state, self.transport = state, transport
         self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
-        self._unlike, self._ask = unlike, ask or self._ask_server
+        self._unlike = unlike
         self._fetching: threading.Thread | None = None
         self._ended_quorum = 0  # the newest quorum whose offer was ended
         self._over = threading.Event()  # the fetch is given up
@@ -67,11 +66,6 @@ class Healer:
         """Ends the offer of that quorum: its readers are dead, or heal anew in the next one. A commit that waits for one goes on."""
         self._ended_quorum = max(self._ended_quorum, quorum_id)
         self.transport.end_offer(quorum_id, reason)
-
-    @property
-    def all_is_sent(self) -> bool:
-        """True when the peer healing from this rank has received the full state: it installs it by this commit or soon after."""
-        return self.transport.is_taken
 
     def fence(self) -> None:
         """Returns when the state may change: readers are done, or served a copy."""
@@ -113,7 +107,7 @@ class Healer:
         names = tuple([part.members[source.replica_rank] for source in part.sources])
         asked = {"quorum_id": part.quorum_id, "step": part.reference[0]}
         while True:
-            found = [self._ask(source.address) for source in part.sources]
+            found = [self.ask(source.address) for source in part.sources]
             sources = [StateSource(name, at) for name, at in zip(names, found, strict=True) if at]
             try:
                 if not sources:
@@ -141,8 +135,8 @@ class Healer:
     def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)
 
-    def _ask_server(self, address: str) -> str:
-        """The address where that group's rank of the same group_rank serves its state; "": unknown."""
+    def ask(self, address: str) -> str:
+        """Returns the address where that group's rank of the same group_rank serves its state; "": unknown."""
         try:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:
                 return client.checkpoint_metadata(self._group_rank, ASK_S)

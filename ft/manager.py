@@ -92,17 +92,6 @@ class ManagerOptions(StepConfig):
     dies_with_group: bool = True  # the group's server may kill this process, which has no other group
 
 
-@dataclass(frozen=True)
-class ManagerStatus:
-    """State of a manager at one moment: for logs, and for tests."""
-
-    phase: Phase
-    step: int  # of the machine's state, VOID where it has none; the trainer's, `Manager.step`, may be behind by held steps
-    at: tuple[int, int, int]  # quorum, attempt and step (Step.at)
-    server_gone: bool  # its group's server has ended, or has ended this group
-    closed: bool
-
-
 class Manager:
     """The Seam (seam.py) of a rank whose job has several replica groups.
 
@@ -111,6 +100,7 @@ class Manager:
     `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
     `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine with its effects.
     `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
+    `machine`, `client`, `closed`: to be read from any thread.
 
     Raises RuntimeError where the group's server does not start.
     """
@@ -139,7 +129,7 @@ class Manager:
             lambda: self.step * options.inner_steps,
             phase_timer or NoPhaseTimer(),
             on_event,
-            lambda *what: self._client.happened(*what),
+            lambda *what: self.client.happened(*what),
             options.inner_steps,
             options.long_phase_s,
         )
@@ -164,9 +154,9 @@ class Manager:
             hear=self._hear,
             unlike=self._reject_unlike_state,
         )
-        self._closed = threading.Event()
-        self._client = connect(self.membership.address, config.group_rank, config.access)
-        self.want_to_leave = self._client.want_to_leave
+        self.closed = threading.Event()
+        self.client = connect(self.membership.address, config.group_rank, config.access)
+        self.want_to_leave = self.client.want_to_leave
         self._agreement = agreement
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
         self.commit_id = ""  # of that state: equal ids, equal weights
@@ -195,41 +185,31 @@ class Manager:
             heal_grace_s=config.times.heal_grace_s,
             restores=restore is not None,
         )
-        self._machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
+        self.machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
         self._seen = seen
         self._news = threading.Condition()  # the machine's lock, too
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # of another thread, for the trainer's
-        self.state.register(MACHINE, self._machine.state_dict, lambda state: None)  # the machine loads it by itself
+        self.state.register(MACHINE, self.machine.state_dict, lambda state: None)  # the machine loads it by itself
         self._prober.start(lambda: group.waits_since_s, self._cut)
         pid = None if options.dies_with_group else 0
-        self._client.watch(self._on_notice, self._ended, pid=pid)
-        threading.Thread(
-            target=self._telemetry.report_for_ever,
-            args=(config.times.beat_s, self._closed, self._report, self._urgent),
-            name="ft-report",
-            daemon=True,
-        ).start()
+        self.client.watch(self._on_notice, self._ended, pid=pid)
+
+        def news(status: Status) -> object:  # heal progress, the reduction that is waited for, unreachable members
+            return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
+
+        given = (config.times.beat_s, self.closed, self._report, news)
+        threading.Thread(target=self._telemetry.report_for_ever, args=given, name="ft-report", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------------ the seam
-
-    def status(self) -> ManagerStatus:
-        """From any thread."""
-        machine, held = self._machine, VOID if self._machine.void else self._machine.step
-        return ManagerStatus(machine.phase, held, machine.at, self._client.gone.is_set(), self._closed.is_set())
 
     @property
     def writes(self) -> tuple[str, int] | None:
         """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
         part = self.part
-        if part is None or part.participants[:1] != (part.replica_id,) or self._machine.void:
+        if part is None or part.participants[:1] != (part.replica_id,) or self.machine.void:
             return None
         return part.epoch, part.quorum_id
-
-    @property
-    def is_between_steps(self) -> bool:
-        """True when no step is under way, and this rank holds the state of the last one."""
-        return self._machine.phase is Phase.BOUNDARY and not self._machine.void
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
@@ -241,7 +221,7 @@ class Manager:
         if slot is None or self._assignment is None:
             return self.gradients.last_pass()
         if self._options.deterministic_reduce:
-            return self.gradients.last_pass([*self._machine.ledger.pending].index(slot))
+            return self.gradients.last_pass([*self.machine.ledger.pending].index(slot))
         return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
@@ -250,12 +230,12 @@ class Manager:
             if until is not None and until != self._until:
                 self._feed(m.Leaving(until))
                 self._until = until
-            if self._machine.phase is Phase.BOUNDARY and not self._effects:
+            if self.machine.phase is Phase.BOUNDARY and not self._effects:
                 self._feed(m.Begin())
             turn = self._pump()
             assert turn is not None
             if isinstance(turn, m.Compute):
-                dealt = [*self._machine.ledger.pending]
+                dealt = [*self.machine.ledger.pending]
                 self.gradients.begin([dealt.index(slot) for slot in turn.slots])
                 self._assignment = DataAssignment(turn.step, turn.slots)
             else:
@@ -276,7 +256,7 @@ class Manager:
             if failure:
                 self._feed(m.ReduceFailed(self.part.quorum_id, turn.attempt, turn.step, failure))
             if isinstance(turn, m.Compute):
-                if self.part.recover_dst_replica_ranks and self.healer.all_is_sent:
+                if self.part.recover_dst_replica_ranks and self.healer.transport.is_taken:  # in full
                     # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
@@ -286,7 +266,7 @@ class Manager:
                 self._feed(self._launch(turn))
             turn = self._pump(before_vote=True)
         if turn is None:
-            tail = self._machine.tail
+            tail = self.machine.tail
             assert tail is not None, "all sums have arrived"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(turn, m.CommitStep):
@@ -311,17 +291,17 @@ class Manager:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return to_checkpoint(self._machine.state_dict())
+        return to_checkpoint(self.machine.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = from_checkpoint(state)
         self.step, self.commit_id = self._restored["step"], self._restored["commit_id"]
-        if self._machine.phase is Phase.BOUNDARY:
+        if self.machine.phase is Phase.BOUNDARY:
             self._feed(m.Restored(self._restored))
 
     @property
     def confirmed_s(self) -> float:
-        return self._client.heard_s
+        return self.client.heard_s
 
     def leave(self) -> None:
         """Announces with the next step that this group leaves; then `left` is True. Called by all its ranks at the same step."""
@@ -329,11 +309,11 @@ class Manager:
 
     @property
     def is_broken(self) -> bool:
-        return bool(self._machine.abort_reason)
+        return bool(self.machine.abort_reason)
 
     @property
     def finished(self) -> bool:
-        return self._machine.finished
+        return self.machine.finished
 
     def regroup(self, until: int) -> None:
         """Forms a new generation after the last step. A step that was begun beyond it is dropped."""
@@ -346,23 +326,24 @@ class Manager:
 
     def tell(self, lane: str, words: str) -> None:
         """Shows a line on the live page. From any thread; it may get lost."""
-        self._client.happened(lane, max(0, self.step), words)
+        self.client.happened(lane, max(0, self.step), words)
 
     def close(self) -> None:
-        if self._closed.is_set():
+        if self.closed.is_set():
             return
-        self._closed.set()
+        self.closed.set()
         with suppress(TimeoutError, RuntimeError):  # the server may be gone
             clean = self.left and self._saved is not False
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
-            self._client.leave(clean=clean, reason=why, finished=self._saved is True)
-        self._client.close()
+            self.client.leave(clean=clean, reason=why, finished=self._saved is True)
+        self.client.close()
         self._prober.close()
         self.healer.close()
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
         self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
-        self.membership.close()
+        if self.membership.server:
+            self.membership.server.close()
 
     # ------------------------------------------------------------------------------------------------ the machine
 
@@ -371,7 +352,7 @@ class Manager:
         out here: the trainer's thread may be in the wait that it ends."""
         with self._news:
             now_s = time.monotonic()
-            out = self._machine.handle(event, now_s)
+            out = self.machine.handle(event, now_s)
             if self._seen:
                 self._seen(now_s, event, out)
             self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
@@ -410,7 +391,7 @@ class Manager:
         """Carries out effects, and feeds the machine the event that answers each, until an effect is the trainer's; returns that one. None:
         `until` holds and no effect is left, or, where `before_vote`, only this rank's own yes to the commit. Raises Stopped, GroupEnded,
         GroupReleased, MustExit."""
-        phase_timer, machine = self._telemetry.phase_timer, self._machine
+        phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
                 effect = self._effects[0]
@@ -469,7 +450,7 @@ class Manager:
                         event = self._load_checkpoint()
                     case m.GiveUp(reason):
                         assert part is not None
-                        self._client.give_up(part.quorum_id, reason)
+                        self.client.give_up(part.quorum_id, reason)
                     case m.Stop(reason, slots):
                         raise Stopped(reason, slots)
             if event is not None:
@@ -496,11 +477,11 @@ class Manager:
             blame=self._blame,
         )
         try:
-            event = self._client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
+            event = self.client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
         except Refused as error:
             raise BadInput(f"group {self._config.name} cannot take part: {error}") from None
         if isinstance(event, m.Released):
-            raise GroupReleased(has_state=not self._machine.void)
+            raise GroupReleased(has_state=not self.machine.void)
         return event
 
     def _configure(self, part: m.Part) -> m.Event:
@@ -591,7 +572,7 @@ class Manager:
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
         """Launches at once, except for zeros: once for each quorum and step they are the trainer's, when the state has come that this group
         heals."""
-        machine = self._machine
+        machine = self.machine
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
         self.gradients.drop()
@@ -609,7 +590,10 @@ class Manager:
             self._open(attempt)
         self._launched += 1
         try:
-            tail = self._with_digest(effect) if effect.digest_at else effect.tail
+            tail = effect.tail
+            if at := effect.digest_at:  # of this rank's weights, which groups compare in this step
+                values = in_tail(digest(self._weights), copied=effect.copied)
+                tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch(tail, zeros=effect.zeros)
         except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
@@ -617,7 +601,7 @@ class Manager:
             raise
         telemetry.sums_began_s = began_s = time.monotonic()
         telemetry.current_wait = "sums"
-        account = "heal" if self._machine.void else "waiting"
+        account = "heal" if self.machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
                 tail = self.gradients.wait()
@@ -630,11 +614,6 @@ class Manager:
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)
 
-    def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
-        """The tail with the digest of this rank's weights, which groups compare in this step."""
-        at, values = effect.digest_at, in_tail(digest(self._weights), copied=effect.copied)
-        return (*effect.tail[:at], *values, *effect.tail[at + len(values) :])
-
     def _drop_gradients(self) -> None:
         self.gradients.drop()
         self._telemetry.lost()
@@ -645,10 +624,10 @@ class Manager:
         if vote.kind == "commit":
             telemetry.current_wait = "vote"
         try:
-            if self._agreement and self._machine.is_for_all(vote):
-                outcome = self._agreement.outcome(self._client, vote, able=not busy)
-            if outcome is None and not busy and not self._machine.votes_in_background(vote):
-                outcome = self._client.outcome(vote)
+            if self._agreement and self.machine.is_for_all(vote):
+                outcome = self._agreement.outcome(self.client, vote, able=not busy)
+            if outcome is None and not busy and not self.machine.votes_in_background(vote):
+                outcome = self.client.outcome(vote)
         finally:
             telemetry.current_wait = ""
         if outcome is None:
@@ -657,7 +636,7 @@ class Manager:
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
-            self._hear(self._client.outcome(vote))
+            self._hear(self.client.outcome(vote))
         except RuntimeError as error:
             self._fail(error)
 
@@ -667,7 +646,8 @@ class Manager:
         assert self.part is not None
         self.healer.load()
         self.step, self.commit_id = step, self.part.reference[2]
-        self._telemetry.healed(self.healer.received_bytes)
+        log.info("step %d is healed", step * self._options.inner_steps)
+        self._telemetry.event("healed", bytes=self.healer.received_bytes)
 
     def _load_checkpoint(self) -> m.Event:
         self.healer.drop()
@@ -686,20 +666,16 @@ class Manager:
 
     def _ended(self, why: str) -> None:
         """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""
-        if not self._closed.is_set():
+        if not self.closed.is_set():
             log.error("this rank ends: %s", why)
             if self.part is not None:
                 self.healer.end_offer(self.part.quorum_id, why)
             self.group.interrupt(why)
             self._fail(GroupEnded(why))
 
-    def _urgent(self, status: Status) -> object:
-        """Values that are sent at once when they change: heal progress, the reduction that is waited for, unreachable members."""
-        return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
-
     def _report(self, metrics: dict[str, float], status: Status) -> None:
         """Sends this rank's progress, by which the lighthouse finds stragglers."""
-        machine = self._machine
+        machine = self.machine
         report = m.Report(
             replica_id=self.replica_id,
             step=VOID if machine.void else machine.step,
@@ -712,7 +688,7 @@ class Manager:
             blame=self._blame,
         )
         done_bytes, total_bytes = self.healer.progress
-        self._client.report(
+        self.client.report(
             report,
             phase=status.phase or machine.phase.value,
             summed=status.summed,

@@ -1,31 +1,46 @@
-"""An optimizer's state before its first step: a heal receives into its tensors, and checkpoints are saved from them and loaded into them.
-
-The one file of ft that training/ imports, for a checkpoint wants the same; torch alone.
-"""
+"""An optimizer's state before its first step: a heal receives into its tensors, checkpoints are saved from them and loaded into them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 
-def materialise(optimizer: torch.optim.Optimizer) -> None:
+def materialise(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> None:
     """Gives an optimizer that has never stepped the state that its first step would begin with, so that there are tensors to receive
-    into; changes no bit of a weight. One that has stepped, or holds gradients, is left alone.
+    into; changes no bit of a weight. One that has stepped, or holds gradients, is left alone. `parameters`: these alone get a state, and
+    all gradients are put back.
 
-    A step with zero gradients at rate 0 makes the tensors; the step counters go back to 0, lest they bend Adam's bias correction.
+    A step with zero gradients, at rate 0 and without weight decay, makes the tensors; the step counters go back to 0, lest they bend Adam's
+    bias correction.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if optimizer.state or any(p.grad is not None for p in parameters):
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    own = trained if parameters is None else parameters
+    if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for state in optimizer.state.values():
+    rates = [{key: x for key, x in group.items() if key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
+        for key, rate in own_rates.items():
+            group[key] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    step_with(optimizer, own, [torch.zeros_like(p) for p in own])
+    for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
+        group.update(own_rates)
+    for state in (optimizer.state.get(parameter, {}) for parameter in own):
         if "step" in state:
             state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
+
+
+def step_with(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Steps with these gradients alone. Afterwards .grad of all parameters is what it was."""
+    before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    try:
+        optimizer.zero_grad(set_to_none=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

@@ -54,10 +54,6 @@ class Membership:
         if self.rendezvous is not None:
             threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 
-    def close(self) -> None:
-        if self.server:
-            self.server.close()
-
 
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     """`store`: the group's own, if it has several ranks. Raises RuntimeError where the server does not start; ValueError for a lighthouse

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ft.buckets import BUCKET_BYTES, READY, lay_out
+from ft.buckets import BUCKET_BYTES, READY, BucketLayout
 from ft.config import FaultTolerance
 
 
@@ -19,7 +19,7 @@ def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: boo
     `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce)."""
     keep, quantized = settings.keep_gradients, settings.should_quantize
     momentum = settings.semi_sync_method == "diloco" and settings.outer_momentum > 0
-    layout = lay_out(
+    layout = BucketLayout(
         [*tensors] * max(1, slots),
         bucket_bytes=BUCKET_BYTES,
         in_place=not keep and not in_child and not slots,

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ft.buckets import like, local_of
+from ft.materialise import materialise, step_with
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
     """Weights that are agreed on together: `named`, of the model. `optimizer`: the outer one, over these weights (and maybe others); None:
-    the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group keeps, 0 to 1."""
+    the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group keeps, 0 to 1. Raises ValueError for
+    a weight that the optimizer does not have."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]
@@ -33,7 +35,11 @@ class Fragment:
         self.outer = [nn.Parameter(parameter.detach().clone()) for parameter in self.local]
         self._optimizer, self._alpha = optimizer, alpha
         if optimizer is not None:
-            self._materialise(optimizer)
+            known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if missing := [name for name, parameter in named if id(parameter) not in known]:
+                raise ValueError(f"the outer optimizer does not have {missing[0]}, which is to be summed")
+            materialise(optimizer, self.local)
+            self.reset()  # a step at rate 0 may make 0.0 of -0.0
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The outer weights, as a module has parameters: what a manager sums the gradients of, and compares."""
@@ -59,7 +65,10 @@ class Fragment:
             torch._foreach_copy_(local, outer)
         else:
             torch._foreach_copy_(local, outer)
-            self._step(self._optimizer, means)
+            gradients = [like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
+            step_with(
+                self._optimizer, self.local, gradients
+            )  # the inner steps' gradients, which the user may read, stay
             torch._foreach_copy_(outer, local)
         if went:
             torch._foreach_lerp_(local, went, self._alpha)
@@ -107,39 +116,6 @@ class Fragment:
             for key, value in own.items():
                 given = state.get(f"{name}.{key}", value)
                 own[key] = value.copy_(given) if isinstance(value, Tensor) else given
-
-    def _step(self, optimizer: torch.optim.Optimizer, means: Sequence[Tensor]) -> None:
-        """Swaps this fragment's weights alone. Gradients of the inner steps, which the user may still read, are put back."""
-        everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        inner = [(parameter, parameter.grad) for parameter in everything]
-        try:
-            for parameter in everything:
-                parameter.grad = None
-            for parameter, mean in zip(self.local, means, strict=True):
-                parameter.grad = like(parameter, mean)
-            optimizer.step()
-        finally:
-            for parameter, gradient in inner:
-                parameter.grad = gradient
-
-    def _materialise(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its state before the first step, so that there are tensors to receive into: a step at rate 0 with zeros for gradients, and
-        nothing of it is remembered. Raises ValueError where a weight is not the optimizer's."""
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if missing := [name for name, own in zip(self.names, self.local, strict=True) if id(own) not in known]:
-            raise ValueError(f"the outer optimizer does not have {missing[0]}, which is to be summed")
-        if any(parameter in optimizer.state for parameter in self.local):
-            return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        self._step(optimizer, [torch.zeros_like(shard) for shard in _shards(self.local)])
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.reset()  # -0.0 - 0.0 is 0.0
-        for _, own in self._optimizer_states():
-            for key, value in own.items():
-                own[key] = value.zero_() if isinstance(value, Tensor) else 0 if key == "step" else value
 
     def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         if self._optimizer is not None:

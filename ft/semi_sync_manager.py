@@ -49,6 +49,11 @@ def _of_turn(name: str) -> Any:
     return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
 
 
+def _of_all(name: str) -> Any:
+    """Forwards to the method of that name of all fragments."""
+    return lambda self: [getattr(fragment, name)() for fragment in self._fragments]
+
+
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
     memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
@@ -58,7 +63,6 @@ class FragmentGradients(Gradients):
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
         self._fragments: list[Gradients] = []
         self._turn: Gradients
-        self._holders: dict[int, Gradients] = {}  # by the step that they hold sums of
         self.dropped = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -71,36 +75,17 @@ class FragmentGradients(Gradients):
         alike = zip(*(fragment.shape for fragment in self._fragments), strict=True)  # pairs of one name
         return tuple((pairs[0][0], shape_digest([digest for _, digest in pairs])) for pairs in alike)
 
-    def prepare(self) -> None:
-        for fragment in self._fragments:
-            fragment.prepare()
-
-    def close(self) -> None:
-        for fragment in self._fragments:
-            fragment.close()
-
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
         self._turn = self._fragments[step % len(self._fragments)]
         self._turn.open(group, participants, contributes=contributes, step=step)
 
-    begin, last_pass, send, launch = map(_of_turn, ("begin", "last_pass", "send", "launch"))
-    wait, give_up, all_reduce = map(_of_turn, ("wait", "give_up", "all_reduce"))
+    prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
+    begin, send, launch, wait, give_up, hold = map(_of_turn, ("begin", "send", "launch", "wait", "give_up", "hold"))
 
     def deliver(self, held: int | None = None) -> None:
-        (self._turn if held is None else self._holders.pop(held)).deliver(held)
-
-    @property
-    def can_repeat(self) -> bool:
-        return self._turn.can_repeat
-
-    def hold(self, step: int) -> None:
-        self._holders[step] = self._turn
-        self._turn.hold(step)
-
-    def drop_held(self) -> None:
-        self._holders.clear()
-        for fragment in self._fragments:
-            fragment.drop_held()
+        """`held`: the step after the one that `open` was called for."""
+        turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
+        turn.deliver(held)
 
     def drop(self) -> None:
         self.dropped = True

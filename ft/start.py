@@ -3,19 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft.config import Environment, FaultTolerance
-from ft.seam import Seam
-from ft.solo import SoloManager
+from ft.protocol.step import Ledger
+from ft.seam import Commit, DataAssignment, Seam, StepTotals, Stopped, from_checkpoint, to_checkpoint
 from ft.telemetry import OnEvent, PhaseTimer, ignore_event
 
 if TYPE_CHECKING:
     from ft.agreement import Agreement
     from ft.process_groups.base import ProcessGroup
-    from ft.semi_sync_manager import OuterOptimizer
+
+
+ALONE = "solo"
+
+
+class SoloManager:
+    """A quorum of one: the manager of a job without fault tolerance. No network, no thread, no gRPC.
+
+    Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
+    ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or count of ranks."""
+
+    def __init__(self, slot_size: int) -> None:
+        self.step = 0
+        self._ledger = Ledger(slot_size)
+        self._registered: set[str] = set()
+        self.left, self.writes, self.confirmed_s = False, ("", 0), -inf
+        self._until: int | None = None
+        self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        # the sums of one group are the sums
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals
+
+    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        if name in self._registered:
+            raise ValueError(f"state {name} is registered already")
+        self._registered.add(name)
+
+    def begin_step(self, *, until: int | None = None) -> DataAssignment:
+        self._until = until
+        return DataAssignment(self.step, tuple(self._ledger.deal([ALONE])))
+
+    def commit(self, sums: StepTotals) -> Commit | None:
+        divisor, deal = sum(sums.tokens_per_slot), self._ledger.pending
+        slots = tuple(deal)
+        if not sums.finite:
+            raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
+        if divisor == 0:
+            named = ", ".join(map(str, slots))
+            raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
+        self.step, self.left = self.step + 1, self.left or self.step + 1 == self._until
+        contributed, _ = self._ledger.commit(sums.tokens_per_slot)
+        trained, holes = tuple((slot, deal[slot]) for slot in contributed), tuple(self._ledger.holes)
+        return Commit(divisor, (0,), sums.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
+        return to_checkpoint({**state, "ledger": self._ledger.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = from_checkpoint(state)
+        self.step = state["step"]
+        self._ledger.load_state_dict(state["ledger"], keep_deal=False)
+
+    def leave(self) -> None:
+        self.left = True
+
+    is_broken = finished = False
+
+    def _nothing(self, *given: object, **named: object) -> None:
+        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
+
+    attach = want_to_leave = regroup = finish = tell = close = _nothing
 
 
 def open_manager(
@@ -40,12 +102,14 @@ def open_manager(
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
+    from torch.optim import SGD
+
     from ft.addresses import advertised
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
-    from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
+    from ft.semi_sync_manager import FragmentGradients, OuterOptimizer, SemiSyncManager
 
     slots_per_step, inner_steps = environment.slots_per_step(settings), settings.inner_steps
     config = ReplicaGroupConfig(
@@ -90,7 +154,12 @@ def open_manager(
         phase_timer=phase_timer,
         on_event=on_event,
     )
-    return SemiSyncManager(manager, settings.schedule, outer_optimizer(settings)) if semi_sync else manager
+    outer: OuterOptimizer = (
+        partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
+        if settings.semi_sync_method == "diloco"
+        else lambda weights: None  # the mean of weights needs none
+    )
+    return SemiSyncManager(manager, settings.schedule, outer) if semi_sync else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
@@ -100,17 +169,6 @@ def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
     return process_settings(settings.group_kind(device_type), settings.rendezvous_s)
 
 
-def outer_optimizer(settings: FaultTolerance) -> OuterOptimizer:
-    """Outer optimizer of semi_sync_method. The mean of weights needs none."""
-    from torch.optim import SGD
-
-    if settings.semi_sync_method == "local_sgd":
-        return lambda weights: None
-    return lambda weights: SGD(
-        weights, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov
-    )
-
-
 def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     """Process group to the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
     kind = settings.group_kind(device_type)
@@ -118,10 +176,5 @@ def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     from ft.process_groups.gloo import ProcessGroupGloo
     from ft.process_groups.nccl import ProcessGroupNCCL
 
-    kinds = {
-        "gloo": ProcessGroupGloo,
-        "nccl": ProcessGroupNCCL,
-        "baby_gloo": ProcessGroupBabyGloo,
-        "baby_nccl": ProcessGroupBabyNCCL,
-    }
-    return kinds[kind](settings.collective_s, rendezvous_s=settings.rendezvous_s)
+    kinds = {x.KIND: x for x in (ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupBabyGloo, ProcessGroupBabyNCCL)}
+    return kinds[f"ft_{kind}"](settings.collective_s, rendezvous_s=settings.rendezvous_s)

@@ -151,10 +151,6 @@ class ManagerTelemetry:
             words += f"; {', '.join(members[rank] for rank in part.recover_dst_replica_ranks)} heal from this group"
         log.info("%s", words)
 
-    def healed(self, received_bytes: int) -> None:
-        log.info("step %d is healed", self._step())
-        self.event("healed", bytes=received_bytes)
-
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
         rank, odd, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
         self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, odd)])

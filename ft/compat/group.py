@@ -19,9 +19,8 @@ from typing import Any
 import grpc
 
 from ft.protocol import messages as m
-from ft.protocol.group import GroupConfig
-from ft.protocol.plan import reference_state, replica_rank
-from ft.protocol.rules import validate_request
+from ft.protocol.group import GroupConfig, replica_rank
+from ft.protocol.rules import reference_state, validate_request
 from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.driver import now_s

@@ -45,6 +45,7 @@ from ft.healing.transport import Transport
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import GroupWork, ProcessGroup, reduction
 from ft.protocol import messages as m
+from ft.protocol.step import Phase
 from ft.quantized import Feedback
 from ft.rpc.access import Access
 from ft.rpc.driver import Seen
@@ -368,7 +369,7 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leaves the job. May be called twice. Between two steps, it does not disturb the one that others may be about to finish: all may
         stop at the same step. If they are to go on, `leave()` before the last step spares them a retry."""
-        if self._over and self.core.is_between_steps:
+        if self._over and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
             self.core.left = True  # whatever the others wait for, this group has sent
         self.core.gradients.close()
         self.core.close()

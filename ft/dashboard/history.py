@@ -14,8 +14,8 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple, get_args
 
 from ft.protocol import messages as m
+from ft.protocol.group import recover_src_replica_ranks
 from ft.protocol.lighthouse import Lighthouse
-from ft.protocol.plan import recover_src_replica_ranks
 
 Lane = Literal["membership", "heal", "commit", "corruption", "storage"]
 Grade = Literal["good", "info", "bad"]

@@ -1,5 +1,5 @@
-"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer becomes each rank's part (plan.py), and
-votes decide which collective a rank enters next. Runs in the group server, without torch.
+"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer becomes each rank's part, and votes
+decide which collective a rank enters next. Runs in the group server, without torch.
 
 Where the rules leave a choice:
 - A verdict `failed` decides at once. `retry` waits for all votes: another attempt or another generation is decided by what all ranks saw.
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Quorum, RankCall, Times, Vote
-from ft.protocol.plan import plan
+from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Part, Quorum, RankCall, Source, Times, Vote
 
 OUTCOMES_KEPT = 16  # of the last ballots; a rank repeats its vote on the newest few at most
 GO_BEATS = 3  # for which a group that was asked to leave still waits for a step to end
@@ -41,8 +40,7 @@ class GroupConfig:
 
 
 class Group:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits
-    Metadata EndGroup."""
+    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
         """The driver opens the first stream itself, and does not beat while the system has stopped a trainer."""
@@ -57,8 +55,8 @@ class Group:
         self._called_s = self._answered_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
-        self._metadata: dict[int, str] = {}
-        self._waiting: dict[int, RankCall] = {}
+        self.checkpoint_metadata: dict[int, str] = {}  # by rank: the address where it serves its state
+        self.waiting: dict[int, RankCall] = {}  # for a quorum, by rank
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._asks_since_s: float | None = None  # all have, and there is no answer yet
         self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
@@ -96,12 +94,8 @@ class Group:
             case m.RankStream(rank):
                 self._end(f"rank {rank} is gone")
             case m.RankCancelled(rank):
-                self._waiting.pop(rank, None)
-                self._calling = self._calling if self._waiting else None
-            case m.AskMetadata(rank) if rank in self._metadata:
-                self._out.append(m.Metadata(rank, self._metadata[rank]))
-            case m.AskMetadata(rank):
-                self._out.append(m.FailRank(rank, "INVALID_ARGUMENT", "rank not found"))
+                self.waiting.pop(rank, None)
+                self._calling = self._calling if self.waiting else None
             case m.SumsAwaited(awaited):
                 self._sums_since_s = now_s if awaited else None
             case m.WantsToLeave():
@@ -138,11 +132,6 @@ class Group:
         return m.Out(tuple(self._out), self.reason)
 
     @property
-    def waiting(self) -> Collection[int]:
-        """Ranks that have asked for a quorum and have no answer yet."""
-        return self._waiting.keys()
-
-    @property
     def is_idle(self) -> bool:
         """True when no rank waits: a tick changes nothing."""
         return (self._joining_since_s, self._pending_commit, self._calling, self._sums_since_s) == (None,) * 4
@@ -150,8 +139,8 @@ class Group:
     @property
     def absent(self) -> list[int]:
         """Ranks that have yet to ask, while others wait for them."""
-        asked = self._calling is None and self._waiting
-        return [rank for rank in range(self.config.world_size) if rank not in self._waiting] if asked else []
+        asked = self._calling is None and self.waiting
+        return [rank for rank in range(self.config.world_size) if rank not in self.waiting] if asked else []
 
     # ---- one call for all ranks
 
@@ -164,23 +153,23 @@ class Group:
             self.reason = f"rank {rank}: a late copy of an older question"
             return
         self._newest[rank] = event.number
-        self._metadata[rank] = event.checkpoint_metadata
+        self.checkpoint_metadata[rank] = event.checkpoint_metadata
         if self._round.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"
             self._answer(rank)
             return
         self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
-        self._waiting[rank] = event
+        self.waiting[rank] = event
         if self._calling:
             self.reason = f"rank {rank} asked again; the lighthouse has been asked"
             return
-        self.reason = f"{len(self._waiting)} of {size} ranks have asked for a quorum"
-        if len(self._waiting) == size:
+        self.reason = f"{len(self.waiting)} of {size} ranks have asked for a quorum"
+        if len(self.waiting) == size:
             self._call_lighthouse(now_s)
 
     def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
-        self._asked = dict(self._waiting)
+        self._asked = dict(self.waiting)
         if self._releases:
             self._release_ranks()
             return
@@ -289,14 +278,14 @@ class Group:
             self._out.append(m.CallLighthouse(self._calling))
 
     def _fail_waiting(self, code: Any, reason: str) -> None:
-        for rank in sorted(self._waiting):
+        for rank in sorted(self.waiting):
             self._out.append(m.FailRank(rank, code, reason))
         self._clear_calls()
         self.reason = reason
 
     def _clear_calls(self) -> None:
         """Clears the calls that were answered: the next one is the first of a new round."""
-        self._waiting, self._calling, self._joining_since_s = {}, None, None
+        self.waiting, self._calling, self._joining_since_s = {}, None, None
         self._asks_since_s, self._lighthouse_says = None, ""
 
     # ---- votes
@@ -421,16 +410,6 @@ class Group:
     def _lighthouse_is_away(self, now_s: float) -> str:
         return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
 
-    def _give_up_waiting(self) -> None:
-        """Ends the wait, after which all ranks ask for a quorum, and are released with one state."""
-        self._releases, why = True, "this group was asked to leave while it waited"
-        if self._pending_commit:
-            self._fail_pending_commit(why)
-        elif self._calling:
-            self._release_ranks()
-        elif self.quorum:
-            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
-
     def _release_ranks(self) -> None:
         self._answer_all(None)
         self.reason = "asked to leave while it waited: all ranks are let go"
@@ -451,8 +430,73 @@ class Group:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._releases and now_s - since_s >= GO_BEATS * beat_s:
-                self._give_up_waiting()
+                # The wait ends: all ranks ask for a quorum, and are released with one state.
+                self._releases, why = True, "this group was asked to leave while it waited"
+                if self._pending_commit:
+                    self._fail_pending_commit(why)
+                elif self._calling:
+                    self._release_ranks()
+                elif self.quorum:
+                    self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
         self._out.append(m.EndGroup(why))
+
+
+# ---- the part of each rank: pure functions of the quorum, so that all groups come to the same plan
+
+
+def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
+    """The replica rank of each group that must fetch the reference state, with those of its sources, at most two, taken in turns.
+    Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
+    with init_sync initial states differ under one name, so all but the first reference member fetch."""
+    whole, members = quorum.holders, quorum.members
+    if quorum.reference[0] == 0 and any(x.init_sync for x in members):
+        whole = whole[:1]
+    free = [rank for rank in whole if not members[rank].writes_checkpoint] or whole  # the writer is busy enough
+    healing = sorted(set(range(len(members))).difference(whole))
+    return {
+        rank: tuple(free[(place + offset) % len(free)] for offset in range(min(2, len(free))))
+        for place, rank in enumerate(healing)
+    }
+
+
+def plan(
+    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
+) -> Part:
+    """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
+
+    Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
+    Raises KeyError when `replica_id` is not in the quorum.
+    """
+    me, members = replica_rank(quorum, replica_id), quorum.members
+    holders = [members[rank] for rank in quorum.holders]
+    sources = recover_src_replica_ranks(quorum)
+    return Part(
+        quorum_id=quorum.quorum_id,
+        epoch=quorum.epoch,
+        replica_id=replica_id,
+        replica_rank=me,
+        members=quorum.ids,
+        store_address=holders[(group_rank + quorum.quorum_id) % len(holders)].store_address,
+        reference=quorum.reference,
+        heal=me in sources,
+        sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
+        recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
+        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:spares_above],
+        dealt=holders[0].dealt if len({x.deal_id for x in holders}) == 1 else 0,
+        same_generation=same_generation,
+        handles=tuple(
+            x.reconfigure_handles[group_rank] if len(x.reconfigure_handles) == x.world_size > group_rank else ""
+            for x in members
+        ),
+    )
+
+
+def replica_rank(quorum: Quorum, replica_id: str) -> int:
+    """The place in the quorum. Raises KeyError when it has none."""
+    for rank, member in enumerate(quorum.members):
+        if member.replica_id == replica_id:
+            return rank
+    raise KeyError(f"{replica_id} is not in quorum {quorum.quorum_id}")

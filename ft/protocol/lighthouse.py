@@ -16,18 +16,8 @@ from dataclasses import dataclass, field, replace
 from ft.protocol import messages as m
 from ft.protocol.generation import QuorumRecord
 from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
-from ft.protocol.roster import Roster, takeover_order_s
-from ft.protocol.rules import (
-    Decision,
-    Problem,
-    QuorumView,
-    choose_sitting_out,
-    decide,
-    in_words,
-    pairs_with,
-    unlike,
-    validate_request,
-)
+from ft.protocol.roster import Roster, pairs_with, takeover_order_s
+from ft.protocol.rules import Decision, Problem, choose_sitting_out, decide, in_words, unlike, validate_request
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = 1_000_000  # over the ids of a lost state file: more than are issued while a group is away
@@ -113,7 +103,7 @@ class Lighthouse:
                 self._on_call(event, now_s)
             case m.Tick():
                 self._on_tick(now_s)
-            case m.CallCancelled(replica_id) if replica_id in self.roster:
+            case m.CallCancelled(replica_id) if replica_id in self.roster.peers:
                 self.roster.peers[replica_id].cancelled = True
                 if not self.roster.peers[replica_id].stream:
                     self.roster.drop_call(replica_id)
@@ -224,7 +214,7 @@ class Lighthouse:
             roster.drop_claim(replica_id)
         if held and not roster.claims:
             self._persist(now_s)  # the job is over: its terms and its layout bind nobody any more
-        if replica_id not in roster or roster.peers[replica_id].kind != "pharos":
+        if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
             return
         if not event.clean:
             self._lose([replica_id], event.reason)
@@ -272,14 +262,14 @@ class Lighthouse:
         if roster.takeover_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
-        decision = decide(self.view(now_s))
+        least, join_s = self.config.min_replicas, self.config.join_timeout_s
+        decision = decide(roster, now_s, settled=self._settled, min_replicas=least, join_timeout_s=join_s)
         self.reason = decision.reason
         if decision.must_restore:
             self._out.append(m.MustRestore(decision.must_restore, self._settled))
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
         cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
-        least = self.config.min_replicas
         if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
             roster.sit_out(out, cut, now_s)
             self._evaluate(now_s)
@@ -290,23 +280,12 @@ class Lighthouse:
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
-            self._call_back(now_s)
-
-    def _call_back(self, now_s: float) -> None:
-        """Lets in members that sit out where there is no quorum without them; those whose heals failed only when no other group comes."""
-        roster, view, least = self.roster, self.view(now_s), self.config.min_replicas
-        alone = view.healthy < least and view.waited_s >= view.join_timeout_s
-        if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
-            self._evaluate(now_s)
-        elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
-            self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
-
-    def view(self, now_s: float) -> QuorumView:
-        view = self.roster.view(now_s)
-        view.settled = self._settled
-        view.min_replicas = self.config.min_replicas
-        view.join_timeout_s = self.config.join_timeout_s
-        return view
+            # They are let in where there is no quorum without them; those whose heals failed only when no other group comes.
+            alone = roster.healthy() < least and roster.waited(now_s) >= join_s
+            if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
+                self._evaluate(now_s)
+            elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
+                self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)

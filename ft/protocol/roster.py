@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ft.protocol import messages as m
 from ft.protocol.messages import Call, Kind, Member, Quorum
-from ft.protocol.rules import Pairs, QuorumView, pairs_among, pairs_with
 
 LOST_KEPT = 4096  # lost ids that are kept; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "never"
 HEALS_FREE = 2  # that may fail in a row
 REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
 SIT_OUT_S, MOST_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
+
+Pairs = frozenset[frozenset[str]]  # of replica_ids
 
 
 @dataclass
@@ -89,35 +91,24 @@ class Roster:
         self.claims_expired = False
         self.takeover_until_s = -math.inf  # others may take over, by an operator's order
         self.order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
-        self._healthy: dict[str, None] = {}
-        self._reachable: dict[str, None] = {}
-        self.candidates: OrderedDict[str, Member] = OrderedDict()  # this and the next two: in the order of their calls
-        self.present: dict[str, None] = {}
-        self._heirs: dict[str, None] = {}
-        self._missing: dict[str, None] = {}
-        self._shrinkers: dict[str, None] = {}
-        self._view = QuorumView(self.candidates, self.present, self._missing, self._heirs, self._shrinkers)
-
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self.peers
+        self._healthy: dict[str, None] = {}  # could be candidates, or are
+        self.reachable: dict[str, None] = {}  # healthy members of the previous quorum, whether they have called or not
+        # Healthy callers, without those that sit out. This and the next two: in the order of their calls.
+        self.candidates: OrderedDict[str, Member] = OrderedDict()
+        self.present: dict[str, None] = {}  # of those, members of the previous quorum
+        self.heirs: dict[str, None] = {}  # with a state, and in the previous quorum, under this id or a former one
+        self.missing: dict[str, None] = {}  # previous members that are neither candidates nor left nor sitting out
+        self.shrinkers: dict[str, None] = {}  # candidates that ask for shrink_only; of ours, previous members
 
     # ---- input of the rules
 
-    def view(self, now_s: float) -> QuorumView:
-        """Returns the one view, whose collections are the sets that `place` keeps, with its numbers renewed."""
-        view = self._view
-        view.kind, view.previous = self.kind, self.previous
-        back = [self.live.get(name) not in self._healthy for name in self.returning]  # to be counted under the new id
-        view.healthy = len(self._healthy) + sum(back)
-        view.reachable = len(self._reachable)
-        view.claims = len(self.claims)
-        view.claims_expired = self.claims_expired or now_s < self.takeover_until_s
-        view.waited_s = self.waited(now_s)
-        return view
+    def healthy(self) -> int:
+        """Number of groups that could be candidates, with those that are just returning: each counts under its new id."""
+        return len(self._healthy) + sum(self.live.get(name) not in self._healthy for name in self.returning)
 
     def waited(self, now_s: float) -> float:
         """Seconds since the first call; 0 where there is none."""
-        members = (self.present or self._heirs) if self.kind == "pharos" else {}
+        members = (self.present or self.heirs) if self.kind == "pharos" else {}
         first = next(iter(members or self.candidates), None)
         return now_s - self.peers[first].called_s if first else 0.0
 
@@ -128,19 +119,19 @@ class Roster:
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
         _keep(self._healthy, replica_id, counts)
-        _keep(self._reachable, replica_id, alive and was_in)
+        _keep(self.reachable, replica_id, alive and was_in)
         call = peer.call if peer and alive else None
         if call:
             self.candidates[replica_id] = call.member
         else:
             self.candidates.pop(replica_id, None)
         away = call is not None or sits or replica_id in self.gone
-        _keep(self._missing, replica_id, was_in and not away)
+        _keep(self.missing, replica_id, was_in and not away)
         _keep(self.present, replica_id, call is not None and was_in)
         may_shrink = was_in or theirs  # a newcomer would bar itself
-        _keep(self._shrinkers, replica_id, call is not None and call.member.shrink_only and may_shrink)
+        _keep(self.shrinkers, replica_id, call is not None and call.member.shrink_only and may_shrink)
         holds = call is not None and self.was_in(replica_id) and not call.member.void
-        _keep(self._heirs, replica_id, holds)
+        _keep(self.heirs, replica_id, holds)
 
     # ---- one id
 
@@ -202,10 +193,13 @@ class Roster:
 
     # ---- claims to the state
 
+    def claims_bind(self, now_s: float) -> bool:
+        """True while members of the previous quorum that may hold its state keep others from going on without it."""
+        return bool(self.claims) and not (self.claims_expired or now_s < self.takeover_until_s)
+
     def is_free(self, now_s: float, takeover_s: float | None) -> bool:
         """True when no claim to the state exists, or all claimants were silent for takeover_s."""
-        free = not self.claims or self.claims_expired or now_s < self.takeover_until_s
-        return free or self._all_silent(now_s, takeover_s)
+        return not self.claims_bind(now_s) or self._all_silent(now_s, takeover_s)
 
     def _all_silent(self, now_s: float, takeover_s: float | None) -> bool:
         return takeover_s is not None and now_s - max(map(self._seen_s, self.claims.values())) >= takeover_s
@@ -240,7 +234,7 @@ class Roster:
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
         """Expires claims after takeover_s of silence, and an operator's order takeover_s after the last wait."""
-        if self.claims and self.candidates and not self._heirs:
+        if self.claims and self.candidates and not self.heirs:
             self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
         if self.candidates and now_s < self.takeover_until_s:
             self.takeover_until_s = now_s + takeover_order_s(takeover_s)
@@ -363,12 +357,7 @@ class Roster:
 
     def silent(self, now_s: float, timeout_s: float) -> list[str]:
         """Healthy ids that were silent for timeout_s."""
-        silent = []
-        for replica_id in self.order:
-            if now_s - self.peers[replica_id].seen_s < timeout_s:
-                break
-            silent.append(replica_id)
-        return silent
+        return list(takewhile(lambda replica_id: now_s - self.peers[replica_id].seen_s >= timeout_s, self.order))
 
     def stalled(self, now_s: float, limit_s: float) -> list[str]:
         """Ids whose server beats, and that have not called in the limit_s since the others went on without them."""
@@ -388,6 +377,21 @@ class Roster:
             peer.seen_s, peer.called_s = min(peer.seen_s + gap_s, now_s), min(peer.called_s + gap_s, now_s)
         for claim in self.claims.values():
             claim.seen_s = min(claim.seen_s + gap_s, now_s)
+
+
+def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
+    """Returns the pairs among `ids` of which one says that it cannot work with the other. `blames`: by id, the processes it named."""
+    processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
+    there = frozenset(ids)
+    named = ((i, processes[other]) for i in blames if i in there for other in blames[i] if other in processes)
+    return frozenset(frozenset(pair) for pair in named if pair[0] != pair[1])
+
+
+def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collection[str]]) -> Pairs:
+    """Pairs that `replica_id` is in: of one alone that costs far less than of all."""
+    me, named = m.process_of(replica_id), blames.get(replica_id, ())
+    cut = (i for i in ids if i != replica_id and (m.process_of(i) in named or me in blames.get(i, ())))
+    return frozenset(frozenset((replica_id, i)) for i in cut)
 
 
 def takeover_order_s(takeover_s: float | None) -> float:

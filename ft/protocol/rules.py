@@ -12,39 +12,17 @@ Where the rules leave a choice:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nsmallest
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Kind, Member, Refusal, Shape, State
-from ft.protocol.plan import reference_state
+from ft.protocol.messages import Call, Member, Refusal, Shape, State
+from ft.protocol.roster import Pairs, Roster
 
 MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
 Problem = tuple[Refusal, str] | None  # why a call is refused
-Pairs = frozenset[frozenset[str]]  # of replica_ids
-
-
-@dataclass(slots=True)
-class QuorumView:
-    """Input of the rules. Collections are the roster's own, not copies."""
-
-    candidates: Mapping[str, Member]  # healthy callers, without those that sit out
-    present: Collection[str]  # of those, members of the previous quorum
-    missing: Collection[str]  # members of the previous quorum that are neither candidates nor left nor sitting out
-    up_to_date_candidates: Collection[str]  # with a state, and in the previous quorum, under this id or a former one
-    shrinkers: Collection[str]  # candidates that ask for shrink_only; of ours, previous members
-    kind: Kind = "pharos"
-    healthy: int = 0  # groups that could be candidates, these included, and those that are just returning
-    previous: Collection[str] = ()  # ids of the previous quorum
-    reachable: int = 0  # healthy members of the previous quorum, whether they have called or not
-    claims: int = 0  # previous members that may hold the state, and have neither left nor been succeeded
-    claims_expired: bool = False  # those were silent for takeover_s, or an operator has allowed it
-    waited_s: float = 0.0  # since the first candidate called, previous members first
-    settled: int = 0  # no state below it, unless restored on purpose
-    min_replicas: int = 1
-    join_timeout_s: float = 0.0
 
 
 @dataclass(slots=True)  # not frozen: there is one for every event, and that would be a fifth of its cost
@@ -55,39 +33,45 @@ class Decision:
     must_restore: tuple[str, ...] = ()  # these have to load a checkpoint before there can be a quorum
 
 
-def decide(view: QuorumView) -> Decision:
+def reference_state(members: Sequence[Member]) -> State | None:
+    """The furthest state among `members`: the highest (step, commit_quorum_id), commit_id only to have one answer. None: all are void."""
+    return max((m.state for m in members if not m.void), default=None)
+
+
+def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, join_timeout_s: float) -> Decision:
     """The members of the next quorum, or the reason for which there is none yet. For torchft's members only the first rules apply, and
-    min_replicas counts before a shrink. Ours count after it, so a shrink that leaves too few is ignored: it could never end."""
-    ours = view.kind == "pharos"
-    shrink = bool(view.shrinkers) and bool(view.previous) and not (ours and view.reachable < view.min_replicas)
-    count = len(view.present) if shrink and (ours or not view.present) else len(view.candidates)
-    fast = bool(view.present) and not view.missing
-    here = f"{len(view.candidates)} of {view.healthy} healthy groups have called"
+    min_replicas counts before a shrink. Ours count after it, so a shrink that leaves too few is ignored: it could never end. `settled`: no
+    state below it goes on, unless restored on purpose."""
+    ours, candidates, present, healthy = roster.kind == "pharos", roster.candidates, roster.present, roster.healthy()
+    shrink = bool(roster.shrinkers and roster.previous) and not (ours and len(roster.reachable) < min_replicas)
+    count = len(present) if shrink and (ours or not present) else len(candidates)
+    fast = bool(present) and not roster.missing
+    here = f"{len(candidates)} of {healthy} healthy groups have called"
     if count == 0:
-        alone = shrink and bool(view.candidates)
+        alone = shrink and bool(candidates)
         return Decision(reason=here + "; a shrink is asked for, and none of the previous members has called" * alone)
-    if count < view.min_replicas:
-        return Decision(reason=f"{here}; {count} would take part, min_replicas is {view.min_replicas}")
-    if not fast and 2 * len(view.candidates) <= view.healthy:
+    if count < min_replicas:
+        return Decision(reason=f"{here}; {count} would take part, min_replicas is {min_replicas}")
+    if not fast and 2 * len(candidates) <= healthy:
         return Decision(reason=f"{here}; more than half is needed, lest there be two quorums")
-    if not fast and len(view.candidates) < view.healthy and view.waited_s < view.join_timeout_s:
-        waited = f"{view.waited_s:.1f} of {view.join_timeout_s:g} s"
+    if not fast and len(candidates) < healthy and (waited_s := roster.waited(now_s)) < join_timeout_s:
+        waited = f"{waited_s:.1f} of {join_timeout_s:g} s"
         return Decision(reason=f"{here}; the first has waited {waited} for the others")
-    if ours and not view.up_to_date_candidates and view.claims and not view.claims_expired:
-        may_come = f"of which {view.claims} may come back"
+    if ours and not roster.heirs and roster.claims_bind(now_s):
+        may_come = f"of which {len(roster.claims)} may come back"
         return Decision(reason=f"{here}; none was in the previous quorum with a state, {may_come}")
-    members = tuple(view.candidates[replica_id] for replica_id in sorted(view.present if shrink else view.candidates))
+    members = tuple(candidates[replica_id] for replica_id in sorted(present if shrink else candidates))
     why = "all previous members have called" if fast else f"{here}, which is enough"
     if not ours:
         return Decision(members, (max(member.step for member in members), 0, ""), why)
-    reference = reference_state([x for x in members if x.replica_id in view.up_to_date_candidates] or members)
-    if reference and reference[0] >= view.settled:
+    reference = reference_state([x for x in members if x.replica_id in roster.heirs] or members)
+    if reference and reference[0] >= settled:
         return Decision(members, reference, why)
     if reference and any(member.restored is not None for member in members if member.state == reference):
         return Decision(members, reference, f"{why}, restored from checkpoint {reference[0]}")
     furthest = f"the furthest state here is of step {reference[0]}" if reference else "nobody holds a whole state"
     unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-    reason = f"{furthest}, step {view.settled} was settled: load a checkpoint"
+    reason = f"{furthest}, step {settled} was settled: load a checkpoint"
     return Decision(reason=reason, must_restore=unrestored)
 
 
@@ -127,21 +111,6 @@ def unlike(event: Call, ours: Shape) -> Problem:
 
 
 # ---- members that cannot work together
-
-
-def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
-    """Returns the pairs among `ids` of which one says that it cannot work with the other. `blames`: by id, the processes it named."""
-    processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
-    there = frozenset(ids)
-    named = ((i, processes[other]) for i in blames if i in there for other in blames[i] if other in processes)
-    return frozenset(frozenset(pair) for pair in named if pair[0] != pair[1])
-
-
-def pairs_with(replica_id: str, ids: Iterable[str], blames: Mapping[str, Collection[str]]) -> Pairs:
-    """Pairs that `replica_id` is in: of one alone that costs far less than of all."""
-    me, named = m.process_of(replica_id), blames.get(replica_id, ())
-    cut = (i for i in ids if i != replica_id and (m.process_of(i) in named or me in blames.get(i, ())))
-    return frozenset(frozenset((replica_id, i)) for i in cut)
 
 
 def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:

@@ -243,7 +243,7 @@ class OpenHeal:
 
 
 class Step:
-    """In: the cases of `handle`. Out: the effects of messages/step.py. An event that does not fit the phase (late, repeated, of another
+    """In: the cases of `handle`. Out: the effects of messages.py. An event that does not fit the phase (late, repeated, of another
     generation) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
@@ -276,7 +276,7 @@ class Step:
         self.heal: OpenHeal | None = None  # while the state is arriving, and until it is loaded
         self._heal_failed = False  # the last one was closed without a state, and the group is still behind
         self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
-        self._failure: m.ReduceFailed | None = None
+        self._failure: str | None = None  # the reason for which this attempt fails
         self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
         self._offering = False
         self._deal_returned = False  # the last step of the generation had no contribution, and its deal was returned
@@ -315,7 +315,7 @@ class Step:
                 self._last = step
             case m.ReduceFailed() if phase is Phase.COMPUTING:
                 if self.at == (event.quorum_id, event.attempt, event.step):
-                    self._failure, self.reason = self._failure or event, event.reason
+                    self._failure, self.reason = self._failure or event.reason, event.reason
                     if not self._missing:
                         self._vote_on_commit()
             case Part() if phase is Phase.ASKING:
@@ -424,8 +424,6 @@ class Step:
     def _on_configured(self, event: m.Configured) -> None:
         if self.part is None or event.quorum_id != self.part.quorum_id:
             return
-        if not event.ok:
-            self._failure = m.ReduceFailed(*self.at, event.reason)
         ok = event.ok and not self.abort_reason
         why = "" if ok else event.reason or self.abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
@@ -468,7 +466,7 @@ class Step:
         part, own, slots = self.part, self.contribution, self._slots
         assert part is not None
         if self.abort_reason:
-            self._failure = self._failure or m.ReduceFailed(*self.at, self.abort_reason)
+            self._failure = self._failure or self.abort_reason
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
@@ -507,7 +505,7 @@ class Step:
         own.able, own.kept = own.able and event.able, own.kept and event.kept
         self._missing = ()
         self.reason = "the gradients are complete"
-        if self._failure:
+        if self._failure is not None:
             self._vote_on_commit()
         else:
             self._launch()
@@ -519,18 +517,17 @@ class Step:
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
             self.tail, self._failure = tail, None
         else:
-            self._failure = m.ReduceFailed(*self.at, "the sums in the tail are not finite")
+            self._failure = "the sums in the tail are not finite"
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
-        part, tail, failure = self.part, self.tail, self._failure
+        part, tail = self.part, self.tail
         assert part is not None
         self.phase = Phase.VOTING
         verdict: Literal["yes", "retry", "failed"] = "failed"
         change, odd = False, tuple[str, ...]()
         if tail is None:
-            assert failure is not None
-            self.reason = failure.reason
+            self.reason = self._failure or ""
         elif round(tail.ok) < len(part.members):
             verdict, change = "retry", tail.change > 0
             self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"
@@ -754,7 +751,8 @@ class Step:
     def _on_restored(self, event: m.Restored) -> None:
         self._drop_held()
         self.heal, self._heal_failed = None, False
-        self._load(event.state or _INITIAL, keep_deal=False)
+        initial = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
+        self._load(event.state or initial, keep_deal=False)
         self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
         if self.phase is Phase.ASKING:
@@ -793,6 +791,3 @@ def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, .
     """Replica ranks of the members that own these slots, under any of their ids."""
     gave = set(map(process_of, owners))
     return tuple(rank for rank, replica_id in enumerate(members) if process_of(replica_id) in gave)
-
-
-_INITIAL: dict[str, Any] = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}

@@ -233,7 +233,7 @@ class GroupService:
             self.driver.feed(m.RankCancelled(place[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
-        rank = codec.from_bytes(m.AskMetadata, data).group_rank
+        rank = codec.parse(pharos_pb2.AskMetadata, data).group_rank
         return pharos_pb2.Metadata(group_rank=rank, checkpoint_metadata=self.metadata_of(rank)).SerializeToString()
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
@@ -249,10 +249,9 @@ class GroupService:
 
     def metadata_of(self, group_rank: int) -> str:
         """The address where that rank serves its state. Raises ValueError where the rank has reported none."""
-        for effect in self.machine.handle(m.AskMetadata(group_rank), now_s()).effects:
-            if isinstance(effect, m.Metadata):
-                return effect.checkpoint_metadata
-        raise ValueError("rank not found")
+        if (found := self.machine.checkpoint_metadata.get(group_rank)) is None:
+            raise ValueError("rank not found")
+        return found
 
     # ---- streams of ranks
 

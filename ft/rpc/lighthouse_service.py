@@ -108,7 +108,7 @@ class LighthouseService:
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
-        if replica_id not in self.machine.roster:  # ten a second of each: what is known has been checked
+        if replica_id not in self.machine.roster.peers:  # ten a second of each: what is known has been checked
             _check(m.Call(m.Member(replica_id), "torchft"))
         self._check_kind("torchft")
         self.driver.feed(m.Beat(replica_id, "torchft"))

@@ -23,7 +23,7 @@ import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -125,7 +125,7 @@ def write(path: Path, saved: m.Saved, owner: str = "") -> None:
     """Puts it on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
     partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **saved.to_dict()}, file)
+        json.dump({"format": FORMAT, **asdict(saved)}, file)
         file.flush()
         os.fsync(file.fileno())
     try:

@@ -179,5 +179,5 @@ def test_one_without_a_stream_can_be_taken_out_but_not_drained(job: Jobs):
 def test_torchfts_groups_take_no_orders(house: Houses):
     one = house()
     one.loop.call_soon_threadsafe(one.service.driver.feed, m.Beat("0:a", "torchft"))
-    assert in_time(lambda: "0:a" in one.service.machine.roster)
+    assert in_time(lambda: "0:a" in one.service.machine.roster.peers)
     assert one.order("kill", "0:a") == (409, "that is a group of torchft's, which takes no orders from here\n")

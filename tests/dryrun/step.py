@@ -37,8 +37,7 @@ from ft.config import Environment
 from ft.digest import digest
 from ft.manager import Manager
 from ft.seam import DataAssignment
-from ft.solo import SoloManager
-from ft.start import open_manager
+from ft.start import SoloManager, open_manager
 from models import llama
 from parallelisms.layout import Precision
 from parallelisms.mesh import TP, build_mesh

@@ -66,7 +66,7 @@ class Trained:
 
     def where(self) -> str:
         """It is, as far as its protocol goes."""
-        return str(self.core.status().phase)
+        return str(self.core.machine.phase)
 
     def kill(self) -> None:
         """The group's server dies, and the group with it: whatever it does next raises GroupEnded."""
@@ -74,7 +74,7 @@ class Trained:
         assert server
         os.kill(server.pid, signal.SIGKILL)
         # Where the trainer waits for an answer of the server, it may close before the stream says that the server is gone.
-        assert in_time(lambda: self.core.status().server_gone or self.core.status().closed, LIMIT_S)
+        assert in_time(lambda: self.core.client.gone.is_set() or self.core.closed.is_set(), LIMIT_S)
 
     def run(self) -> None:
         try:

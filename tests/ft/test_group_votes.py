@@ -27,6 +27,10 @@ class Cast:
         return partial(Manager, connect=partial(Noted, self))
 
 
+class Impatient(Agreement):
+    whole_vote_s = 0.3
+
+
 class Noted(GroupClient):
     def __init__(self, cast: Cast, *what: Any) -> None:
         super().__init__(*what)
@@ -86,8 +90,7 @@ def test_a_commit_that_is_held_is_asked_for_by_each_rank():
 
     cast = Cast(holds)
     with job(min_replicas=1) as made:
-        agree = partial(Agreement, whole_vote_s=0.3)
-        ranks = made.group("a", size=2, steps=4, agrees=True, agree=agree, make=cast.make)
+        ranks = made.group("a", size=2, steps=4, agrees=True, agree=Impatient, make=cast.make)
         assert held.wait(LIMIT_S)
         ranks[1].thread.join(2 * 0.3)
         goes_on.set()

@@ -19,6 +19,7 @@ from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import Fenced, HealFailed
 from ft.manager import Manager
 from ft.protocol import messages as m
+from ft.protocol.step import Phase
 from ft.rpc.access import Access
 from ft.seam import BadInput, GroupEnded
 from tests.ft.groups import LIMIT_S, Job, Rank, Wrapped, job, lose_the_sums
@@ -183,7 +184,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         if len(rank.commits) == 3 and not manager.once.is_set() and not manager.was.is_set():
             manager.once.set()
             lose_the_sums(rank)
-        elif manager.was.is_set() and rank.manager.is_between_steps:
+        elif manager.was.is_set() and rank.manager.machine.phase is Phase.BOUNDARY and not rank.manager.machine.void:
             manager.leave()
 
     with job(min_replicas=1) as made:
@@ -233,8 +234,8 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
         grace_s=grace_s,
         hear=ended.put,
         unlike=said.append,
-        ask=lambda address: address,
     )
+    healer.ask = lambda address: address  # type: ignore[method-assign]
     sources = (m.Source(0, "http://127.0.0.1:2"),)
     with closing(healer):
         healer.fetch(part("b:1", 1, heal=True, sources=sources))

@@ -157,8 +157,8 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
 
     def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
         part = rank.manager.part
-        while part and part.recover_dst_replica_ranks and not rank.manager.healer.all_is_sent:
-            assert not rank.manager.status().server_gone
+        while part and part.recover_dst_replica_ranks and not rank.manager.healer.transport.is_taken:
+            assert not rank.manager.client.gone.is_set()
             time.sleep(0.001)
         return True
 
@@ -228,7 +228,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
         stranger = ranks.pop()
         for rank in finish(*ranks):
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
-        assert stranger.thread.is_alive() and stranger.manager.status().phase is Phase.ASKING
+        assert stranger.thread.is_alive() and stranger.manager.machine.phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
         assert caplog.text.count("rank 2 has another optimizer.lr than the job: they are left out") == 2
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,14 +163,18 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     assert equal(optimizer.state_dict()["param_groups"], its_optimizer.state_dict()["param_groups"])
 
 
-@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_materialise_changes_nothing_that_follows(rule: type[torch.optim.Optimizer]):
+MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD, MOMENTUM, torch.optim.Adagrad])
+def test_materialise_changes_nothing_that_follows(rule: Callable[..., torch.optim.Optimizer]):
     def steps(first: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(5))
-        optimizer = rule([weight], lr=0.1, weight_decay=0.1)  # type: ignore[call-arg]
+        optimizer = rule([weight], lr=0.1, weight_decay=0.1)
         if first:
             materialise(optimizer)
             assert weight.grad is None and weight.detach().eq(1).all() and optimizer.param_groups[0]["lr"] == 0.1
+            assert optimizer.param_groups[0]["weight_decay"] == 0.1
         for _ in range(3):
             weight.grad = torch.arange(5.0)
             optimizer.step()

@@ -133,12 +133,12 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
 
 def fail(manager: Manager, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
-    wait, attempt = manager.gradients.wait, manager.status().at
+    wait, attempt = manager.gradients.wait, manager.machine.at
 
     def in_vain() -> tuple[float, ...]:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
-        if manager.status().at == attempt:  # else others failed first, and this rank voted no without a wait
+        if manager.machine.at == attempt:  # else others failed first, and this rank voted no without a wait
             raise GroupError("the connection broke behind the last byte")
         return tail
 

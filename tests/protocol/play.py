@@ -559,7 +559,7 @@ def play(lines: list[str]) -> list[str]:
         if name in STARTS:
             before = player if isinstance(player, LighthousePlayer) else None
             if name == "restart" and before:
-                named["saved"] = m.Saved.from_dict(json.loads(json.dumps(before.machine.saved.to_dict())))
+                named["saved"] = m.Saved.from_dict(json.loads(json.dumps(dataclasses.asdict(before.machine.saved))))
             player = STARTS[name](*given, **named)
             if before and isinstance(player, LighthousePlayer):
                 player.running = before.machine.quorum or before.running

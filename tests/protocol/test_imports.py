@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = [f"ft.protocol.{name}" for name in ("messages", "lighthouse", "plan", "group", "step")]
+MODULES = [f"ft.protocol.{name}" for name in ("messages", "lighthouse", "group", "step")]
 
 
 def test_importing_the_protocol_brings_in_nothing_but_the_standard_library():

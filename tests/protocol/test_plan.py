@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from ft.protocol.group import plan
 from ft.protocol.messages import VOID, Member, Quorum
-from ft.protocol.plan import plan, reference_state
+from ft.protocol.rules import reference_state
 
 
 def quorum(*steps: int, quorum_id: int = 1, **fields: Any) -> Quorum:

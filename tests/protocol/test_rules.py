@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 from typing import Any
 
@@ -16,8 +16,8 @@ from ft.protocol import messages as m
 from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
-from ft.protocol.roster import LOST_KEPT, Roster
-from ft.protocol.rules import pairs_among, reference_state, shape_mismatches, smallest_cover
+from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
+from ft.protocol.rules import reference_state, shape_mismatches, smallest_cover
 from tests.counting import counting
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
@@ -43,7 +43,7 @@ def test_shape_mismatches(shapes: str, holders: tuple[int, ...], found: dict[int
 def test_a_state_file_without_a_layout_gets_the_first_members():
     """Of an earlier version."""
     ours, other = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
-    data = formed("ab", shape=ours).machine.saved.to_dict()
+    data = asdict(formed("ab", shape=ours).machine.saved)
     del data["quorum"]["shape"]
     again = LighthousePlayer(saved=m.Saved.from_dict(data))
     again.call("d", shape=other)
@@ -96,7 +96,7 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
 
 def test_a_state_file_holds_all_that_the_lighthouse_saves():
     saved = formed("abc", shape=(("layout", "1"),)).machine.saved
-    assert m.Saved.from_dict(json.loads(json.dumps(saved.to_dict()))) == saved
+    assert m.Saved.from_dict(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 # ------------------------------------------------------------------------------------------------ timeouts
@@ -299,9 +299,9 @@ def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[
     for event, pause_s in said:
         player.now_s += pause_s
         player.say(event)
-        view = player.machine.view(player.now_s)
-        sets = [set(x) for x in (view.previous, view.present, view.missing, view.up_to_date_candidates, view.shrinkers)]
-        assert [view.candidates, *sets, view.healthy, view.reachable] == counted_anew(player.machine)
+        roster = player.machine.roster
+        sets = [set(x) for x in (roster.previous, roster.present, roster.missing, roster.heirs, roster.shrinkers)]
+        assert [roster.candidates, *sets, roster.healthy(), len(roster.reachable)] == counted_anew(player.machine)
 
 
 def counted_anew(machine: Lighthouse) -> list[Any]:

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.group import Group, GroupConfig
-from ft.protocol.plan import plan
+from ft.protocol.group import Group, GroupConfig, plan
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 

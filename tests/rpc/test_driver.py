@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,10 @@ from ft.rpc.serving import OUTBOX, OUTBOX_BYTES, CallRefused, Outbox, Pending, P
 from tests.rpc.wire import before_each
 
 
-@dataclass(frozen=True)
 class Say(m.Effect):
     word: str
 
 
-@dataclass(frozen=True)
 class Wait(m.Effect):
     word: str
 
@@ -174,7 +172,7 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
     for good in (saved, replace(saved, quorum=None, terms=None)):
         state_file.write(path, good)
         assert state_file.read(path) == good
-    data = {"format": state_file.FORMAT, **json.loads(json.dumps(saved.to_dict()))}
+    data = {"format": state_file.FORMAT, **json.loads(json.dumps(asdict(saved)))}
     damage(data)
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"state\.json is not a state file"):

@@ -16,17 +16,8 @@ from ft.protocol.group import Group
 from ft.protocol.lighthouse import Lighthouse
 from ft.protocol.messages import Member
 from ft.protocol.roster import Roster
-from ft.protocol.rules import QuorumView
 from ft.protocol.step import Ledger, Phase, Step
 from tests.simulator.cluster import Machines
-
-
-class NoMajority(Lighthouse):
-    """Rule 5 is gone: less than half of the healthy groups may go on."""
-
-    def view(self, now_s: float) -> QuorumView:
-        view = super().view(now_s)
-        return replace(view, healthy=min(view.healthy, max(1, 2 * len(view.candidates) - 1)))
 
 
 class IdsRestart(Lighthouse):
@@ -48,10 +39,10 @@ class EmptyShrink(Lighthouse):
     """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
-        out, view = super().handle(event, now_s), self.view(now_s)
-        asked = any(member.shrink_only for member in view.candidates.values())
-        enough = len(view.candidates) >= max(view.min_replicas, view.healthy // 2 + 1)
-        if asked and enough and view.previous and not view.present:
+        out, roster = super().handle(event, now_s), self.roster
+        asked = any(member.shrink_only for member in roster.candidates.values())
+        enough = len(roster.candidates) >= max(self.config.min_replicas, roster.healthy() // 2 + 1)
+        if asked and enough and roster.previous and not roster.present:
             empty = m.Answer((), m.Quorum(self._last_id + 1, (), epoch=self._epoch))
             return replace(out, effects=(*out.effects, empty))
         return out
@@ -206,6 +197,11 @@ def with_roster(**rules: Callable[..., Any]) -> Machines:
     return Machines(lighthouse=Changed)
 
 
+def healthy_without_a_majority(roster: Roster) -> int:
+    """Rule 5 is gone: less than half of the healthy groups may go on."""
+    return min(Roster.healthy(roster), max(1, 2 * len(roster.candidates) - 1))
+
+
 def end_claim_of_namesake(roster: Roster, member: Member) -> None:
     """A name's successor ends the claim of the member before it, though that one may only be out of the lighthouse's sight."""
     claim = roster.claims.get(member.name)
@@ -224,7 +220,7 @@ class Bug:
 
 
 BUGS = {
-    "no majority rule": Bug(Machines(lighthouse=NoMajority), 0, "less than half"),
+    "no majority rule": Bug(with_roster(healthy=healthy_without_a_majority), 0, "less than half"),
     "ids that restart": Bug(Machines(lighthouse=IdsRestart), 19, "has two member sets"),
     "ghost caller": Bug(Machines(lighthouse=GhostCaller), 31, "who do not listen"),
     "joiner contributes before healing": Bug(Machines(step=JoinerContributes), 0, "is void and adds"),

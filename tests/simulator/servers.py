@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ft.protocol import messages as m
@@ -33,7 +34,7 @@ class LighthouseNode:
         self.number = number
         self.config = cluster.lighthouse_config
         self.knows_token = not cluster.wrong_token  # else it refuses all
-        file = cluster.state_file and cluster.state_file.to_dict()  # read anew, as from a disk
+        file = cluster.state_file and asdict(cluster.state_file)  # read anew, as from a disk
         self.machine = cluster.machines.lighthouse(
             self.config,
             self.process.now_s(self.world),

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ft.buckets import ALONE_BYTES, RIDER_BYTES, lay_out
+from ft.buckets import ALONE_BYTES, RIDER_BYTES, BucketLayout
 
 CPU = torch.device("cpu")
 
 
 def layout_of(tensors: list[Tensor], bucket_bytes: int = 1 << 20, in_place: bool = False):
-    return lay_out(tensors, bucket_bytes=bucket_bytes, in_place=in_place, device=CPU)
+    return BucketLayout(tensors, bucket_bytes=bucket_bytes, in_place=in_place, device=CPU, quantized=False)
 
 
 @given(

@@ -122,7 +122,6 @@ def test_what_a_launcher_sets():
             "PHAROS_TOKEN": SECRET,
             "RANK": "3",
             "WORLD_SIZE": "4",
-            "LOCAL_RANK": "1",
             "MASTER_ADDR": "10.0.0.1",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RESTART_COUNT": "2",
@@ -133,7 +132,7 @@ def test_what_a_launcher_sets():
             "TORCHFT_MANAGER_PORT": "9",
         }
     )
-    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
+    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize(

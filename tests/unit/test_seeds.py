@@ -11,7 +11,7 @@ import torch
 
 import train
 from ft.seam import DataAssignment
-from ft.solo import SoloManager
+from ft.start import SoloManager
 from parallelisms.mesh import Degrees, MeshCoordinate
 from training.data.loader import Batch
 from training.progress import Progress
