@@ -227,7 +227,7 @@ class Run(Components):
     def validate(self) -> None:
         with self.progress.phase("validation"):
             began = self.progress.total()
-            result = validate(
+            loss, bits, tokens = validate(
                 self.model,
                 self.held_out,
                 self.tokenizer,
@@ -237,8 +237,7 @@ class Run(Components):
             )
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
-        loss, bits = result.nats_per_token, result.bits_per_byte
-        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=result.tokens, seconds=seconds)
+        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=tokens, seconds=seconds)
 
     def leave(self, released: GroupReleased) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""

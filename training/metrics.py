@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -304,7 +306,8 @@ class Memory:
             self.gib = peaks["reserved"]
             self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
         else:
-            self.gib = self._device.memory_gib()
+            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.gib = resident / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
             peaks = {"active": self.gib}
         for kind, gib in peaks.items():
             self.scalars[f"memory/max_{kind}(GiB)"] = gib

@@ -123,7 +123,7 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every `interval_s`. `total` 0: unknown."""
+    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every `interval_s`."""
 
     def __init__(
         self,
@@ -144,18 +144,20 @@ class Bar:
     def update(self, amount: float) -> None:
         """`amount` more is done."""
         self.done += amount
+        self.show()
+
+    def show(self, text: str = "") -> None:
+        """Shows the state, or that of another process, where the interval is over."""
         now = self._clock()
         if now - self._shown >= self._interval_s:
             self._shown = now
-            (self._log.overwrite if self._log.is_terminal else self._log.info)(self.text())
+            (self._log.overwrite if self._log.is_terminal else self._log.info)(text or self.text())
 
     def text(self) -> str:
         """One line: label, picture, share, rate and the time that is left at this rate."""
         seconds = self._clock() - self._began
         rate = self.done / seconds if seconds > 0 else 0.0
         speed = f"{quantity(rate)} {self._unit}/s"
-        if self._total <= 0:
-            return f"{self._label}: {quantity(self.done)} {self._unit}, {speed}"
         share = min(1.0, self.done / self._total)
         left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
         amount = f"{quantity(self.done)} of {quantity(self._total)} {self._unit}"

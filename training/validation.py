@@ -27,15 +27,6 @@ class ValidationConfig:
     steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
 
 
-@dataclass(frozen=True)
-class ValidationLoss:
-    """Means over the held-out tokens; bits per byte compares across tokenizers."""
-
-    nats_per_token: float
-    bits_per_byte: float
-    tokens: int
-
-
 def validate(
     model: Parallelized,
     loader: BatchSource,
@@ -44,8 +35,9 @@ def validate(
     *,
     slots: Iterable[int],
     counts_tokens: bool,
-) -> ValidationLoss:
-    """The loss on `slots` of the held-out documents, over all ranks. Of the ranks that see the same sequences one counts them."""
+) -> tuple[float, float, int]:
+    """The loss on `slots` of the held-out documents, over all ranks: nats per token, bits per byte (comparable across
+    tokenizers) and the number of tokens. Of the ranks that see the same sequences one counts them."""
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).to(device)  # [V] int64; 0 for BOS, EOS, PAD
     sums = torch.zeros(3, dtype=torch.float64, device=device)  # nats, valid tokens, bytes
     for batch in loader.load(slots):
@@ -57,4 +49,4 @@ def validate(
         dist.all_reduce(sums)
     nats, tokens, byte_count = sums.cpu().tolist()  # the one sync
     per_byte = nats / max(byte_count, 1)
-    return ValidationLoss(nats / max(tokens, 1), per_byte / math.log(2), round(tokens))
+    return nats / max(tokens, 1), per_byte / math.log(2), round(tokens)

@@ -134,14 +134,6 @@ def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
     assert log.overwritten == ["hashing: [##########..........]  50%, 2 of 4 files, 2 files/s, 1 s left", ""]
 
 
-def test_bar_of_unknown_length_counts(clock: Clock) -> None:
-    log = Lines()
-    bar = Bar(0, "streaming", "tokens", log=log, clock=clock)
-    clock.now += 10
-    bar.update(12_345)
-    assert log.infos == ["streaming: 12.3k tokens, 1.23k tokens/s"]
-
-
 def summarise(progress: Progress, **known: Any) -> str:
     words = dict(verb="finished", steps=0, first_step=0, tokens=0, loss=math.nan, validation_loss=None)
     return summary(progress, **words | dict(groups="", saved="", next_command="sample") | known)

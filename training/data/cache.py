@@ -38,7 +38,7 @@ BUCKETS = 1000
 BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
 POLL_S = 0.05
 PROGRESS_S = 0.2  # from one note of the builder's progress to the next
-PROGRESS_BYTES = 80
+PROGRESS_BYTES = 120  # of a note: a line of the bar
 FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
 
 
@@ -329,9 +329,9 @@ class _BuildLock:
     """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
 
     def __init__(self, descriptor: int, log: Log) -> None:
-        self._descriptor, self._log = descriptor, log
+        self._descriptor, self._log, self._noted_s = descriptor, log, 0.0
         self.held = False
-        self._label, self._bar, self._noted_s = "", Bar(0, "", "B", log=log), 0.0
+        self.bar = Bar(0, "", "B", log=log)
 
     def acquire(self) -> bool:
         """True when held, or when this file system has no locks; False while another process holds it."""
@@ -342,30 +342,15 @@ class _BuildLock:
         return is_locked is not False
 
     def begin(self, label: str, total_bytes: int) -> None:
-        self.close()
-        self._label, self._total_bytes = label, total_bytes
-        self._bar = Bar(total_bytes, label, "B", log=self._log)
+        self.bar.close()
+        self.bar = Bar(total_bytes, label, "B", log=self._log)
 
     def advance(self, amount_bytes: int) -> None:
-        self._bar.update(amount_bytes)
+        self.bar.update(amount_bytes)
         now_s = time.monotonic()
         if self.held and now_s - self._noted_s > PROGRESS_S:
             self._noted_s = now_s
-            progress = json.dumps([self._label, int(self._bar.done), self._total_bytes])
-            os.pwrite(self._descriptor, progress.ljust(PROGRESS_BYTES).encode(), 0)
-
-    def show_progress(self) -> bytes:
-        """Shows the builder's newest note, and returns it."""
-        progress = os.pread(self._descriptor, PROGRESS_BYTES, 0)
-        with suppress(ValueError):  # none yet, or half-written
-            label, done, total_bytes = json.loads(progress)
-            if label != self._label:
-                self.begin(label, total_bytes)
-            self._bar.update(done - self._bar.done)
-        return progress
-
-    def close(self) -> None:
-        self._bar.close()
+            os.pwrite(self._descriptor, self.bar.text().ljust(PROGRESS_BYTES).encode(), 0)
 
 
 @contextmanager
@@ -376,14 +361,16 @@ def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float)
     try:
         progress, changed_s = b"", time.monotonic()
         while not lock.acquire() and not until():
-            before, progress = progress, lock.show_progress()
-            changed_s = changed_s if progress == before else time.monotonic()
+            before, progress = progress, os.pread(descriptor, PROGRESS_BYTES, 0)
+            if progress and progress != before:
+                changed_s = time.monotonic()
+                lock.bar.show(progress.decode().rstrip())
             if time.monotonic() - changed_s > stuck_s:
                 raise RuntimeError(f"the process that holds {path} has shown no progress for {stuck_s:.0f} s")
             time.sleep(POLL_S)
         yield lock
     finally:
-        lock.close()
+        lock.bar.close()
         os.close(descriptor)
 
 
