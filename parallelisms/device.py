@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import resource
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,6 +83,11 @@ class Device:
             capability = capability or cuda_capability(self.torch_device)
             return capability == (0, 0) or capability >= (8, 0)
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+    def memory_gib(self) -> float:
+        """Peak of the process's resident set."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
 def has_cuda() -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ import torch
 
 from training.config import need
 from training.metrics_writer import LeaderMetricsWriter
-from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
+from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
 
 if TYPE_CHECKING:
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
 
 
 FIRST_ESTIMATE = 3  # commits of a start
+# What the closing lines name; every phase that is not listed belongs to "other", as does time outside of all phases.
+_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
@@ -193,19 +193,24 @@ class Meter:
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
             self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
-    def print_summary(self, step: int, **words: str) -> None:
-        """The closing lines of a start that has come to `step`. `words`: see progress.summary."""
+    def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
+        """The closing lines of a start that has come to `step`. `saved`: where checkpoints are; `groups`: events of replica groups. Goodput
+        is the share of the time that went into committed steps."""
+        progress, total = self._progress, self._progress.total()
         first_step, first_tokens = self._resumed or (step, self.tokens)
-        lines = summary(
-            self._progress,
-            steps=step,
-            first_step=first_step,
-            tokens=self.tokens - first_tokens,
-            loss=self._loss,
-            validation_loss=self._validation_loss,
-            **words,
-        )
-        self._log.info("%s", lines)
+        counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _ACCOUNTS}
+        if groups:
+            counted |= {name: progress.spent(name) for name in GROUP_PHASES}
+        counted["other"] = max(0.0, total - sum(counted.values()))
+        shares = ", ".join(f"{name} {seconds:.1f} s ({_per(seconds, total):.0%})" for name, seconds in counted.items())
+        since, tokens = f" (resumed at {first_step})" if first_step else "", self.tokens - first_tokens
+        rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
+        lines = [f"{verb} step {step}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
+        if groups:
+            lines.append(f"  groups: {groups}; goodput {_per(progress.goodput_s, total):.0%}")
+        validation = "" if self._validation_loss is None else f", validation {self._validation_loss:.4f}"
+        lines += [f"  loss: training {self._loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
+        self._log.info("%s", "\n".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}
@@ -306,8 +311,7 @@ class Memory:
             self.gib = peaks["reserved"]
             self.scalars = {f"memory/{name}": stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms")}
         else:
-            resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self.gib = resident / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+            self.gib = self._device.memory_gib()
             peaks = {"active": self.gib}
         for kind, gib in peaks.items():
             self.scalars[f"memory/max_{kind}(GiB)"] = gib
