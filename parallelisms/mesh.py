@@ -16,7 +16,6 @@ from functools import cached_property
 from math import prod
 from typing import Annotated, Literal, NamedTuple
 
-import numpy as np
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.contract import nearest_divisors
@@ -106,7 +105,11 @@ class Degrees(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
     def coordinate(self, global_rank: int) -> MeshCoordinate:
-        pp_rank, dp_replicate_rank, dp_shard_rank, cp_rank, tp_rank = map(int, np.unravel_index(global_rank, self))
+        place = []
+        for size in reversed(self):
+            global_rank, here = divmod(global_rank, size)
+            place.append(here)
+        tp_rank, cp_rank, dp_shard_rank, dp_replicate_rank, pp_rank = place
         return MeshCoordinate(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
 
     def __str__(self) -> str:
