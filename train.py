@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,20 +30,21 @@ from ft.config import Environment, group_folder
 from ft.seam import BadInput, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
 from parallelisms.device import type_here
-from parallelisms.distributed import launched_rank, launched_world_size, process_group
+from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
 from training.checkpoint import CheckpointFailed, ModelState
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
 from training.loss import IGNORED
-from training.nonfinite import NonFinite, explain_nonfinite
+from training.nonfinite import NonFinite, describe
 from training.sampling import generate
 from training.signals import SAVE, STOP, Signals
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.tensor import DTensor
 
     from ft.semi_sync_manager import SemiSyncManager
 
@@ -219,9 +220,13 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, bad == 0, deal.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
-        """The error that names what this group has seen that is not a number."""
+        """The error that names what is not a number, on any rank: they have agreed on the failure, so none of them is missing."""
+        rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
-        return NonFinite(explain_nonfinite(self.world, local.step + 1, ran, self.model.parts))
+        named = (named for part in self.model.parts for named in part.named_parameters())
+        gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
+        texts = gather_texts(self.world, "not finite", describe(rank, step, ran, gradients))
+        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
 
     def validate(self) -> None:
         """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
@@ -255,7 +260,7 @@ class Run(Components):
                 [model], sample = self.model.parts, self.config.sample
                 prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
                 length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
-                drawn = generate(model, prompt, sample, length=length)  # nothing is computed before a token is asked for
+                drawn = generate(model, prompt, sample, length=length)  # none before it is asked for
                 text = sample.prompt + self.tokenizer.decode(drawn) if length > 0 else ""
             if text:
                 self.log.info("a sample of text:\n%s", text)

@@ -174,15 +174,6 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
         dist.init_process_group(backend, store=store, rank=global_rank, world_size=world_size, timeout=timeout)
 
 
-def host_group(world: World, *, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for small tensors, beside the one that trains; None for one rank alone. To be called by all ranks.
-    `timeout_s`: of a collective."""
-    if world.world_size == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return group
-
-
 def gather_texts(world: World, topic: str, text: str) -> list[str]:
     """Exchanges a text of each rank on `topic` (a name used once). Through the store: it works where a collective would not."""
     world.store.set(f"{topic}/{world.global_rank}", text)

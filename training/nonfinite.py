@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from parallelisms.distributed import World, gather_texts
 from training.progress import spans
 
 _NAMED = 3  # how many of each are listed; the first tell the story
@@ -16,19 +14,6 @@ _NAMED = 3  # how many of each are listed; the first tell the story
 
 class NonFinite(RuntimeError):
     """A loss or a gradient is not a number. Nothing was applied."""
-
-
-def explain_nonfinite(
-    world: World, step: int, losses: Sequence[tuple[int, Sequence[int], float]], parts: Iterable[nn.Module]
-) -> str:
-    """The findings of `describe` on every rank, on all ranks: they have agreed on the failure, so none of them is missing."""
-    gradients = {
-        name: parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for part in parts
-        for name, parameter in part.named_parameters()
-    }
-    texts = gather_texts(world, "not finite", describe(world.global_rank, step, losses, gradients))
-    return "; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite"
 
 
 def describe(
