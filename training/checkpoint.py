@@ -238,14 +238,11 @@ class Checkpointer:
             self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
 
-    def exported_step(self) -> int | None:
-        """The newest step whose weights were saved alone (not the seed): of a finished run's end there may be no more."""
+    def newest_step(self, kind: str = "full") -> int:
+        """The step that `load` would try first; 0: none, or the seed. No content is read. "model": the newest step whose weights were saved
+        alone: of a finished run's end there may be no more."""
         self.wait()
-        return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
-
-    def newest_step(self) -> int | None:
-        """The step that `load` would try first; no content is read."""
-        return self._ranks.first(lambda: files.newest(self.folder))
+        return self._ranks.first(lambda: files.newest(self.folder, kind=kind)) or 0
 
     def wait(self) -> None:
         """Returns when nothing is being written, however long that takes. Raises the failure of a save in the background, once."""

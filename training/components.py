@@ -207,10 +207,10 @@ class Components:
             report=self.report_storage if first else lambda words: None,
             info=self.log.info,
         )
-        self.exported = self.checkpointer.exported_step() or 0  # a finished run may have exported weights alone
+        self.exported = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
-        healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
+        healed = shared and not seed and self.checkpointer.newest_step() < config.training.steps
         if not (finished or healed):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
