@@ -203,7 +203,7 @@ class Components:
             self.checkpointer,
             self.manager,
             self.progress,
-            sync=self.meter.sync,
+            sync=writer.sync if first else lambda: None,
             report=self.report_storage if first else lambda words: None,
             info=self.log.info,
         )
@@ -215,8 +215,7 @@ class Components:
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
-            self.meter.open(writer)
-        self.cleanup.enter_context(closing(self.meter))
+            self.meter.open(self.cleanup.enter_context(closing(writer)))
 
     def weights(self) -> dict[str, Stateful]:
         """The model's states in a checkpoint."""

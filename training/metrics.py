@@ -92,7 +92,7 @@ class Meter:
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def open(self, sink: LeaderMetricsWriter) -> None:
-        """Sends metrics to `sink` from now on; `close` closes it. Called on one rank, after the checkpoint is loaded."""
+        """Sends metrics to `sink` from now on. Called on one rank, after the checkpoint is loaded."""
         self._sink = sink
 
     def step(
@@ -218,15 +218,6 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
-
-    def sync(self) -> None:
-        """Makes the metrics of the steps so far durable, as a checkpoint is."""
-        if self._sink is not None:
-            self._sink.sync()
-
-    def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
 
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent

@@ -30,5 +30,5 @@ def open_small(
 
 def document(corpus: Corpus, number: int) -> list[int]:
     start, end = (int(bound) for bound in corpus.bounds[number : number + 2])
-    ids: list[int] = corpus.store.read(start, end - start).tolist()
+    ids: list[int] = corpus.read(start, end - start).tolist()
     return ids

@@ -26,15 +26,9 @@ class Sink:
 
     def __init__(self) -> None:
         self.kinds = {kind: Recorder() for kind in ("journals", "charts", "records")}
-        self.closed = False
 
     def write(self, kind: str, step: int, scalars: Mapping[str, float]) -> None:
         self.kinds[kind].rows.append((step, dict(scalars)))
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @dataclass
@@ -292,12 +286,6 @@ def test_summary_of_a_run_that_did_nothing() -> None:
     run = Run()
     run.meter.print_summary(0, **SUMMARY)
     assert run.lines[0] == "[0] finished step 0: 0 tokens in 0 s" and run.lines[2] == "  loss: training nan"
-
-
-def test_close_closes_every_sink() -> None:
-    run = Run()
-    run.meter.close()
-    assert run.sink.closed
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,23 @@ class Meta:
     dtype: str
 
 
-class TokenStore:
-    """The ids of a corpus: one long array over memory-mapped files. Pickles as names; workers map for themselves."""
+class Corpus:
+    """A tokenised corpus, in memory-mapped files. `key` names content and tokenizer: equal keys, equal documents. Pickles as names; workers
+    map for themselves."""
 
-    def __init__(self, paths: tuple[Path, ...], dtype: str) -> None:
-        self._arguments = (paths, dtype)
-        self._parts = [map_ids(path, dtype) for path in paths]
+    def __init__(self, folder: Path, meta: Meta, paths: tuple[Path, ...]) -> None:
+        """`paths`: files of ids, one long array. Raises OSError, ValueError or EOFError where they cannot be mapped."""
+        self.folder, self.meta, self._paths, self.key = folder, meta, paths, folder.name
+        self._parts = [map_ids(path, meta.dtype) for path in paths]
         self._ends = np.cumsum([len(part) for part in self._parts])
+        self.tokens = int(self._ends[-1])
+        self.bounds, self.buckets = (  # [documents + 1] int64, [documents] uint16
+            np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
+            for name in ("documents.npy", "buckets.npy")
+        )
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[tuple[Path, ...], str]]:
-        return TokenStore, self._arguments
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    def __reduce__(self) -> tuple[object, ...]:
+        return Corpus, (self.folder, self.meta, self._paths)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """ids[start : start + count] as a view; the span lies in one file, as every document does."""
@@ -85,24 +89,6 @@ class TokenStore:
         part = self._parts[index]
         start -= int(self._ends[index]) - len(part)
         return part[start : start + count]
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """A tokenised corpus. `key` names content and tokenizer: equal keys, equal documents."""
-
-    folder: Path
-    meta: Meta
-    store: TokenStore
-    bounds: np.ndarray  # [documents + 1] int64, memory-mapped
-    buckets: np.ndarray  # [documents] uint16, memory-mapped
-
-    @property
-    def key(self) -> str:
-        return self.folder.name
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _map_corpus, (self.folder, self.meta, self.store)
 
 
 def open_corpus(
@@ -174,11 +160,11 @@ class _Cache:
             meta = Meta(**json.loads((folder / "meta.json").read_bytes()))
             own = isinstance(source, TextSource)
             paths = (folder / "tokens.bin",) if own else tuple(file.path for file in source.files)
-            corpus = _map_corpus(folder, meta, TokenStore(paths, meta.dtype))
+            corpus = Corpus(folder, meta, paths)
         except (FileNotFoundError, ValueError, TypeError, EOFError):
             return None
         whole = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
-        return corpus if whole and len(corpus.store) == meta.tokens == corpus.bounds[-1] else None
+        return corpus if whole and corpus.tokens == meta.tokens == corpus.bounds[-1] else None
 
     def _content(self, lock: _BuildLock) -> str:
         """Digest of the files' names and contents."""
@@ -270,13 +256,6 @@ class _Cache:
             if len(cuts[cuts < len(ids)]) == 1:
                 cuts = np.arange(0, len(ids), self._limits.piece_ids)
             writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
-
-
-def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
-    bounds, buckets = (
-        np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("documents.npy", "buckets.npy")
-    )
-    return Corpus(folder, meta, store, np.asarray(bounds), np.asarray(buckets))
 
 
 class _Writer:
