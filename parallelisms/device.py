@@ -90,24 +90,19 @@ class Device:
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
-def has_cuda() -> bool:
-    """True when this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
-    return torch.cuda.is_available()
-
-
 def type_here() -> str:
     """The kind of device that `pick_device` would pick: "cuda" or "cpu". Takes none into use."""
-    return "cuda" if has_cuda() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cuda_capability(device: torch.device | int = 0) -> tuple[int, int]:
     """Compute capability of a CUDA device, this machine's first one; (0, 0): there is none."""
-    return torch.cuda.get_device_capability(device) if has_cuda() else (0, 0)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def pick_device(local_rank: int, *, keep_memory: bool = True) -> Device:
     """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
-    if has_cuda():
+    if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return Device(device)

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 import torch.distributed as dist
 
-from parallelisms.device import Device, has_cuda, pick_device
+from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
@@ -27,7 +27,7 @@ def why_unusable(backend: str, *, available: bool | None = None, cuda: bool | No
     """The reason why this machine's torch cannot use it; empty if it can."""
     if not (getattr(dist, f"is_{backend}_available")() if available is None else available):
         return f"this torch ({torch.__version__}) was built without it"
-    cuda = has_cuda() if cuda is None else cuda
+    cuda = torch.cuda.is_available() if cuda is None else cuda
     return "it needs a CUDA device, and there is none here" if backend == "nccl" and not cuda else ""
 
 

@@ -38,7 +38,7 @@ from training.progress import Progress
 from training.saver import Saver
 from training.scribe import Events, Scribe
 from training.signals import Signals
-from training.sinks import open_sinks
+from training.sinks import Sinks
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
@@ -184,7 +184,7 @@ class Components:
         }
         metrics = config.metrics
         sinks = partial(
-            open_sinks,
+            Sinks,
             folder,
             tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
             wandb=metrics.enable_wandb,

@@ -55,7 +55,7 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum that makes this
+    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.Sinks, into `folder`. `writes`: the quorum that makes this
     group the writer, now. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(

@@ -340,7 +340,7 @@ class Trainer(train.Run):
         self.relay = LeaderMetricsWriter(
             group.folder,
             writes,
-            lambda step: sinks.open_sinks(group.folder, resumed_step=step),
+            lambda step: sinks.Sinks(group.folder, resumed_step=step),
             self.scribe,
             clock=clock,
             rows_kept=plan.rows_kept,
