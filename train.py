@@ -250,7 +250,8 @@ class Run(Components):
     def leave(self, released: GroupReleased) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
         if released.has_state and self.manager.step:
-            self.saver.save_unsettled()
+            with self.progress.phase("checkpoint"):
+                self.saver.write(settled=False)
         self.log.info("%s", released)
         self.print_summary("stopped at", "the same command goes on")
 

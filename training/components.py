@@ -215,7 +215,7 @@ class Components:
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
-            self.meter.open(self.cleanup.enter_context(closing(writer)))
+            self.meter.sink = self.cleanup.enter_context(closing(writer))
 
     def weights(self) -> dict[str, Stateful]:
         """The model's states in a checkpoint."""

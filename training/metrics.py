@@ -75,7 +75,7 @@ class Meter:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
-        self._sink: LeaderMetricsWriter | None = None
+        self.sink: LeaderMetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
@@ -90,10 +90,6 @@ class Meter:
         self._spent = self._clocks()
         self._events: Mapping[str, float] = {}
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
-
-    def open(self, sink: LeaderMetricsWriter) -> None:
-        """Sends metrics to `sink` from now on. Called on one rank, after the checkpoint is loaded."""
-        self._sink = sink
 
     def step(
         self,
@@ -274,8 +270,8 @@ class Meter:
         self._write("journals", step, {**scalars, "time": self._wall_clock()})
 
     def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
-        if self._sink is not None:
-            self._sink.write(kind, step, scalars)
+        if self.sink is not None:
+            self.sink.write(kind, step, scalars)
 
 
 class Memory:

@@ -65,11 +65,6 @@ class Saver:
                 self._report(f"checkpoint: step {manager.step} is saved, after others were not")
             self._fails = False
 
-    def save_unsettled(self) -> None:
-        """Saves the state of a group that leaves while it waits for others: it may be ahead of all of them."""
-        with self._progress.phase("checkpoint"):
-            self.write(settled=False)
-
     def save_last(self, asked: Callable[[], bool]) -> None:
         """Returns when the checkpoint of the last step exists, whoever wrote it. `asked`: this rank was asked to leave since the last call.
         Raises CheckpointFailed where SIGTERM came before."""
@@ -101,7 +96,8 @@ class Saver:
                     was_asked, self._asked_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Raises CheckpointFailed and OSError."""
+        """Saves the state of now. Not `settled`: that of a group which leaves while it waits for others; it may be ahead of all of them.
+        Raises CheckpointFailed and OSError."""
         self._sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
         # there is no next try: this one makes up for one that failed in the background
         if last or not settled or self._manager.left:
