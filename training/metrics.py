@@ -80,8 +80,7 @@ class Meter:
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
-        self._first_step: int | None = None  # of this start
-        self._commits = 0  # of this start
+        self._first_step = self._commits = 0  # of this start
         self._resumed: tuple[int, int] | None = None  # step and tokens before its first commit
         self._loss = math.nan
         self._validation_loss: float | None = None  # the newest
@@ -107,14 +106,12 @@ class Meter:
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
-        self._resumed = self._resumed or (step - steps, self.tokens)
-        self._commits, self._loss = self._commits + 1, loss
-        self.tokens += tokens
+        if first := not self._commits:
+            self._resumed, self._first_step = (step - steps, self.tokens), step
+            self._after_first_s = self._progress.total()
+        self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
         for name, more in zip(self._interval, (steps, tokens, step_s, data_s), strict=True):
             self._interval[name] += more
-        first = self._first_step is None
-        if self._first_step is None:
-            self._first_step, self._after_first_s = step, self._progress.total()
         passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
         logging_step = first or passed or step == self._steps
         if logging_step:
@@ -261,7 +258,7 @@ class Meter:
 
     def eta_s(self, step: int) -> float | None:
         """Seconds to the last step at the pace of this start without its first step (compilation)."""
-        done = step - (self._first_step or 0)
+        done = step - self._first_step
         if done <= 0 or step >= self._steps:
             return None
         return (self._progress.total() - self._after_first_s) / done * (self._steps - step)

@@ -61,7 +61,7 @@ class Run:
             wall_clock=lambda: 1.7e9,
             **options,
         )
-        self.meter.sink = self.sink  # type: ignore[assignment]
+        self.meter.sink = self.sink
 
     def spend(self, phase: str, seconds: float) -> None:
         with self.progress.phase(phase):
