@@ -23,7 +23,7 @@ from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
-from training.data.dataset import open_data
+from training.data.dataset import StoredData, open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
@@ -277,6 +277,7 @@ def _check_model(config: Config, world_size: int) -> None:
         silent = Log(stream=io.StringIO())  # the run itself says it all again
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
             data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
+            assert isinstance(data, StoredData), "a stream has no positions"
             for split in ("train", "validation") if config.validation.enable else ("train",):
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:

@@ -39,15 +39,11 @@ BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
 POLL_S = 0.05
 PROGRESS_S = 0.2  # from one note of the builder's progress to the next
 PROGRESS_BYTES = 120  # of a note: a line of the bar
+SCAN_IDS = 1 << 22  # of a token file that are looked at, at a time
+PIECE_IDS = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
+STUCK_S = 1800.0  # a builder that shows no progress for so long is reported
+MIN_AGE_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
-
-
-@dataclass(frozen=True)
-class Limits:
-    scan_ids: int = 1 << 22  # of a token file that are looked at, at a time
-    piece_ids: int = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
-    stuck_s: float = 1800.0  # a builder that shows no progress for so long is reported
-    min_age_ns: int = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
 @dataclass(frozen=True)
@@ -91,14 +87,12 @@ class Corpus:
         return part[start : start + count]
 
 
-def open_corpus(
-    source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0, limits: Limits = Limits()
-) -> Corpus:
+def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
     model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
     is stuck while it builds)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
-    cache = _Cache(source, tokenizer, folder, log, vocab_size, limits)
+    cache = _Cache(source, tokenizer, folder, log, vocab_size)
     try:
         corpus = cache.find() or cache.make()
     except OSError as error:
@@ -117,11 +111,9 @@ def bucket_of(content: bytes) -> int:
 
 
 class _Cache:
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int, limits: Limits
-    ) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
-        self._log, self._vocab_size, self._limits = log, vocab_size, limits
+        self._log, self._vocab_size = log, vocab_size
         stamps = [(str(file.path.absolute()), file.name, file.stamp) for file in source.files]
         self._seen = folder / "seen" / _digest([stamps, self._identity()])
 
@@ -134,7 +126,7 @@ class _Cache:
 
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(self._folder / "lock", self._log, until=self.find, stuck_s=self._limits.stuck_s) as lock:
+        with _only_one(self._folder / "lock", self._log, until=self.find) as lock:
             if (corpus := self.find()) is not None:  # whoever held the lock may have made it
                 return corpus
             if lock.held:
@@ -146,7 +138,7 @@ class _Cache:
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
             newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
-            if time.time_ns() - newest_ns > self._limits.min_age_ns:
+            if time.time_ns() - newest_ns > MIN_AGE_NS:
                 replace_file(self._seen, key.encode())
         return corpus
 
@@ -244,8 +236,8 @@ class _Cache:
         for file in source.files:
             ids = source.open(file)
             starts = [np.zeros(1, dtype=np.int64)]
-            for at in range(0, len(ids), self._limits.scan_ids):
-                chunk = ids[at : at + self._limits.scan_ids]
+            for at in range(0, len(ids), SCAN_IDS):
+                chunk = ids[at : at + SCAN_IDS]
                 check_ids(chunk, self._vocab_size, file, source.setting, at=at)
                 writer.largest_id = max(writer.largest_id, int(chunk.max()))
                 starts.append(at + 1 + np.flatnonzero(chunk == self._tokenizer.eos_id))
@@ -254,7 +246,7 @@ class _Cache:
                 lock.advance(chunk.nbytes)
             cuts = np.unique(np.concatenate(starts))
             if len(cuts[cuts < len(ids)]) == 1:
-                cuts = np.arange(0, len(ids), self._limits.piece_ids)
+                cuts = np.arange(0, len(ids), PIECE_IDS)
             writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
 
 
@@ -333,7 +325,7 @@ class _BuildLock:
 
 
 @contextmanager
-def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
+def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_BuildLock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _BuildLock(descriptor, log)
@@ -344,8 +336,8 @@ def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float)
             if progress and progress != before:
                 changed_s = time.monotonic()
                 lock.bar.show(progress.decode().rstrip())
-            if time.monotonic() - changed_s > stuck_s:
-                raise RuntimeError(f"the process that holds {path} has shown no progress for {stuck_s:.0f} s")
+            if time.monotonic() - changed_s > STUCK_S:
+                raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
             time.sleep(POLL_S)
         yield lock
     finally:
