@@ -123,22 +123,12 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every `interval_s`."""
+    """Progress of one long piece of work, in bytes: a bar on a terminal, elsewhere a line every few seconds."""
 
-    def __init__(
-        self,
-        total: float,
-        label: str,
-        unit: str,
-        *,
-        log: Log,
-        clock: Clock = time.monotonic,
-        interval_s: float = 5.0,
-    ) -> None:
+    def __init__(self, total: float, label: str, *, log: Log, clock: Clock = time.monotonic) -> None:
         self.done = 0.0
-        self._total, self._label, self._unit = total, label, unit
-        self._log, self._clock = log, clock
-        self._interval_s = 0.1 if log.is_terminal else interval_s
+        self._total, self._label, self._log, self._clock = total, label, log, clock
+        self._interval_s = 0.1 if log.is_terminal else 5.0
         self._began = self._shown = clock()
 
     def update(self, amount: float) -> None:
@@ -157,12 +147,11 @@ class Bar:
         """One line: label, picture, share, rate and the time that is left at this rate."""
         seconds = self._clock() - self._began
         rate = self.done / seconds if seconds > 0 else 0.0
-        speed = f"{quantity(rate)} {self._unit}/s"
         share = min(1.0, self.done / self._total)
         left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
-        amount = f"{quantity(self.done)} of {quantity(self._total)} {self._unit}"
+        amount = f"{quantity(self.done)} of {quantity(self._total)} B, {quantity(rate)} B/s"
         picture = f"[{'#' * int(share * 20):.<20}]"
-        return f"{self._label}: {picture} {share:4.0%}, {amount}, {speed}{left}"
+        return f"{self._label}: {picture} {share:4.0%}, {amount}{left}"
 
     def close(self) -> None:
         """Removes the bar from the terminal."""

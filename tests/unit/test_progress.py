@@ -114,23 +114,23 @@ def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock, pro
 
 def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
     log = Lines()
-    with closing(Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5)) as bar:
+    with closing(Bar(200, "tokenising", log=log, clock=clock)) as bar:
         for _ in range(8):
             clock.now += 2
             bar.update(20)
     assert log.infos == [
-        "tokenising: [######..............]  30%, 60 of 200 MB, 10 MB/s, 14 s left",
-        "tokenising: [############........]  60%, 120 of 200 MB, 10 MB/s, 8 s left",
+        "tokenising: [######..............]  30%, 60 of 200 B, 10 B/s, 14 s left",
+        "tokenising: [############........]  60%, 120 of 200 B, 10 B/s, 8 s left",
     ]
 
 
 def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
     log = Lines(is_terminal=True)
-    with closing(Bar(4, "hashing", "files", log=log, clock=clock)) as bar:
+    with closing(Bar(4, "reading", log=log, clock=clock)) as bar:
         clock.now += 1
         bar.update(2)
     assert log.infos == []
-    assert log.overwritten == ["hashing: [##########..........]  50%, 2 of 4 files, 2 files/s, 1 s left", ""]
+    assert log.overwritten == ["reading: [##########..........]  50%, 2 of 4 B, 2 B/s, 1 s left", ""]
 
 
 @pytest.mark.parametrize(

@@ -302,7 +302,7 @@ class _BuildLock:
     def __init__(self, descriptor: int, log: Log) -> None:
         self._descriptor, self._log, self._noted_s = descriptor, log, 0.0
         self.held = False
-        self.bar = Bar(0, "", "B", log=log)
+        self.bar = Bar(0, "", log=log)
 
     def acquire(self) -> bool:
         """True when held, or when this file system has no locks; False while another process holds it."""
@@ -314,7 +314,7 @@ class _BuildLock:
 
     def begin(self, label: str, total_bytes: int) -> None:
         self.bar.close()
-        self.bar = Bar(total_bytes, label, "B", log=self._log)
+        self.bar = Bar(total_bytes, label, log=self._log)
 
     def advance(self, amount_bytes: int) -> None:
         self.bar.update(amount_bytes)
