@@ -60,7 +60,7 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: see
-    writer_lease.UnsettledWriter."""
+    writer_lease.SoleWriter."""
 
     step: int
     kind: str
