@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from torch import nn
 
@@ -81,8 +81,4 @@ def apply_float8(part: Model, config: Float8Config) -> None:
     )
     convert_to_float8_training(part, config=recipe, module_filter_fn=swaps)
     if config.precompute_float8_dynamic_scale_for_fsdp:
-
-        def with_scales(part: nn.Module, args: tuple[Any, ...]) -> None:
-            precompute_float8_dynamic_scale_for_fsdp(part)
-
-        part.register_forward_pre_hook(with_scales)
+        part.register_forward_pre_hook(lambda part, _: precompute_float8_dynamic_scale_for_fsdp(part))
