@@ -36,8 +36,7 @@ from training.checkpoint import CheckpointFailed, ModelState
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
-from training.loss import IGNORED
-from training.nonfinite import NonFinite, describe
+from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.sampling import generate
 from training.signals import SAVE, STOP, Signals
 from training.watchdog import flight_recorder_env
@@ -225,7 +224,7 @@ class Run(Components):
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         named = (named for part in self.model.parts for named in part.named_parameters())
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
-        texts = gather_texts(self.world, "not finite", describe(rank, step, ran, gradients))
+        texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
         return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
 
     def validate(self) -> None:
