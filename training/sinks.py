@@ -36,11 +36,8 @@ class JournalSink(AppendedFile):
     """One JSON object per line, `step` first. NaN and inf become null."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        row = {"step": step, **scalars}
-        for name, value in scalars.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None
-        self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        nulls = {name: None for name, v in scalars.items() if isinstance(v, float) and not math.isfinite(v)}
+        self.append(json.dumps({"step": step, **scalars, **nulls}, allow_nan=False).encode() + b"\n")
 
     def cut_after(self, step: int, *, is_locked: bool) -> None:
         """Removes the lines past `step`, and a part of a line at the end. A former writer, which may not know that it is one, checks its
