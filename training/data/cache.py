@@ -333,8 +333,8 @@ def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_Bu
         progress, changed_s = b"", time.monotonic()
         while not lock.acquire() and not until():
             before, progress = progress, os.pread(descriptor, PROGRESS_BYTES, 0)
-            if progress and progress != before:
-                changed_s = time.monotonic()
+            changed_s = changed_s if progress == before else time.monotonic()
+            if progress:
                 lock.bar.show(progress.decode().rstrip())
             if time.monotonic() - changed_s > STUCK_S:
                 raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
