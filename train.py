@@ -10,13 +10,13 @@ Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from hashlib import sha256
-from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -30,21 +30,20 @@ from ft.config import Environment, group_folder
 from ft.seam import BadInput, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
 from parallelisms.device import type_here
-from parallelisms.distributed import launched_rank, launched_world_size, process_group
+from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
 from training.checkpoint import CheckpointFailed, ModelState
 from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
-from training.loss import IGNORED
-from training.nonfinite import NonFinite, explain_nonfinite
-from training.sampling import sample_text
+from training.loss import IGNORED, NonFinite, describe_nonfinite
+from training.sampling import generate
 from training.signals import SAVE, STOP, Signals
-from training.validation import validate
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.tensor import DTensor
 
     from ft.semi_sync_manager import SemiSyncManager
 
@@ -164,7 +163,7 @@ class Run(Components):
             return False
         step = self.manager.step  # may exceed deal.step + 1, if this group has healed meanwhile
         grad_norm, lr = local.taken or self.optimizer_step.step(step - 1, commit.divisor)
-        if not isfinite(grad_norm):
+        if not math.isfinite(grad_norm):
             raise self.nonfinite(local)
         self.progress.settle()
         self.log.step = step
@@ -220,38 +219,49 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, bad == 0, deal.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
-        """The error that names what this group has seen that is not a number."""
+        """The error that names what is not a number, on any rank: they have agreed on the failure, so none of them is missing."""
+        rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
-        return NonFinite(explain_nonfinite(self.world, local.step + 1, ran, self.model.parts))
+        named = (named for part in self.model.parts for named in part.named_parameters())
+        gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
+        texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
+        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
 
     def validate(self) -> None:
+        """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
         with self.progress.phase("validation"):
             began = self.progress.total()
-            result = validate(
-                self.model,
-                self.held_out,
-                self.tokenizer,
-                self.device,
-                slots=range(0, self.config.validation.steps * self.slot_size, self.slot_size),
-                counts_tokens=self.coordinate.counts_tokens,
-            )
+            token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(self.device)  # [V]; 0 for BOS, EOS, PAD
+            sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, valid tokens, bytes
+            for batch in self.held_out.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
+                inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+                valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
+                count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
+                sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
+            if self.world.world_size > 1:
+                dist.all_reduce(sums)
+            nats, tokens, byte_count = sums.cpu().tolist()  # the one sync
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
-        loss, bits = result.nats_per_token, result.bits_per_byte
-        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=result.tokens, seconds=seconds)
+        loss, bits = nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
+        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=round(tokens), seconds=seconds)
 
     def leave(self, released: GroupReleased) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
         if released.has_state and self.manager.step:
-            self.saver.save_unsettled()
+            with self.progress.phase("checkpoint"):
+                self.saver.write(settled=False)
         self.log.info("%s", released)
         self.print_summary("stopped at", "the same command goes on")
 
     def sample(self) -> None:
         if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # else one token at a time cannot be shared
             with self.progress.phase("sample"):
-                sample, seq_len = self.config.sample, self.config.training.seq_len
-                text = sample_text(self.model.parts, self.tokenizer, sample, seq_len=seq_len, device=self.device)
+                [model], sample = self.model.parts, self.config.sample
+                prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
+                length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
+                drawn = generate(model, prompt, sample, length=length)  # none before it is asked for
+                text = sample.prompt + self.tokenizer.decode(drawn) if length > 0 else ""
             if text:
                 self.log.info("a sample of text:\n%s", text)
 
@@ -275,7 +285,7 @@ class SemiSyncRun(Run):
             [tokens] = local.tokens_per_slot
             taken = self.optimizer_step.step(step, tokens if local.finite else 0)
             window = window._replace(step=step, losses=local.losses)
-            if not (local.finite and isfinite(taken[0])):
+            if not (local.finite and math.isfinite(taken[0])):
                 window = window._replace(finite=False)
                 break  # in all ranks of the group; the window counts for nothing
             self.taken = taken if tokens else self.taken

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 
 from training.metrics_writer import LeaderMetricsWriter
 from training.scribe import Scribe
-from training.sinks import METRICS, SAMPLES, TensorBoardSink, open_sinks
+from training.sinks import METRICS, SAMPLES, Sinks, TensorBoardSink
 
 FIGURES = {
     "loss": 2.123456789, "grad_norm": 1.3, "lr": 3e-4, "tokens": 123456789, "tokens_per_s": 12345.6, "memory_gib": 12.3,
@@ -50,7 +50,7 @@ def main() -> None:
         relay = LeaderMetricsWriter(
             folder,
             lambda: ("epoch", 2) if writes else None,
-            lambda resumed: open_sinks(folder, tensorboard_folder="tb", resumed_step=resumed),
+            lambda resumed: Sinks(folder, tensorboard_folder="tb", resumed_step=resumed),
             scribe,
         )
         writes, new, slowest_s, began_s = False, ROWS + 50, 0.0, 0.0

@@ -82,7 +82,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from training.log import Log
     from training.metrics_writer import LeaderMetricsWriter
     from training.scribe import Scribe
-    from training.sinks import open_sinks
+    from training.sinks import Sinks
     from training.writer_lease import WriterLease
 
     torch.set_num_threads(1)
@@ -129,7 +129,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             with ExitStack() as cleanup:
                 scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
                 relay = LeaderMetricsWriter(
-                    folder, lambda: manager.writes, lambda first: open_sinks(folder, resumed_step=first), scribe
+                    folder, lambda: manager.writes, lambda first: Sinks(folder, resumed_step=first), scribe
                 )
                 cleanup.enter_context(closing(relay))
                 config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.torch_version import TorchVersion
 
-from configs.errors import Problems
+from configs.errors import raise_problems
 from configs.load import section_types
 from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
-from training.data.dataset import open_data
+from training.data.dataset import StoredData, open_data
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
@@ -39,12 +39,13 @@ def check(config: Config, *, world_size: int, device_type: str | None = None) ->
     """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
     ranks'; None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
-    _gather(config, [lambda: _check_model(config, world_size), *_of_sections(config, "check_files")])
+    _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
 
 def check_settings(config: Config, *, world_size: int, device_type: str | None = None) -> None:
     """The same without the files, which need not be there."""
-    _gather(config, _of_sections(config, "check"))
+    sections = [getattr(config, name) for name in section_types(type(config))]
+    _gather(config, [section.check for section in sections if hasattr(section, "check")])
     between: list[Callable[[Config, int, str], Iterable[str] | None]] = [_check_batch, _check_tensor_parallel, _layouts]
     between += [_check_pipeline, _schedules, _folders, _check_replica_groups, _rounds]
     _gather(config, [partial(rule, config, world_size, device_type or type_here()) for rule in between])
@@ -52,11 +53,6 @@ def check_settings(config: Config, *, world_size: int, device_type: str | None =
 
 # A rule of one section or of several: it raises ValueError, or yields messages
 Rule = Callable[[], Iterable[str] | None]
-
-
-def _of_sections(config: Config, name: str) -> list[Rule]:
-    sections = [getattr(config, section) for section in section_types(type(config))]
-    return [getattr(section, name) for section in sections if hasattr(section, name)]
 
 
 def _gather(config: Config, rules: Iterable[Rule]) -> None:
@@ -68,10 +64,8 @@ def _gather(config: Config, rules: Iterable[Rule]) -> None:
         except ValueError as error:
             yield str(error)
 
-    problems = Problems()
-    for message in (message for rule in rules for message in messages(rule)):
-        problems.add(config.origin.explain(message), line=config.origin.line_of(message))
-    problems.raise_any()
+    found = (config.origin.explain(message) for rule in rules for message in messages(rule))
+    raise_problems(found, config.origin.file)
 
 
 def multiples(value: int, unit: int) -> str:
@@ -283,6 +277,7 @@ def _check_model(config: Config, world_size: int) -> None:
         silent = Log(stream=io.StringIO())  # the run itself says it all again
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
             data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
+            assert isinstance(data, StoredData), "a stream has no positions"
             for split in ("train", "validation") if config.validation.enable else ("train",):
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:

@@ -44,11 +44,6 @@ class Origin:
         key = _KEY_AHEAD.match(message)
         return self.place(key.group()) + message[key.end() :] if key else message
 
-    def line_of(self, message: str) -> int | None:
-        """The line that such a message is about, None if no line of the file wrote the key."""
-        key = _KEY_AHEAD.match(message)
-        return self.lines.get(key.group()) if key and not self.place(key.group()).startswith("--") else None
-
 
 def read(file: str) -> tuple[dict[str, Any], Origin]:
     """The tables of a TOML file and where they are written. Raises ConfigError: it is missing, unreadable, not UTF-8, or not TOML."""

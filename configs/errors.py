@@ -1,8 +1,9 @@
-"""ConfigError, the list that gathers every problem of a config before it is raised, and the key that an unknown name may have meant."""
+"""ConfigError, which names every problem of a config at once, and the key that an unknown name may have meant."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -13,25 +14,19 @@ class ConfigError(ValueError):
     """The user's settings cannot be used. str() is the whole message, one line per problem; the caller exits with 2."""
 
 
-class Problems:
-    """One-line problems, each with its line in the file, which are raised together in the order of the file."""
+def raise_problems(problems: Iterable[str], file: str = "") -> None:
+    """Raises ConfigError with all problems, one a line, if there are any: those that begin with "file:line: " in the order of the lines,
+    then the others (overrides, cross-checks) in the order found."""
 
-    def __init__(self) -> None:
-        self._found: list[tuple[int, str]] = []
+    def line(text: str) -> int:
+        place = re.match(rf"{re.escape(file)}:(\d+): ", text)
+        return int(place[1]) if place else sys.maxsize
 
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def add(self, text: str, *, line: int | None = None) -> None:
-        """Problems without a line (overrides, cross-checks) come after those of the file, in the order found."""
-        self._found.append((sys.maxsize if line is None else line, text.replace("\n", " ")))
-
-    def raise_any(self) -> None:
-        texts = [text for _, text in sorted(self._found, key=lambda found: found[0])]
-        if len(texts) > MOST_SHOWN:
-            texts[MOST_SHOWN:] = [f"... and {len(texts) - MOST_SHOWN} more"]
-        if texts:
-            raise ConfigError("\n".join(texts))
+    texts = sorted((text.replace("\n", " ") for text in problems), key=line)
+    if len(texts) > MOST_SHOWN:
+        texts[MOST_SHOWN:] = [f"... and {len(texts) - MOST_SHOWN} more"]
+    if texts:
+        raise ConfigError("\n".join(texts))
 
 
 # ---- the nearest key: typos, the wrong section, names of other trainers

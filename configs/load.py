@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs import document
 from configs.document import Origin
-from configs.errors import ConfigError, Problems, nearest_key, nearest_section, unknown_key
+from configs.errors import ConfigError, nearest_key, nearest_section, raise_problems, unknown_key
 from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def build(
             reader.unknown_section(name, table)
     # Sections that are not in the file have their defaults
     values = {name: reader.table(kind, reader.tables.get(name, {}), name) for name, kind in sections.items()}
-    reader.problems.raise_any()
+    raise_problems(reader.problems, reader.origin.file)
     return values, reader.origin
 
 
@@ -69,7 +69,7 @@ class _Reader:
 
     def __init__(self, sections: Mapping[str, type], tables: Mapping[str, Any], origin: Origin) -> None:
         self.sections, self.tables, self.origin = sections, copy.deepcopy(dict(tables)), origin
-        self.problems = Problems()
+        self.problems = list[str]()
         self.legal = [path for name, section in sections.items() for path, _ in walk(section, name)]
 
     def override(self, given: Overrides) -> None:
@@ -81,11 +81,11 @@ class _Reader:
                 key = keys_of(kind).get(name) if kind else None
                 kind = key.table if key else None
             if key is None:
-                self.problems.add(f"--{path}: {self._unknown(path)}")
+                self.problems.append(f"--{path}: {self._unknown(path)}")
                 continue
             if text is None and key.type is not bool:
                 example = "VALUE" if key.default is dataclasses.MISSING else to_text(key.default)
-                self.problems.add(f"--{path}: no value, as in --{path}={example}; it takes {key.legal()}")
+                self.problems.append(f"--{path}: no value, as in --{path}={example}; it takes {key.legal()}")
                 continue
             table: Any = self.tables
             for part in (section, *names[:-1]):
@@ -140,8 +140,7 @@ class _Reader:
         return f"no such section; there are {', '.join(self.sections)}" if cause == "no such key" else cause
 
     def _add(self, path: str, text: str) -> None:
-        place = self.origin.place(path)
-        self.problems.add(place + text, line=None if place.startswith("--") else self.origin.lines.get(path))
+        self.problems.append(self.origin.place(path) + text)
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
@@ -152,20 +151,20 @@ def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
     path, *rest = argv
     if path.startswith("-"):
         raise ConfigError(f"{path}: the config file comes first; wanted {USAGE}")
-    problems = Problems()
+    problems = list[str]()
     found: dict[str, str | None] = {}
     while rest:
         word = rest.pop(0)
         option = _OPTION.fullmatch(word)
         if not option:
-            problems.add(f"{word}: not an override; wanted {USAGE}")
+            problems.append(f"{word}: not an override; wanted {USAGE}")
             continue
         key, text = option.groups()
         if text is None and rest and not rest[0].startswith("--"):
             text = rest.pop(0)
         if key in found:
             first, second = ("without a value" if value is None else value for value in (found[key], text))
-            problems.add(f"--{key}: given twice, {first} and {second}; keep one")
+            problems.append(f"--{key}: given twice, {first} and {second}; keep one")
         found[key] = text
-    problems.raise_any()
+    raise_problems(problems)
     return path, found

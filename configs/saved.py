@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs import document
-from configs.errors import ConfigError, Problems
+from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
 from configs.load import section_types
 from parallelisms.mesh import degrees
@@ -100,15 +100,14 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
         before, _ = document.read(str(saved))
     except ConfigError as error:
         raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
-    problems = Problems()
-    for key, old, new in _differences(config, before, world_size):
-        problems.add(f"{config.origin.place(key)}: saved {old}, now {new}", line=config.origin.lines.get(key))
-    if len(problems):
-        problems.add(
+    differences = _differences(config, before, world_size)
+    problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in differences]
+    if problems:
+        problems.append(
             f"{folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
             f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.folder}/step-N)"
         )
-    problems.raise_any()
+    raise_problems(problems, config.origin.file)
 
 
 def _differences(config: Config, before: Mapping[str, Any], world_size: int | None) -> Iterator[tuple[str, str, str]]:

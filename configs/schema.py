@@ -21,13 +21,12 @@ from parallelisms.float8 import Float8Config
 from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import CheckpointConfig
-from training.config import TrainingConfig
+from training.config import TrainingConfig, ValidationConfig
 from training.loss import chunk_tokens
 from training.metrics import MetricsConfig
 from training.optimizer import LRSchedulerConfig, OptimizerConfig
 from training.profiling import ProfilingConfig
 from training.sampling import SampleConfig
-from training.validation import ValidationConfig
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,9 @@ class Llama(Model):
         return self.output(h, labels=labels) if self.output is not None else h  # [B, T, V], or the loss
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Empty key/value caches for `batch` sequences of up to `length` tokens, on the model's device."""
+        """Empty key/value caches for `batch` sequences of up to `length` tokens."""
         shape = (batch, length, self.config.n_kv_heads, self.config.dim // self.config.n_heads)  # [B, T, K, D]
-        return {name: LayerCache(shape, self.freqs_cis.device) for name in self.layers}
+        return {name: LayerCache(shape) for name in self.layers}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -207,23 +207,19 @@ class RMSNorm(nn.Module):
 class LayerCache:
     """Keys and values of the tokens that one layer has seen; the memory is taken once, on the first append."""
 
-    def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
-        self.shape, self.device = shape, device  # [B, T, K, D]
-        self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        self.shape, self.length = shape, 0  # [B, T, K, D]; tokens
+        self._pairs: Tensor | None = None  # [2, B, T, K, D]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, T, K, D] behind what is there and returns all of it; the dtype is that of the first append."""
-        if self._keys is None or self._values is None:
-            self._keys = torch.empty(self.shape, device=self.device, dtype=k.dtype)
-            self._values = torch.empty_like(self._keys)
-        end = self.length + k.shape[1]
-        assert end <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {end} were asked for"
-        self._keys[:, self.length : end] = k
-        self._values[:, self.length : end] = v
-        self.length = end
-        return self._keys[:, :end], self._values[:, :end]
+        """Stores k and v [B, T, K, D] behind what is there and returns all of it; dtype and device are those of the first append."""
+        if self._pairs is None:
+            self._pairs = k.new_empty(2, *self.shape)
+        start, self.length = self.length, self.length + k.shape[1]
+        assert self.length <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {self.length} were asked for"
+        self._pairs[0, :, start : self.length] = k
+        self._pairs[1, :, start : self.length] = v
+        return self._pairs[0, :, : self.length], self._pairs[1, :, : self.length]
 
 
 Cache = dict[str, LayerCache]

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from models.llama import Config
+from models.llama import Config, Llama
 
 ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,24 +57,17 @@ class Entry:
 
 def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
     """Every parameter of the model, in the order of the forward. `tied`: their files hold one matrix for both ends."""
-    dim, kv_dim = config.dim, config.dim // config.n_heads * config.n_kv_heads
-    shapes = {
-        "attention.wq": (dim, dim),
-        "attention.wk": (kv_dim, dim),
-        "attention.wv": (kv_dim, dim),
-        "attention.wo": (dim, dim),
-        "feed_forward.w1": (config.hidden_dim, dim),
-        "feed_forward.w3": (config.hidden_dim, dim),
-        "feed_forward.w2": (dim, config.hidden_dim),
-    }
+    with torch.device("meta"):
+        model = Llama(config, vocab_size, max_seq_len=1)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     heads = {"attention.wq": config.n_heads, "attention.wk": config.n_kv_heads}
-    yield Entry("tok_embeddings.weight", EMBEDDING, (vocab_size, dim))
+    yield Entry("tok_embeddings.weight", EMBEDDING, shapes["tok_embeddings.weight"])
     for layer in range(config.n_layers):
         for ours, theirs in _LAYER.items():
-            names = f"layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
-            yield Entry(*names, shapes.get(ours, (dim,)), heads.get(ours, 0))
-    yield Entry("norm.weight", "model.norm.weight", (dim,))
-    yield Entry("output.weight", EMBEDDING if tied else HEAD, (vocab_size, dim))
+            name = f"layers.{layer}.{ours}.weight"
+            yield Entry(name, f"model.layers.{layer}.{theirs}.weight", shapes[name], heads.get(ours, 0))
+    yield Entry("norm.weight", "model.norm.weight", shapes["norm.weight"])
+    yield Entry("output.weight", EMBEDDING if tied else HEAD, shapes["output.weight"])
 
 
 @dataclass(frozen=True)

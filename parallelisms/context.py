@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -36,10 +36,7 @@ def apply_context_parallel(
         attention.attend = attend
     here = positions(pieces, seq_len)[mesh.get_local_rank()].to(mesh.device_type)
 
-    def with_positions(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "positions": here}
-
-    part.register_forward_pre_hook(with_positions, with_kwargs=True)
+    part.register_forward_pre_hook(lambda _, args, named: (args, {**named, "positions": here}), with_kwargs=True)
     return lambda tokens: tokens[:, here.to(tokens.device)]
 
 

@@ -85,31 +85,24 @@ class Device:
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
     def memory_gib(self) -> float:
-        """Peak memory of this rank: CUDA's allocator, or the resident set of the process."""
-        if self.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.torch_device) / 2**30
+        """Peak of the process's resident set."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
-def has_cuda() -> bool:
-    """True when this machine has a CUDA device: for what must be refused before one is picked. Takes none into use."""
-    return torch.cuda.is_available()
-
-
 def type_here() -> str:
     """The kind of device that `pick_device` would pick: "cuda" or "cpu". Takes none into use."""
-    return "cuda" if has_cuda() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cuda_capability(device: torch.device | int = 0) -> tuple[int, int]:
     """Compute capability of a CUDA device, this machine's first one; (0, 0): there is none."""
-    return torch.cuda.get_device_capability(device) if has_cuda() else (0, 0)
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def pick_device(local_rank: int, *, keep_memory: bool = True) -> Device:
     """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
-    if has_cuda():
+    if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return Device(device)

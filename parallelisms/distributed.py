@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,18 +17,18 @@ from urllib.parse import SplitResult, urlsplit
 import torch
 import torch.distributed as dist
 
-from parallelisms.device import Device, has_cuda, pick_device
+from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
 
 
-def why_unusable(backend: str, *, available: bool | None = None, cuda: bool | None = None) -> str:
+def why_unusable(backend: str) -> str:
     """The reason why this machine's torch cannot use it; empty if it can."""
-    if not (getattr(dist, f"is_{backend}_available")() if available is None else available):
+    if not getattr(dist, f"is_{backend}_available")():
         return f"this torch ({torch.__version__}) was built without it"
-    cuda = has_cuda() if cuda is None else cuda
-    return "it needs a CUDA device, and there is none here" if backend == "nccl" and not cuda else ""
+    lacks_cuda = backend == "nccl" and not torch.cuda.is_available()
+    return "it needs a CUDA device, and there is none here" if lacks_cuda else ""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class CommConfig:
     ] = 100
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
 
-    def check(self, unusable: Callable[[str], str] = why_unusable) -> None:
-        if self.backend != "auto" and (cause := unusable(self.backend)):
-            usable = [f'"{name}"' for name in BACKENDS if not unusable(name)]
+    def check(self) -> None:
+        if self.backend != "auto" and (cause := why_unusable(self.backend)):
+            usable = [f'"{name}"' for name in BACKENDS if not why_unusable(name)]
             raise ValueError(f'comm.backend = "{self.backend}": {cause}; legal here: "auto", {", ".join(usable)}')
         try:
             url = parse_init_method(self.init_method)
@@ -172,15 +172,6 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
         dist.init_process_group("mpi", timeout=timeout)
     else:
         dist.init_process_group(backend, store=store, rank=global_rank, world_size=world_size, timeout=timeout)
-
-
-def host_group(world: World, *, timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for small tensors, beside the one that trains; None for one rank alone. To be called by all ranks.
-    `timeout_s`: of a collective."""
-    if world.world_size == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return group
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:

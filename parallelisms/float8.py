@@ -6,10 +6,9 @@ torchao is imported only where it is used."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from torch import nn
 
@@ -35,11 +34,7 @@ class Float8Config:
     ] = False
     emulate: Annotated[bool, "the roundings without the hardware, slowly, for tests; on any device"] = False
 
-    def check(
-        self,
-        find: Callable[[str], object] = find_spec,
-        capability_of_device: Callable[[], tuple[int, int]] = cuda_capability,
-    ) -> None:
+    def check(self) -> None:
         if self.enable_fsdp_float8_all_gather and self.recipe_name != "tensorwise":
             raise ValueError(
                 f'float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "{self.recipe_name}" has no scale before rows '
@@ -51,8 +46,8 @@ class Float8Config:
             )
         if not self.enable:
             return
-        capability, reason = capability_of_device(), ""
-        if find("torchao") is None:
+        capability, reason = cuda_capability(), ""
+        if find_spec("torchao") is None:
             reason = f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
         elif not self.emulate and capability < CAPABILITY:
             has = (
@@ -86,8 +81,4 @@ def apply_float8(part: Model, config: Float8Config) -> None:
     )
     convert_to_float8_training(part, config=recipe, module_filter_fn=swaps)
     if config.precompute_float8_dynamic_scale_for_fsdp:
-
-        def with_scales(part: nn.Module, args: tuple[Any, ...]) -> None:
-            precompute_float8_dynamic_scale_for_fsdp(part)
-
-        part.register_forward_pre_hook(with_scales)
+        part.register_forward_pre_hook(lambda part, _: precompute_float8_dynamic_scale_for_fsdp(part))

@@ -35,17 +35,13 @@ from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import Degrees
 
 
-class _Embedding(ParallelStyle):
-    """As torch's RowwiseParallel, but waits for its output: a compiled block silently loses the gradient of a tensor that is still in
-    flight (torch 2.13). And returns no view, for FSDP, which registers a hook on it, would warn."""
+class _Embedding(RowwiseParallel):
+    """As torch's, but waits for its output: a compiled block silently loses the gradient of a tensor that is still in flight (torch 2.13).
+    And returns no view, for FSDP, which registers a hook on it, would warn."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _cut_rows(module, device_mesh)
-        module.register_forward_pre_hook(
-            lambda _, args: DTensor.from_local(args[0], device_mesh, [Replicate()], run_check=False)
-        )
-        module.register_forward_hook(lambda _, args, out: out.redistribute(placements=[Shard(1)]).to_local().clone())
-        return module
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, _local: Any, _module: Any, outputs: Any, _mesh: Any) -> Tensor:
+        return outputs.redistribute(placements=layouts).to_local().clone()
 
 
 class _Gather(ParallelStyle):
@@ -61,7 +57,9 @@ class _Head(ParallelStyle):
     """The hidden state arrives as [Shard(1)]; the loss is given all tokens as a plain tensor, and the weight as [Shard(0)]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _cut_rows(module, device_mesh)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(cut))
 
         def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return _all_tokens(args[0], device_mesh).to_local(grad_placements=[Partial()]), *args[1:]
@@ -70,19 +68,13 @@ class _Head(ParallelStyle):
         return module
 
 
-def _cut_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(cut))
-
-
 def _all_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:  # [B, T/tp, C] -> [B, T, C]
     return DTensor.from_local(x, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
 
 
 # kind -> the style, what may be of it, and which dim of its weight is cut
 _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
-    "embedding": (_Embedding(), nn.Embedding, 0),
+    "embedding": (_Embedding(input_layouts=Replicate(), output_layouts=Shard(1)), nn.Embedding, 0),
     "sequence": (SequenceParallel(sequence_dim=1, use_local_output=True), nn.Module, None),
     "gather": (_Gather(), nn.Module, None),
     "column": (ColwiseParallel(), nn.Linear, 0),

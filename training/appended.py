@@ -153,27 +153,24 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-class RunLock:
+class RunLock(AppendedFile):
     """Locks a run's folder, for two starts at once would take each other's checkpoints for leftovers, until `close` or the end of the
     process. Raises ValueError if another has it."""
 
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
-        self._file = (run_folder / "lock").open("a+", encoding="utf-8")
-        if try_lock(self._file.fileno()) is False:  # without locks: better an unguarded run than none
-            self._file.seek(0)
-            owner = self._file.read().strip() or "another process"
-            self._file.close()
+        super().__init__(run_folder / "lock")
+        if try_lock(self._fd) is False:  # without locks: better an unguarded run than none
+            owner = self.read(0, self.size_bytes).decode().strip() or "another process"
+            self.close()
             raise ValueError(
                 f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
                 "--job.name NAME"
             )
         with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            self._file.flush()
+            self.cut(0)
+            self.append(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def close(self) -> None:
-        """Gives the lock back. May be called twice."""
         with suppress(OSError):
-            self._file.close()
+            super().close()

@@ -25,7 +25,7 @@ from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
 from training.progress import Clock
-from training.writer_lease import SoleWriter, UnsettledWriter, WriterLease
+from training.writer_lease import SoleWriter, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
@@ -184,7 +184,7 @@ class Checkpointer:
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
-        Not `settled`: see UnsettledWriter; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
+        Not `settled`: see SoleWriter; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
         or another group saves. In an async mode all but the last is written in the background; a failure there is raised by the next
         `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
@@ -193,7 +193,7 @@ class Checkpointer:
         alone = last and self._config.last_save_model_only
         if self._writes and (alone or step != self._held_step):
             if not settled:
-                self._lease = UnsettledWriter()
+                self._lease = SoleWriter(settled=False)
             if alone:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
@@ -238,14 +238,11 @@ class Checkpointer:
             self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
 
-    def exported_step(self) -> int | None:
-        """The newest step whose weights were saved alone (not the seed): of a finished run's end there may be no more."""
+    def newest_step(self, kind: str = "full") -> int:
+        """The step that `load` would try first; 0: none, or the seed. No content is read. "model": the newest step whose weights were saved
+        alone: of a finished run's end there may be no more."""
         self.wait()
-        return self._ranks.first(lambda: files.newest(self.folder, kind="model") or None)
-
-    def newest_step(self) -> int | None:
-        """The step that `load` would try first; no content is read."""
-        return self._ranks.first(lambda: files.newest(self.folder))
+        return self._ranks.first(lambda: files.newest(self.folder, kind=kind)) or 0
 
     def wait(self) -> None:
         """Returns when nothing is being written, however long that takes. Raises the failure of a save in the background, once."""

@@ -60,7 +60,7 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: see
-    writer_lease.UnsettledWriter."""
+    writer_lease.SoleWriter."""
 
     step: int
     kind: str
@@ -80,7 +80,7 @@ class Manifest:
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Manifest:
+    def from_json(text: str | bytes) -> Manifest:
         """Raises Damaged for a text that `to_json` did not write, or that was changed since."""
         try:
             body = json.loads(text)
@@ -160,11 +160,9 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all there with the right lengths; `verify` reads their contents. Raises Damaged, with an
     OSError as its cause where storage fails."""
     try:
-        manifest = Manifest.from_json((path / MANIFEST).read_text())
+        manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST}: missing") from None
-    except UnicodeDecodeError as error:
-        raise Damaged(f"{MANIFEST}: cannot be read ({error})") from None
     except OSError as error:
         raise Damaged(f"{MANIFEST}: cannot be read ({error})") from error
     for file in manifest.files:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from configs.check import gradients_lie_on
 from configs.saved import save, to_toml, what_groups_share
@@ -17,7 +19,7 @@ from ft.agreement import Agreement
 from ft.config import Environment, group_folder
 from ft.seam import BadInput
 from ft.start import open_manager
-from parallelisms.distributed import BACKSTOP_S, World, host_group
+from parallelisms.distributed import BACKSTOP_S, World
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -36,7 +38,7 @@ from training.progress import Progress
 from training.saver import Saver
 from training.scribe import Events, Scribe
 from training.signals import Signals
-from training.sinks import open_sinks
+from training.sinks import Sinks
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
@@ -134,9 +136,11 @@ class Components:
     def build_manager(self) -> None:
         """The manager that decides whether a step holds."""
         config, settings, world = self.config, self.config.fault_tolerance, self.world
-        # Longer than a sum between groups and than the forming of a group: a peer rank may be in either.
-        longest_s = max(settings.collective_s, config.comm.init_timeout_seconds)
-        hosts = host_group(world, timeout_s=longest_s + BACKSTOP_S) if settings.enable else None
+        agreement = None
+        if settings.enable and world.world_size > 1:
+            # Longer than a sum between groups and than the forming of a group: a peer rank may be in either.
+            timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + BACKSTOP_S
+            agreement = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         manager = open_manager(
             settings,
             self.environment,
@@ -144,7 +148,7 @@ class Components:
             folder=self.group_folder,
             device_type=gradients_lie_on(config, self.device.type),
             store=world.store,
-            agreement=Agreement(hosts) if hosts else None,
+            agreement=agreement,
             long_phase_s=config.comm.init_timeout_seconds,
             shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
             restore=self.restore,
@@ -180,7 +184,7 @@ class Components:
         }
         metrics = config.metrics
         sinks = partial(
-            open_sinks,
+            Sinks,
             folder,
             tensorboard_folder=metrics.save_tb_folder if metrics.enable_tensorboard else "",
             wandb=metrics.enable_wandb,
@@ -199,20 +203,19 @@ class Components:
             self.checkpointer,
             self.manager,
             self.progress,
-            sync=self.meter.sync,
+            sync=writer.sync if first else lambda: None,
             report=self.report_storage if first else lambda words: None,
             info=self.log.info,
         )
-        self.exported = self.checkpointer.exported_step() or 0  # a finished run may have exported weights alone
+        self.exported = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
-        healed = shared and not seed and (self.checkpointer.newest_step() or 0) < config.training.steps
+        healed = shared and not seed and self.checkpointer.newest_step() < config.training.steps
         if not (finished or healed):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
-            self.meter.open(writer)
-        self.cleanup.enter_context(closing(self.meter))
+            self.meter.sink = self.cleanup.enter_context(closing(writer))
 
     def weights(self) -> dict[str, Stateful]:
         """The model's states in a checkpoint."""

@@ -1,4 +1,4 @@
-"""The [training] section, and the check for optional packages. Imports no other module of the repository."""
+"""The [training] and [validation] sections, and the check for optional packages. Imports no other module of the repository."""
 
 from __future__ import annotations
 
@@ -53,6 +53,15 @@ class TrainingConfig:
         if self.dataset != "stdlib" and not self.dataset_path:
             wanted = "owner/name" if self.dataset == "huggingface" else "a file or a glob"
             raise ValueError(f'training.dataset_path = "": training.dataset = "{self.dataset}" needs {wanted}')
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """[validation]: loss on documents that are never trained on."""
+
+    enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
+    freq: Annotated[int, "steps from one validation to the next; the last step is always validated", ">= 1"] = 100
+    steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
 
 
 def need(package: str, *, extra: str, setting: str) -> None:

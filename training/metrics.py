@@ -19,7 +19,7 @@ import torch
 
 from training.config import need
 from training.metrics_writer import LeaderMetricsWriter
-from training.progress import GROUP_PHASES, LONG_PHASES, Progress, duration, summary
+from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 FIRST_ESTIMATE = 3  # commits of a start
+# What the closing lines name; every phase that is not listed belongs to "other", as does time outside of all phases.
+_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,12 @@ class Meter:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
-        self._sink: LeaderMetricsWriter | None = None
+        self.sink: LeaderMetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
-        self._first_step: int | None = None  # of this start
-        self._commits = 0  # of this start
+        self._first_step = self._commits = 0  # of this start
         self._resumed: tuple[int, int] | None = None  # step and tokens before its first commit
         self._loss = math.nan
         self._validation_loss: float | None = None  # the newest
@@ -88,10 +89,6 @@ class Meter:
         self._spent = self._clocks()
         self._events: Mapping[str, float] = {}
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
-
-    def open(self, sink: LeaderMetricsWriter) -> None:
-        """Sends metrics to `sink` from now on; `close` closes it. Called on one rank, after the checkpoint is loaded."""
-        self._sink = sink
 
     def step(
         self,
@@ -109,14 +106,12 @@ class Meter:
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
-        self._resumed = self._resumed or (step - steps, self.tokens)
-        self._commits, self._loss = self._commits + 1, loss
-        self.tokens += tokens
+        if first := not self._commits:
+            self._resumed, self._first_step = (step - steps, self.tokens), step
+            self._after_first_s = self._progress.total()
+        self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
         for name, more in zip(self._interval, (steps, tokens, step_s, data_s), strict=True):
             self._interval[name] += more
-        first = self._first_step is None
-        if self._first_step is None:
-            self._first_step, self._after_first_s = step, self._progress.total()
         passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
         logging_step = first or passed or step == self._steps
         if logging_step:
@@ -191,19 +186,24 @@ class Meter:
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
             self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
-    def print_summary(self, step: int, **words: str) -> None:
-        """The closing lines of a start that has come to `step`. `words`: see progress.summary."""
+    def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
+        """The closing lines of a start that has come to `step`. `saved`: where checkpoints are; `groups`: events of replica groups. Goodput
+        is the share of the time that went into committed steps."""
+        progress, total = self._progress, self._progress.total()
         first_step, first_tokens = self._resumed or (step, self.tokens)
-        lines = summary(
-            self._progress,
-            steps=step,
-            first_step=first_step,
-            tokens=self.tokens - first_tokens,
-            loss=self._loss,
-            validation_loss=self._validation_loss,
-            **words,
-        )
-        self._log.info("%s", lines)
+        counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _ACCOUNTS}
+        if groups:
+            counted |= {name: progress.spent(name) for name in GROUP_PHASES}
+        counted["other"] = max(0.0, total - sum(counted.values()))
+        shares = ", ".join(f"{name} {seconds:.1f} s ({_per(seconds, total):.0%})" for name, seconds in counted.items())
+        since, tokens = f" (resumed at {first_step})" if first_step else "", self.tokens - first_tokens
+        rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
+        lines = [f"{verb} step {step}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
+        if groups:
+            lines.append(f"  groups: {groups}; goodput {_per(progress.goodput_s, total):.0%}")
+        validation = "" if self._validation_loss is None else f", validation {self._validation_loss:.4f}"
+        lines += [f"  loss: training {self._loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
+        self._log.info("%s", "\n".join(lines))
 
     def state_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens}
@@ -211,15 +211,6 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens = int(state["tokens"])
         self._spent = self._clocks()
-
-    def sync(self) -> None:
-        """Makes the metrics of the steps so far durable, as a checkpoint is."""
-        if self._sink is not None:
-            self._sink.sync()
-
-    def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
 
     def _clocks(self) -> tuple[float, float, float, float]:
         spent = self._progress.spent
@@ -267,7 +258,7 @@ class Meter:
 
     def eta_s(self, step: int) -> float | None:
         """Seconds to the last step at the pace of this start without its first step (compilation)."""
-        done = step - (self._first_step or 0)
+        done = step - self._first_step
         if done <= 0 or step >= self._steps:
             return None
         return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
@@ -276,8 +267,8 @@ class Meter:
         self._write("journals", step, {**scalars, "time": self._wall_clock()})
 
     def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
-        if self._sink is not None:
-            self._sink.write(kind, step, scalars)
+        if self.sink is not None:
+            self.sink.write(kind, step, scalars)
 
 
 class Memory:

@@ -42,11 +42,6 @@ class Row(NamedTuple):
         """True for a validation, which has a row of its own for the same step."""
         return any(name.startswith("validation") for name in self.figures)
 
-    @property
-    def place(self) -> tuple[Kind, bool]:
-        """A step has one row of each; of charts it may have several."""
-        return self.kind, self.is_validation
-
 
 class _Over(Exception):
     """Raised when a newer quorum's writer has the files."""
@@ -60,7 +55,7 @@ class _Kept(NamedTuple):
 
 
 class LeaderMetricsWriter:
-    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.open_sinks, into `folder`. `writes`: the quorum that makes this
+    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.Sinks, into `folder`. `writes`: the quorum that makes this
     group the writer, now. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(
@@ -81,7 +76,6 @@ class LeaderMetricsWriter:
         self._lock = threading.Lock()  # around what both threads have; never while a file is waited for
         self.kept: deque[_Kept] = deque()  # rows that are remembered
         self._kept_bytes = self._number = 0
-        self._newest: dict[tuple[Kind, bool], int] = {}  # step of each place but charts'
         self._todo = 1  # the first row that is this group's to write, and not known to be in the files
         self._quorum: Quorum | None = None  # by which, of the newest row
         self._anew = self._wants_sync = self._closing = False
@@ -95,10 +89,9 @@ class LeaderMetricsWriter:
         """Remembers it; the scribe writes it."""
         row, quorum = Row(kind, step, dict(scalars)), self._writes()
         with self._lock:
-            if row.kind != "charts":
-                if self._newest.get(row.place, row.step - 1) >= row.step:  # the job has gone back to a checkpoint
-                    self._remember(kept.row for kept in self.kept if kept.row.step < row.step)
-                self._newest[row.place] = row.step
+            begins_step = kind == "journals" and not row.is_validation
+            if begins_step and self.kept and self.kept[-1].row.step >= step:  # the job has gone back to a checkpoint
+                self._remember(kept.row for kept in self.kept if kept.row.step < step)
             self._append(row)
             self._quorum, self._closing = quorum, False
             if quorum is None:
@@ -152,10 +145,9 @@ class LeaderMetricsWriter:
         """Remembers these rows, and nothing else; none of them is new."""
         rows = list(rows)
         self.kept.clear()
-        self._kept_bytes, self._newest, self._there, self._anew = 0, {}, 0, True
+        self._kept_bytes, self._there, self._anew = 0, 0, True
         for row in rows:
             self._append(row)
-            self._newest[row.place] = row.step
         self._todo = self._number + 1
 
     def _forget(self) -> None:

@@ -142,40 +142,39 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return square.sqrt()
 
 
+@dataclass(eq=False)
 class OptimizerStep:
     """The optimizer's step at the schedule's learning rate, with gradients that are divided and clipped by one multiplication."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
-        config: OptimizerConfig,
-        schedule: LRSchedulerConfig,
-        training: TrainingConfig,
-        progress: Progress,
-    ) -> None:
-        self._optimizer, self._parameters, self._progress = optimizer, parameters, progress
-        self._lr, self._schedule, self._max_norm = config.lr, schedule, training.max_norm
-        self._total_steps = schedule.total_steps or training.steps
-        self._decay_steps = schedule.decay_length(training.steps)
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[nn.Parameter]
+    config: OptimizerConfig
+    schedule: LRSchedulerConfig
+    training: TrainingConfig
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self._total_steps = self.schedule.total_steps or self.training.steps
+        self._decay_steps = self.schedule.decay_length(self.training.steps)
 
     def step(self, step: int, divisor: float) -> tuple[float, float]:
         """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
         mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
-        with self._progress.phase("reduce"):
-            grad_norm = gradient_norm(self._parameters).cpu().item()  # it decides what comes next
+        with self.progress.phase("reduce"):
+            grad_norm = gradient_norm(self.parameters).cpu().item()  # it decides what comes next
         if not (math.isfinite(grad_norm) and divisor):
             return grad_norm, 0.0
-        with self._progress.phase("optimizer"):
+        with self.progress.phase("optimizer"):
             grad_norm /= divisor
-            lr = self._lr * learning_rate_factor(
-                self._schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
+            lr = self.config.lr * learning_rate_factor(
+                self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
             )
-            clipped = min(1.0, self._max_norm / (grad_norm + 1e-6)) if self._max_norm > 0 else 1.0
-            gradients = [cast(DTensor, p.grad).to_local() for p in self._parameters if p.grad is not None]
+            max_norm = self.training.max_norm
+            clipped = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0 else 1.0
+            gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
             torch._foreach_mul_(gradients, clipped / divisor)
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["lr_factor"]
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return grad_norm, lr

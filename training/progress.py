@@ -1,4 +1,4 @@
-"""Accounting of time: phases of the loop, a bar for long work, and the closing summary.
+"""Accounting of time: phases of the loop, and a bar for long work.
 
 The loop and its parts enter phases; metrics.py reads their seconds, watchdog.py the current one, from its own thread."""
 
@@ -34,7 +34,7 @@ PHASES = {
     "trace": "trace of the profiler",
 }
 # A step's that is committed. Of one that is thrown away, what was computed is counted as lost.
-_WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
+WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
 GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
@@ -99,7 +99,7 @@ class Progress:
 
     def settle(self) -> None:
         """A step is committed: what was computed for it counts."""
-        self.goodput_s, self._settled = self.spent(*_WORK), dict(self.seconds)
+        self.goodput_s, self._settled = self.spent(*WORK), dict(self.seconds)
 
     def lose(self) -> None:
         """Counts the time computed since the last commit as lost."""
@@ -123,84 +123,39 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work: a bar on a terminal, elsewhere a line every `interval_s`. `total` 0: unknown."""
+    """Progress of one long piece of work, in bytes: a bar on a terminal, elsewhere a line every few seconds."""
 
-    def __init__(
-        self,
-        total: float,
-        label: str,
-        unit: str,
-        *,
-        log: Log,
-        clock: Clock = time.monotonic,
-        interval_s: float = 5.0,
-    ) -> None:
+    def __init__(self, total: float, label: str, *, log: Log, clock: Clock = time.monotonic) -> None:
         self.done = 0.0
-        self._total, self._label, self._unit = total, label, unit
-        self._log, self._clock = log, clock
-        self._interval_s = 0.1 if log.is_terminal else interval_s
+        self._total, self._label, self._log, self._clock = total, label, log, clock
+        self._interval_s = 0.1 if log.is_terminal else 5.0
         self._began = self._shown = clock()
 
     def update(self, amount: float) -> None:
         """`amount` more is done."""
         self.done += amount
+        self.show()
+
+    def show(self, text: str = "") -> None:
+        """Shows the state, or that of another process, where the interval is over."""
         now = self._clock()
         if now - self._shown >= self._interval_s:
             self._shown = now
-            (self._log.overwrite if self._log.is_terminal else self._log.info)(self.text())
+            (self._log.overwrite if self._log.is_terminal else self._log.info)(text or self.text())
 
     def text(self) -> str:
         """One line: label, picture, share, rate and the time that is left at this rate."""
         seconds = self._clock() - self._began
         rate = self.done / seconds if seconds > 0 else 0.0
-        speed = f"{quantity(rate)} {self._unit}/s"
-        if self._total <= 0:
-            return f"{self._label}: {quantity(self.done)} {self._unit}, {speed}"
         share = min(1.0, self.done / self._total)
         left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
-        amount = f"{quantity(self.done)} of {quantity(self._total)} {self._unit}"
+        amount = f"{quantity(self.done)} of {quantity(self._total)} B, {quantity(rate)} B/s"
         picture = f"[{'#' * int(share * 20):.<20}]"
-        return f"{self._label}: {picture} {share:4.0%}, {amount}, {speed}{left}"
+        return f"{self._label}: {picture} {share:4.0%}, {amount}{left}"
 
     def close(self) -> None:
         """Removes the bar from the terminal."""
         self._log.overwrite("")
-
-
-# What the closing summary names; every phase that is not listed belongs to "other", as does time outside of all phases.
-_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
-
-
-def summary(
-    progress: Progress,
-    *,
-    verb: str,
-    steps: int,
-    first_step: int,
-    tokens: int,
-    loss: float,
-    validation_loss: float | None,
-    groups: str,
-    saved: str,
-    next_command: str,
-) -> str:
-    """The run's closing lines. `steps`: the last committed step; `first_step`: that of the checkpoint this start resumed from (0: none);
-    `tokens`: of this start alone; `saved`: the last checkpoint; `groups`: events of replica groups. Goodput is the share of the time that
-    went into committed steps."""
-    total = progress.total()
-    counted = {name: progress.spent(*(_WORK if name == "compute" else [name])) for name in _ACCOUNTS}
-    if groups:
-        counted |= {name: progress.spent(name) for name in GROUP_PHASES}
-    counted["other"] = max(0.0, total - sum(counted.values()))
-    shares = ", ".join(f"{name} {seconds:.1f} s ({_share(seconds, total)})" for name, seconds in counted.items())
-    since = f" (resumed at {first_step})" if first_step else ""
-    rate = f", {tokens / counted['compute']:,.0f} tokens per second of compute" if counted["compute"] > 0 else ""
-    lines = [f"{verb} step {steps}{since}: {tokens:,} tokens in {duration(total)}{rate}", f"  time: {shares}"]
-    if groups:
-        lines.append(f"  groups: {groups}; goodput {_share(progress.goodput_s, total)}")
-    validation = "" if validation_loss is None else f", validation {validation_loss:.4f}"
-    lines += [f"  loss: training {loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
-    return "\n".join(lines)
 
 
 def duration(seconds: float) -> str:
@@ -232,7 +187,3 @@ def spans(noun: str, numbers: Sequence[int]) -> str:
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"
-
-
-def _share(seconds: float, total: float) -> str:
-    return f"{seconds / total:.0%}" if total > 0 else "0%"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from models.contract import Model
-from training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,3 @@ def draw(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> in
     if 0 < config.top_k < logits.numel():
         logits[logits < logits.topk(config.top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-
-
-def sample_text(
-    parts: Sequence[Model], tokenizer: Tokenizer, config: SampleConfig, *, seq_len: int, device: torch.device
-) -> str:
-    """The prompt and its continuation, within `seq_len` tokens; "" for config.tokens = 0. Every rank of a sharded model calls it, and all
-    get the same text."""
-    prompt = torch.from_numpy(tokenizer.encode(config.prompt, bos=True)).long().to(device)
-    length = min(config.tokens, seq_len - prompt.numel())
-    if length <= 0:
-        return ""
-    [model] = parts
-    return config.prompt + tokenizer.decode(generate(model, prompt, config, length=length))

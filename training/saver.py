@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from ft.seam import GroupReleased, Seam
@@ -23,23 +24,20 @@ GRACE_S = 20.0  # for which a group that was asked to leave still waits for anot
 Action = Literal["finish", "save", "regroup", "wait", "stop"]
 
 
+@dataclass(eq=False)
 class Saver:
     """The saves of one rank. `sync`: makes the metrics of the steps so far durable. `report`: of trouble with storage. `info`: logs."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        manager: Seam,
-        progress: Progress,
-        *,
-        sync: Callable[[], None],
-        report: Callable[[str], None],
-        info: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._checkpointer, self._manager, self._progress = checkpointer, manager, progress
-        self._sync, self._report, self._info, self._clock, self._sleep = sync, report, info, clock, sleep
+    checkpointer: Checkpointer
+    manager: Seam
+    progress: Progress
+    sync: Callable[[], None]
+    report: Callable[[str], None]
+    info: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
         self._fails = False  # the newest save that was due
         # Of the last save:
         self._failure: Exception | None = None
@@ -49,70 +47,66 @@ class Saver:
 
     def save(self) -> None:
         """Saves a step that is due, or asked for. Raises CheckpointFailed or OSError where the group leaves: there is no next try."""
-        manager = self._manager
+        manager = self.manager
         if not manager.writes:
             return
-        with self._progress.phase("checkpoint"):
+        with self.progress.phase("checkpoint"):
             try:
                 self.write()
             except (CheckpointFailed, OSError) as failure:
                 if manager.left:
                     raise
-                self._report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
+                self.report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
                 self._fails = True
                 return
             if self._fails:
-                self._report(f"checkpoint: step {manager.step} is saved, after others were not")
+                self.report(f"checkpoint: step {manager.step} is saved, after others were not")
             self._fails = False
-
-    def save_unsettled(self) -> None:
-        """Saves the state of a group that leaves while it waits for others: it may be ahead of all of them."""
-        with self._progress.phase("checkpoint"):
-            self.write(settled=False)
 
     def save_last(self, asked: Callable[[], bool]) -> None:
         """Returns when the checkpoint of the last step exists, whoever wrote it. `asked`: this rank was asked to leave since the last call.
         Raises CheckpointFailed where SIGTERM came before."""
-        step, was_asked, since_s = self._manager.step, False, self._clock()
+        step, was_asked, since_s = self.manager.step, False, self.clock()
         while True:
-            with self._progress.phase("checkpoint"):  # one for each turn, for there is no limit to their number
+            with self.progress.phase("checkpoint"):  # one for each turn, for there is no limit to their number
                 was_asked |= asked()
-                action = self._checkpointer.agree(lambda any_asked: self._next_action(step, any_asked), was_asked)
+                action = self.checkpointer.agree(lambda any_asked: self._next_action(step, any_asked), was_asked)
                 if action == "finish":
-                    return self._manager.finish(saved=True)
+                    return self.manager.finish(saved=True)
                 if action == "save":
                     self._try_last()
                 elif action == "wait":
-                    if not self._logged_wait and self._tried_at is None and self._clock() - since_s >= LOG_WAIT_S:
+                    if not self._logged_wait and self._tried_at is None and self.clock() - since_s >= LOG_WAIT_S:
                         self._logged_wait = True
-                        self._info(
+                        self.info(
                             f"step {step} is the last: waiting until its checkpoint stands, which another group writes"
                         )
-                    self._sleep(POLL_S)
+                    self.sleep(POLL_S)
             if action == "stop":
-                self._manager.finish(saved=False)
+                self.manager.finish(saved=False)
                 why = f"asked to leave before step {step}, the last, was known to be saved"
                 raise CheckpointFailed(f"{self._failure}; {why}" if self._failure else why)
             if action == "regroup":
                 try:
-                    with self._progress.phase("quorum"):
-                        self._manager.regroup(step)
+                    with self.progress.phase("quorum"):
+                        self.manager.regroup(step)
                 except GroupReleased:  # asked to leave while it waited for others
                     was_asked, self._asked_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Raises CheckpointFailed and OSError."""
-        self._sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
+        """Saves the state of now. Not `settled`: that of a group which leaves while it waits for others; it may be ahead of all of them.
+        Raises CheckpointFailed and OSError."""
+        self.sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
         # there is no next try: this one makes up for one that failed in the background
-        if last or not settled or self._manager.left:
+        if last or not settled or self.manager.left:
             with suppress(CheckpointFailed, OSError):
-                self._checkpointer.wait()
-        self._checkpointer.save(self._manager.step, last=last, settled=settled)
+                self.checkpointer.wait()
+        self.checkpointer.save(self.manager.step, last=last, settled=settled)
 
     def _next_action(self, step: int, asked: bool) -> Action:
         """The next action of all ranks, decided on rank 0. `asked`: one of them was asked to leave."""
-        manager, now_s = self._manager, self._clock()
-        if self._checkpointer.has(step) or manager.finished:
+        manager, now_s = self.manager, self.clock()
+        if self.checkpointer.has(step) or manager.finished:
             return "finish"
         if asked and self._asked_at is None:
             self._asked_at = now_s
@@ -127,10 +121,10 @@ class Saver:
         return "regroup" if manager.is_broken else "wait"
 
     def _try_last(self) -> None:
-        self._tried_at = self._clock()
+        self._tried_at = self.clock()
         try:
             self.write(last=True)
         except (CheckpointFailed, OSError) as failure:
             if self._failure is None:
-                self._report(f"{failure}; this is the last step: tried again every {PAUSE_S:g} s, until SIGTERM")
+                self.report(f"{failure}; this is the last step: tried again every {PAUSE_S:g} s, until SIGTERM")
             self._failure = failure

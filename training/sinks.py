@@ -13,7 +13,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice, takewhile
 from pathlib import Path
@@ -36,11 +36,8 @@ class JournalSink(AppendedFile):
     """One JSON object per line, `step` first. NaN and inf become null."""
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        row = {"step": step, **scalars}
-        for name, value in scalars.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None
-        self.append(json.dumps(row, allow_nan=False).encode() + b"\n")
+        nulls = {name: None for name, v in scalars.items() if isinstance(v, float) and not math.isfinite(v)}
+        self.append(json.dumps({"step": step, **scalars, **nulls}, allow_nan=False).encode() + b"\n")
 
     def cut_after(self, step: int, *, is_locked: bool) -> None:
         """Removes the lines past `step`, and a part of a line at the end. A former writer, which may not know that it is one, checks its
@@ -62,12 +59,38 @@ class JournalSink(AppendedFile):
 
 
 class Sinks:
-    """The open sinks of a run. Raises OSError; a sink whose `write` raised has taken nothing."""
+    """The open sinks of a run, on one of its ranks. Raises OSError; a sink whose `write` raised has taken nothing."""
 
     def __init__(
-        self, metrics: JournalSink, samples: JournalSink, charts: Sequence[TensorBoardSink | WandbSink]
+        self,
+        run_folder: Path,
+        resumed_step: ResumedStep | int | None = None,
+        *,
+        tensorboard_folder: str = "",
+        wandb: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._files, self._charts = {"journals": metrics, "records": samples}, charts
+        """Cuts rows past `resumed_step` (None: a fresh start, all of them) and opens the sinks asked for. A `resumed_step` to be called is
+        called while the files are locked, so that they do not change before the cut; where it raises, they are left alone.
+        `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B."""
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
+        with ExitStack() as locks, ExitStack() as opened:
+            files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
+            for file in files:
+                with suppress(BlockingIOError):
+                    if locks.enter_context(file.held()):
+                        locked.append(file)
+            resumed = resumed_step() if callable(resumed_step) else resumed_step
+            for file in files:
+                file.cut_after(-1 if resumed is None else resumed, is_locked=file in locked)
+            if tensorboard_folder:
+                tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
+                self._charts.append(opened.enter_context(closing(tensorboard)))
+            if wandb:
+                self._charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
+            opened.pop_all()
+        self._files = dict(zip(("journals", "records"), files, strict=True))
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
         for sink in self._charts if kind == "charts" else [self._files[kind]]:
@@ -91,38 +114,6 @@ class Sinks:
         for sink in (*self._files.values(), *self._charts):
             with suppress(OSError):  # it has no buffer, and a row that could not be written was reported
                 sink.close()
-
-
-def open_sinks(
-    run_folder: Path,
-    resumed_step: ResumedStep | int | None = None,
-    *,
-    tensorboard_folder: str = "",
-    wandb: bool = False,
-    settings: Mapping[str, Any] | None = None,
-) -> Sinks:
-    """Cuts rows past `resumed_step` (None: a fresh start, all of them) and opens the sinks asked for. A `resumed_step` to be called is
-    called while the files are locked, so that they do not change before the cut; where it raises, they are left alone. `tensorboard_folder`
-    is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B. Call on one rank only. Raises OSError."""
-    run_folder.mkdir(parents=True, exist_ok=True)
-    charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
-    with ExitStack() as locks, ExitStack() as opened:
-        files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
-        for file in files:
-            with suppress(BlockingIOError):
-                if locks.enter_context(file.held()):
-                    locked.append(file)
-        resumed = resumed_step() if callable(resumed_step) else resumed_step
-        keep_until = -1 if resumed is None else resumed
-        for file in files:
-            file.cut_after(keep_until, is_locked=file in locked)
-        if tensorboard_folder:
-            tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
-            charts.append(opened.enter_context(closing(tensorboard)))
-        if wandb:
-            charts.append(WandbSink(run_folder, fresh=resumed is None, settings=settings or {}))
-        opened.pop_all()
-    return Sinks(files[0], files[1], charts)
 
 
 class TensorBoardSink:

@@ -75,11 +75,14 @@ class WriterLease:
 
 
 class SoleWriter(WriterLease):
-    """The lease of a group that shares its folder with no other."""
+    """The lease of a group that shares its folder with no other. Not `settled`: that of a group which leaves while it waits for others; it
+    saves once, whichever group is the writer, but a checkpoint of the same step or a later one is worth more, and stays."""
 
-    shared, has_role, name = False, True, ""
+    has_role = True
 
-    def __init__(self) -> None: ...
+    def __init__(self, *, settled: bool = True) -> None:
+        self.settled, self.shared = settled, not settled
+        self.name = "" if settled else f"-unsettled.{secrets.token_hex(4)}-0"
 
     def acquire(self) -> bool:
         return True
@@ -89,13 +92,3 @@ class SoleWriter(WriterLease):
 
     def may_remove(self, name: str) -> bool:
         return self.settled
-
-
-class UnsettledWriter(SoleWriter):
-    """The lease of a group that leaves while it waits for others: it saves once, whichever group is the writer. A checkpoint of the same
-    step or a later one is worth more, and stays."""
-
-    shared, settled = True, False
-
-    def __init__(self) -> None:
-        self.name = f"-unsettled.{secrets.token_hex(4)}-0"

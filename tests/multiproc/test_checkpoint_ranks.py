@@ -119,7 +119,7 @@ def export_after_load(folder: Path) -> dict[str, Any]:
     run = Run(folder, last_save_model_only=True)
     run.checkpointer.load()
     run.checkpointer.save(2, last=True)
-    assert run.checkpointer.exported_step() == 2
+    assert run.checkpointer.newest_step("model") == 2
     return run.everything()
 
 

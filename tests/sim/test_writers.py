@@ -103,8 +103,8 @@ def drops_rows(real: Any) -> Any:
 
 def raises_into_the_loop(real: Any) -> Any:
     def save(self: saver.Saver) -> None:
-        if self._manager.writes:
-            with self._progress.phase("checkpoint"):
+        if self.manager.writes:
+            with self.progress.phase("checkpoint"):
                 self.write()
 
     return save

@@ -340,7 +340,7 @@ class Trainer(train.Run):
         self.relay = LeaderMetricsWriter(
             group.folder,
             writes,
-            lambda step: sinks.open_sinks(group.folder, resumed_step=step),
+            lambda step: sinks.Sinks(group.folder, resumed_step=step),
             self.scribe,
             clock=clock,
             rows_kept=plan.rows_kept,
@@ -359,8 +359,8 @@ class Trainer(train.Run):
                 in_thread=self.in_thread,
             )
             self.saver = Saves(self)
-            self.exported = self.checkpointer.exported_step() or 0
-            if self.exported < plan.steps <= (self.checkpointer.newest_step() or 0):
+            self.exported = self.checkpointer.newest_step("model")
+            if self.exported < plan.steps <= self.checkpointer.newest_step():
                 self.checkpointer.load()
                 job.loaded(group)
 

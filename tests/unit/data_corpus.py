@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 from tests.unit.fakes import Lines
 from training.config import TrainingConfig
@@ -23,12 +27,22 @@ def files_config(path: Path | str, **keys: Any) -> TrainingConfig:
 
 
 def open_small(
-    config: TrainingConfig, cache: Path, *, tokenizer: Tokenizer | None = None, log: Lines | None = None, **more: Any
+    config: TrainingConfig,
+    cache: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    log: Lines | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
+    **more: Any,
 ) -> Corpus:
-    return open_corpus(find_source(config), tokenizer or ByteTokenizer(), cache, log=log or Lines(), **more)
+    """`limits`: constants of training/data/cache.py that have another value meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(f"training.data.cache.{name}", value)
+        return open_corpus(find_source(config), tokenizer or ByteTokenizer(), cache, log=log or Lines(), **more)
 
 
 def document(corpus: Corpus, number: int) -> list[int]:
     start, end = (int(bound) for bound in corpus.bounds[number : number + 2])
-    ids: list[int] = corpus.store.read(start, end - start).tolist()
+    ids: list[int] = corpus.read(start, end - start).tolist()
     return ids

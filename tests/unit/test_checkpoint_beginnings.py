@@ -18,9 +18,9 @@ def test_the_last_save_can_be_the_weights_alone(tmp_path: Path) -> None:
     job.step_and_save(2)
     job.train(2)
     job.checkpointer.save(4, last=True)
-    assert job.checkpointer.exported_step() == 4
+    assert job.checkpointer.newest_step("model") == 4
     copy = Job(tmp_path, seed=1)
-    assert copy.checkpointer.exported_step() == 4
+    assert copy.checkpointer.newest_step("model") == 4
     assert copy.checkpointer.load() == 2  # what can be gone on from
 
     weights = Job(tmp_path / "other", seed=1, initial_load_path=str(tmp_path / "checkpoint/step-4"))
@@ -34,7 +34,7 @@ def test_the_weights_alone_take_the_place_of_a_full_checkpoint_of_the_last_step(
     job = Job(tmp_path, last_save_model_only=True)
     job.step_and_save(2, 4)
     job.checkpointer.save(4, last=True)
-    assert job.checkpointer.exported_step() == 4
+    assert job.checkpointer.newest_step("model") == 4
     assert Job(tmp_path).checkpointer.load() == 2
 
 
@@ -54,7 +54,7 @@ def test_a_run_begins_with_its_seed(tmp_path: Path) -> None:
     Job(tmp_path, seed=3).checkpointer.save_seed()
     job = Job(tmp_path, seed=4)
     assert job.checkpointer.load() == 0
-    assert job.checkpointer.exported_step() is None
+    assert job.checkpointer.newest_step("model") == 0
     assert same(job.everything(), Job(tmp_path, seed=3).everything())
 
 

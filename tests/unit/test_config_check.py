@@ -103,10 +103,13 @@ def test_what_contradicts_itself(folder: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "has"), [((0, 0), "there is none here"), ((8, 0), "its compute capability is 8.0"), ((9, 0), "")]
 )
-def test_float8_needs_its_hardware(capability: tuple[int, int], has: str) -> None:
+def test_float8_needs_its_hardware(capability: tuple[int, int], has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallelisms.float8.cuda_capability", lambda: capability)
+
     def found(config: Float8Config, package: str | None = "torchao") -> str:
+        monkeypatch.setattr("parallelisms.float8.find_spec", lambda name: package)
         try:
-            config.check(lambda name: package, lambda: capability)
+            config.check()
         except ValueError as error:
             return str(error)
         return ""

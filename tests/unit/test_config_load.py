@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from configs.document import Origin, read
-from configs.errors import MOST_SHOWN, ConfigError, Problems
+from configs.errors import MOST_SHOWN, ConfigError, raise_problems
 from configs.keys import keys_of
 from configs.load import build, parse_argv
 
@@ -280,7 +280,7 @@ def test_a_flood_of_problems_is_cut(load: Load) -> None:
 
 
 def test_no_problem_raises_nothing() -> None:
-    Problems().raise_any()
+    raise_problems([])
 
 
 def test_an_override_wins_and_hides_a_bad_value_in_the_file(load: Load) -> None:

@@ -21,12 +21,12 @@ import pytest
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import TrainingConfig
-from training.data.cache import Corpus, Limits, bucket_of, open_corpus
+from training.data.cache import Corpus, bucket_of, open_corpus
 from training.data.sources import TextSource, TokenSource, find_source
 from training.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number}" for number in range(20)]
-TRUSTED = Limits(min_age_ns=-(10**18))  # files are taken to be old
+TRUSTED = {"MIN_AGE_NS": -(10**18)}  # files are taken to be old
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_holds_every_document_wrapped_in_order(tmp_path: Path, corpus_file: Path
     assert [document(corpus, number) for number in range(20)] == [[256, *text.encode(), 257] for text in TEXTS]
     assert corpus.buckets.tolist() == [bucket_of(text.encode()) for text in TEXTS]
     meta = json.loads((tmp_path / "cache" / corpus.key / "meta.json").read_bytes())
-    assert (meta["files"], meta["documents"], meta["tokens"], meta["dtype"]) == (1, 20, len(corpus.store), "uint16")
+    assert (meta["files"], meta["documents"], meta["tokens"], meta["dtype"]) == (1, 20, corpus.tokens, "uint16")
     assert folders(tmp_path / "cache") == [corpus.key]
 
 
@@ -172,14 +172,13 @@ class TestTokens:
 
     def test_a_file_without_marks_is_cut(self, tmp_path: Path) -> None:
         np.arange(10, dtype=np.uint32).tofile(tmp_path / "a.bin")
-        corpus = open_small(
-            self.config(tmp_path / "a.bin", dataset_token_dtype="uint32"), tmp_path / "cache", limits=Limits(3, 4)
-        )
+        config, limits = self.config(tmp_path / "a.bin", dataset_token_dtype="uint32"), {"SCAN_IDS": 3, "PIECE_IDS": 4}
+        corpus = open_small(config, tmp_path / "cache", limits=limits)
         assert np.diff(corpus.bounds).tolist() == [4, 4, 2]
 
     def test_marks_are_found_across_chunks(self, tmp_path: Path) -> None:
         np.array([1, 2, 257, 3, 256, 4, 4, 4, 257], dtype=np.uint16).tofile(tmp_path / "a.bin")
-        corpus = open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache", limits=Limits(scan_ids=3))
+        corpus = open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache", limits={"SCAN_IDS": 3})
         assert corpus.bounds.tolist() == [0, 3, 4, 9]
 
     def test_an_id_beyond_the_vocabulary_is_refused_by_place(self, tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ class TestTokens:
         assert len(pickled) < 2000
         again: Corpus = pickle.loads(pickled)
         assert again.bounds.tolist() == corpus.bounds.tolist()
-        assert len(again.store) == len(corpus.store)
+        assert again.tokens == corpus.tokens
 
 
 # Builds the corpus argv[1] in the cache argv[2]; says "tokenising" when it is half-way and goes on when it is told to.
@@ -298,4 +297,4 @@ def test_a_builder_that_stands_still_is_reported(tmp_path: Path, corpus_file: Pa
     with (cache / "lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match=r"^the process that holds .*/cache/lock has shown no progress for "):
-            open_small(files_config(corpus_file), cache, limits=Limits(stuck_s=-1.0))
+            open_small(files_config(corpus_file), cache, limits={"STUCK_S": -1})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
-from training.data.cache import BUCKETS, Corpus, Limits
+from training.data.cache import BUCKETS, Corpus
 from training.data.order import Order, in_split, shuffled, stride
 
 DOCUMENT_IDS = 37
@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     np.save(folder / "a.npy", np.arange(300, 4000, dtype=np.uint16))
     np.save(folder / "b.npy", np.arange(4000, 5000, dtype=np.uint32))
     config = TrainingConfig(dataset="tokens", dataset_path=str(folder))
-    return open_small(config, folder / "cache", vocab_size=5000, limits=Limits(piece_ids=DOCUMENT_IDS))
+    return open_small(config, folder / "cache", vocab_size=5000, limits={"PIECE_IDS": DOCUMENT_IDS})
 
 
 def order_of(

@@ -26,15 +26,9 @@ class Sink:
 
     def __init__(self) -> None:
         self.kinds = {kind: Recorder() for kind in ("journals", "charts", "records")}
-        self.closed = False
 
     def write(self, kind: str, step: int, scalars: Mapping[str, float]) -> None:
         self.kinds[kind].rows.append((step, dict(scalars)))
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @dataclass
@@ -67,7 +61,7 @@ class Run:
             wall_clock=lambda: 1.7e9,
             **options,
         )
-        self.meter.open(self.sink)
+        self.meter.sink = self.sink
 
     def spend(self, phase: str, seconds: float) -> None:
         with self.progress.phase(phase):
@@ -242,10 +236,56 @@ def test_validation() -> None:
     assert row[0] == 0 and row[1]["validation_loss"] == 5.5 and "loss" not in row[1]
 
 
-def test_close_closes_every_sink() -> None:
+SUMMARY = dict(verb="finished", saved="step-200", next_command="sample", groups="")
+
+
+def test_summary_accounts_for_every_second() -> None:
+    run = Run(steps=200)
+    for phase, seconds in (
+        ("start", 4),
+        ("compute", 56),
+        ("reduce", 15),
+        ("data", 5),
+        ("checkpoint", 9),
+        ("sample", 2),
+    ):
+        run.spend(phase, seconds)
+    run.clock.now += 9
+    run.meter.step(200, loss=1.23456, grad_norm=0.5, lr=3e-4, tokens=204_800, steps=100)
+    run.meter.validation(200, loss=1.4, bits_per_byte=2.0, tokens=1, seconds=1.0)
+    run.meter.print_summary(200, **SUMMARY)
+    times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
+    assert run.lines[-5:] == [
+        "[0] finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,885 tokens per second of compute",
+        f"  time: {times}, other 11.0 s (11%)",
+        "  loss: training 1.2346, validation 1.4000",
+        "  checkpoint: step-200",
+        "  next: sample",
+    ]
+
+
+def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
     run = Run()
-    run.meter.close()
-    assert run.sink.closed
+    for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
+        run.spend(phase, seconds)
+    run.progress.settle()
+    run.spend("compute", 10)
+    run.progress.lose()
+    run.clock.now += 10
+    run.meter.print_summary(2, **SUMMARY | dict(groups="2 quorums"))
+    assert run.lines[1:3] == [
+        (
+            "  time: start 0.0 s (0%), compute 60.0 s (60%), data 0.0 s (0%), checkpoint 0.0 s (0%), validation 0.0 s (0%), "
+            "quorum 5.0 s (5%), rebuild 4.0 s (4%), heal 3.0 s (3%), waiting 8.0 s (8%), lost 10.0 s (10%), other 10.0 s (10%)"
+        ),
+        "  groups: 2 quorums; goodput 60%",
+    ]
+
+
+def test_summary_of_a_run_that_did_nothing() -> None:
+    run = Run()
+    run.meter.print_summary(0, **SUMMARY)
+    assert run.lines[0] == "[0] finished step 0: 0 tokens in 0 s" and run.lines[2] == "  loss: training nan"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from training import appended
-from training.sinks import JournalSink, Sinks, TensorBoardSink, open_sinks
+from training.sinks import JournalSink, Sinks, TensorBoardSink
 
 TAG = "loss_metrics/global_avg_loss"
 
@@ -42,11 +42,11 @@ def test_a_line_is_on_disk_when_write_returns(tmp_path: Path) -> None:
 
 
 def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path) -> None:
-    killed = open_sinks(tmp_path, tensorboard_folder="tb")  # never closed
+    killed = Sinks(tmp_path, tensorboard_folder="tb")  # never closed
     write(killed, 1, 7, value=1.0)
-    resumed = open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=4)
+    resumed = Sinks(tmp_path, tensorboard_folder="tb", resumed_step=4)
     write(resumed, 5, 9, value=2.0)
-    again = open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=6)
+    again = Sinks(tmp_path, tensorboard_folder="tb", resumed_step=6)
     write(again, 7, 8, value=3.0)
     again.close()
     expected = [(step, 1.0 if step <= 4 else 2.0 if step <= 6 else 3.0) for step in range(1, 9)]
@@ -57,10 +57,10 @@ def test_a_killed_and_resumed_run_has_each_step_once(tmp_path: Path) -> None:
 def test_a_tensorboard_that_was_open_all_along_sees_each_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(open_sinks(tmp_path, tensorboard_folder="tb"), 1, 7)
+    write(Sinks(tmp_path, tensorboard_folder="tb"), 1, 7)
     reader = EventAccumulator(str(tmp_path / "tb"))
     reader.Reload()
-    write(open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=4), 5, 6, value=2.0)
+    write(Sinks(tmp_path, tensorboard_folder="tb", resumed_step=4), 5, 6, value=2.0)
     reader.Reload()
     assert [(event.step, event.value) for event in reader.Scalars(TAG)] == [
         (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)
@@ -68,16 +68,16 @@ def test_a_tensorboard_that_was_open_all_along_sees_each_step_once(tmp_path: Pat
 
 
 def test_a_fresh_start_in_a_used_folder_begins_from_nothing(tmp_path: Path) -> None:
-    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
-    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 1, value=2.0)
+    write(Sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
+    write(Sinks(tmp_path, tensorboard_folder="tb"), 0, 1, value=2.0)
     assert [(row["step"], row[TAG]) for row in rows(tmp_path)] == [(0, 2.0), (1, 2.0)]
     assert events(tmp_path / "tb") == [(0, 2.0), (1, 2.0)]
     assert len(list((tmp_path / "tb").iterdir())) == 1
 
 
 def test_a_resume_at_step_0_keeps_what_was_measured_before_the_first_step(tmp_path: Path) -> None:
-    write(open_sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
-    write(open_sinks(tmp_path, tensorboard_folder="tb", resumed_step=0), 1, 1, value=2.0)
+    write(Sinks(tmp_path, tensorboard_folder="tb"), 0, 3)
+    write(Sinks(tmp_path, tensorboard_folder="tb", resumed_step=0), 1, 1, value=2.0)
     assert events(tmp_path / "tb") == [(0, 1.0), (1, 2.0)]
 
 
@@ -104,20 +104,20 @@ def test_cutting_the_journal(tmp_path: Path, content: str, kept: str, is_locked:
 
 def test_who_had_the_journal_open_in_a_write_writes_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appended, "LOCK_S", 0.05)
-    before = open_sinks(tmp_path)
+    before = Sinks(tmp_path)
     write(before, 1, 3)
     with before.held():
-        write(after := open_sinks(tmp_path, resumed_step=3), 4, 4)
+        write(after := Sinks(tmp_path, resumed_step=3), 4, 4)
         assert before.replaced() and not after.replaced()
         write(before, 4, 5)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_who_had_the_journal_open_before_finds_it_changed(tmp_path: Path) -> None:
-    before = open_sinks(tmp_path)
+    before = Sinks(tmp_path)
     write(before, 1, 3)
     inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    write(open_sinks(tmp_path, resumed_step=3), 4, 4)
+    write(Sinks(tmp_path, resumed_step=3), 4, 4)
     assert (tmp_path / "metrics.jsonl").stat().st_ino == inode, "a change of writer copies nothing"
     with pytest.raises(OSError, match="bytes, and"):
         write(before, 4, 5)
@@ -162,7 +162,7 @@ def test_wandb_continues_its_run_after_a_resume(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     folder = tmp_path / "llama"
     for resumed_step in (None, 5, None):
-        sinks = open_sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})
+        sinks = Sinks(folder, wandb=True, resumed_step=resumed_step, settings={"optimizer": {"lr": 1e-3}})
         sinks.write("charts", 6, {TAG: 1.0})
         sinks.close()
     starts = [call[1] for call in calls if call[0] == "init"]

@@ -1,6 +1,5 @@
-"""Seconds per phase, the bar, and the closing summary, on a clock that the test moves."""
+"""Seconds per phase and the bar, on a clock that the test moves."""
 
-import math
 import threading
 from contextlib import closing
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fakes import Clock, Lines
-from training.progress import Bar, Progress, duration, quantity, summary
+from training.progress import Bar, Progress, duration, quantity
 
 
 @pytest.fixture
@@ -115,85 +114,23 @@ def test_what_was_counted_for_one_phase_may_have_been_anothers(clock: Clock, pro
 
 def test_bar_off_a_terminal_is_a_line_now_and_then(clock: Clock) -> None:
     log = Lines()
-    with closing(Bar(200, "tokenising", "MB", log=log, clock=clock, interval_s=5)) as bar:
+    with closing(Bar(200, "tokenising", log=log, clock=clock)) as bar:
         for _ in range(8):
             clock.now += 2
             bar.update(20)
     assert log.infos == [
-        "tokenising: [######..............]  30%, 60 of 200 MB, 10 MB/s, 14 s left",
-        "tokenising: [############........]  60%, 120 of 200 MB, 10 MB/s, 8 s left",
+        "tokenising: [######..............]  30%, 60 of 200 B, 10 B/s, 14 s left",
+        "tokenising: [############........]  60%, 120 of 200 B, 10 B/s, 8 s left",
     ]
 
 
 def test_bar_on_a_terminal_is_drawn_over_and_taken_away(clock: Clock) -> None:
     log = Lines(is_terminal=True)
-    with closing(Bar(4, "hashing", "files", log=log, clock=clock)) as bar:
+    with closing(Bar(4, "reading", log=log, clock=clock)) as bar:
         clock.now += 1
         bar.update(2)
     assert log.infos == []
-    assert log.overwritten == ["hashing: [##########..........]  50%, 2 of 4 files, 2 files/s, 1 s left", ""]
-
-
-def test_bar_of_unknown_length_counts(clock: Clock) -> None:
-    log = Lines()
-    bar = Bar(0, "streaming", "tokens", log=log, clock=clock)
-    clock.now += 10
-    bar.update(12_345)
-    assert log.infos == ["streaming: 12.3k tokens, 1.23k tokens/s"]
-
-
-def summarise(progress: Progress, **known: Any) -> str:
-    words = dict(verb="finished", steps=0, first_step=0, tokens=0, loss=math.nan, validation_loss=None)
-    return summary(progress, **words | dict(groups="", saved="", next_command="sample") | known)
-
-
-def test_summary_accounts_for_every_second(clock: Clock, progress: Progress) -> None:
-    for phase, seconds in (
-        ("start", 4),
-        ("compute", 56),
-        ("reduce", 15),
-        ("data", 5),
-        ("checkpoint", 9),
-        ("sample", 2),
-    ):
-        with progress.phase(phase):
-            clock.now += seconds
-    clock.now += 9
-    text = summarise(
-        progress, steps=200, first_step=100, tokens=204_800, loss=1.23456, validation_loss=1.4, saved="step-200"
-    )
-    times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
-    assert text.splitlines() == [
-        "finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,885 tokens per second of compute",
-        f"  time: {times}, other 11.0 s (11%)",
-        "  loss: training 1.2346, validation 1.4000",
-        "  checkpoint: step-200",
-        "  next: sample",
-    ]
-
-
-def test_summary_of_a_job_of_groups_names_what_they_cost(clock: Clock, progress: Progress) -> None:
-    for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
-        with progress.phase(phase):
-            clock.now += seconds
-    progress.settle()
-    with progress.phase("compute"):
-        clock.now += 10
-    progress.lose()
-    clock.now += 10
-    text = summarise(progress, steps=2, tokens=1, groups="2 quorums")
-    assert text.splitlines()[1:3] == [
-        (
-            "  time: start 0.0 s (0%), compute 60.0 s (60%), data 0.0 s (0%), checkpoint 0.0 s (0%), validation 0.0 s (0%), "
-            "quorum 5.0 s (5%), rebuild 4.0 s (4%), heal 3.0 s (3%), waiting 8.0 s (8%), lost 10.0 s (10%), other 10.0 s (10%)"
-        ),
-        "  groups: 2 quorums; goodput 60%",
-    ]
-
-
-def test_summary_of_a_run_that_did_nothing(progress: Progress) -> None:
-    lines = summarise(progress).splitlines()
-    assert lines[0] == "finished step 0: 0 tokens in 0 s" and lines[2] == "  loss: training nan"
+    assert log.overwritten == ["reading: [##########..........]  50%, 2 of 4 B, 2 B/s, 1 s left", ""]
 
 
 @pytest.mark.parametrize(

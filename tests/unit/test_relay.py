@@ -20,7 +20,7 @@ from training import appended
 from training import metrics_writer as relay
 from training.metrics_writer import ROWS_KEPT, LeaderMetricsWriter
 from training.scribe import Scribe
-from training.sinks import ResumedStep, Sinks, open_sinks
+from training.sinks import ResumedStep, Sinks
 
 
 class Group:
@@ -34,7 +34,7 @@ class Group:
 
     def open(self, resumed_step: ResumedStep) -> Sinks:
         self.opens()
-        return open_sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
+        return Sinks(self.folder, tensorboard_folder="tb", resumed_step=resumed_step)
 
     def commits(self, step: int, *, looks: bool = False, of: str = "ab") -> None:
         self.relay.write("journals", step, {"loss": float(step)})

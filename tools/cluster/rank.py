@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallelisms.device import DEVICE_TRAITS, has_cuda, pick_device
+from parallelisms.device import DEVICE_TRAITS, pick_device
 from parallelisms.distributed import join, open_store
 from scripts.launch import cores_here
 from tools.cluster import measurements, verdicts
@@ -188,7 +188,8 @@ class Work(threading.Thread):
                     self.hosts[other], cores = json.loads(self._connection.get(f"host/{other}"))
                     cores_of[self.hosts[other]] = cores
         if not self.settings.slow:
-            crowded = not has_cuda() and any(self.hosts.count(host) > cores for host, cores in cores_of.items())
+            has_cuda = torch.cuda.is_available()
+            crowded = not has_cuda and any(self.hosts.count(host) > cores for host, cores in cores_of.items())
             self.settings.slow = CROWDED_SHARE if crowded else USUAL_SHARE
 
     def join_group(self) -> None:

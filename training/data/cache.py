@@ -21,7 +21,7 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,16 +38,12 @@ BUCKETS = 1000
 BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
 POLL_S = 0.05
 PROGRESS_S = 0.2  # from one note of the builder's progress to the next
-PROGRESS_BYTES = 80
+PROGRESS_BYTES = 120  # of a note: a line of the bar
+SCAN_IDS = 1 << 22  # of a token file that are looked at, at a time
+PIECE_IDS = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
+STUCK_S = 1800.0  # a builder that shows no progress for so long is reported
+MIN_AGE_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
-
-
-@dataclass(frozen=True)
-class Limits:
-    scan_ids: int = 1 << 22  # of a token file that are looked at, at a time
-    piece_ids: int = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
-    stuck_s: float = 1800.0  # a builder that shows no progress for so long is reported
-    min_age_ns: int = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
 
 
 @dataclass(frozen=True)
@@ -65,19 +61,23 @@ class Meta:
     dtype: str
 
 
-class TokenStore:
-    """The ids of a corpus: one long array over memory-mapped files. Pickles as names; workers map for themselves."""
+class Corpus:
+    """A tokenised corpus, in memory-mapped files. `key` names content and tokenizer: equal keys, equal documents. Pickles as names; workers
+    map for themselves."""
 
-    def __init__(self, paths: tuple[Path, ...], dtype: str) -> None:
-        self._arguments = (paths, dtype)
-        self._parts = [map_ids(path, dtype) for path in paths]
+    def __init__(self, folder: Path, meta: Meta, paths: tuple[Path, ...]) -> None:
+        """`paths`: files of ids, one long array. Raises OSError, ValueError or EOFError where they cannot be mapped."""
+        self.folder, self.meta, self._paths, self.key = folder, meta, paths, folder.name
+        self._parts = [map_ids(path, meta.dtype) for path in paths]
         self._ends = np.cumsum([len(part) for part in self._parts])
+        self.tokens = int(self._ends[-1])
+        self.bounds, self.buckets = (  # [documents + 1] int64, [documents] uint16
+            np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
+            for name in ("documents.npy", "buckets.npy")
+        )
 
-    def __reduce__(self) -> tuple[type[TokenStore], tuple[tuple[Path, ...], str]]:
-        return TokenStore, self._arguments
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    def __reduce__(self) -> tuple[object, ...]:
+        return Corpus, (self.folder, self.meta, self._paths)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """ids[start : start + count] as a view; the span lies in one file, as every document does."""
@@ -87,32 +87,12 @@ class TokenStore:
         return part[start : start + count]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A tokenised corpus. `key` names content and tokenizer: equal keys, equal documents."""
-
-    folder: Path
-    meta: Meta
-    store: TokenStore
-    bounds: np.ndarray  # [documents + 1] int64, memory-mapped
-    buckets: np.ndarray  # [documents] uint16, memory-mapped
-
-    @property
-    def key(self) -> str:
-        return self.folder.name
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _map_corpus, (self.folder, self.meta, self.store)
-
-
-def open_corpus(
-    source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0, limits: Limits = Limits()
-) -> Corpus:
+def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
     model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
     is stuck while it builds)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
-    cache = _Cache(source, tokenizer, folder, log, vocab_size, limits)
+    cache = _Cache(source, tokenizer, folder, log, vocab_size)
     try:
         corpus = cache.find() or cache.make()
     except OSError as error:
@@ -131,11 +111,9 @@ def bucket_of(content: bytes) -> int:
 
 
 class _Cache:
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int, limits: Limits
-    ) -> None:
+    def __init__(self, source: Source, tokenizer: Tokenizer, folder: Path, log: Log, vocab_size: int) -> None:
         self._source, self._tokenizer, self._folder = source, tokenizer, folder
-        self._log, self._vocab_size, self._limits = log, vocab_size, limits
+        self._log, self._vocab_size = log, vocab_size
         stamps = [(str(file.path.absolute()), file.name, file.stamp) for file in source.files]
         self._seen = folder / "seen" / _digest([stamps, self._identity()])
 
@@ -148,7 +126,7 @@ class _Cache:
 
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(self._folder / "lock", self._log, until=self.find, stuck_s=self._limits.stuck_s) as lock:
+        with _only_one(self._folder / "lock", self._log, until=self.find) as lock:
             if (corpus := self.find()) is not None:  # whoever held the lock may have made it
                 return corpus
             if lock.held:
@@ -160,7 +138,7 @@ class _Cache:
                 corpus = self._open(key)
             assert corpus is not None, "a cache that was just built is whole"
             newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
-            if time.time_ns() - newest_ns > self._limits.min_age_ns:
+            if time.time_ns() - newest_ns > MIN_AGE_NS:
                 replace_file(self._seen, key.encode())
         return corpus
 
@@ -174,11 +152,11 @@ class _Cache:
             meta = Meta(**json.loads((folder / "meta.json").read_bytes()))
             own = isinstance(source, TextSource)
             paths = (folder / "tokens.bin",) if own else tuple(file.path for file in source.files)
-            corpus = _map_corpus(folder, meta, TokenStore(paths, meta.dtype))
+            corpus = Corpus(folder, meta, paths)
         except (FileNotFoundError, ValueError, TypeError, EOFError):
             return None
         whole = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
-        return corpus if whole and len(corpus.store) == meta.tokens == corpus.bounds[-1] else None
+        return corpus if whole and corpus.tokens == meta.tokens == corpus.bounds[-1] else None
 
     def _content(self, lock: _BuildLock) -> str:
         """Digest of the files' names and contents."""
@@ -258,8 +236,8 @@ class _Cache:
         for file in source.files:
             ids = source.open(file)
             starts = [np.zeros(1, dtype=np.int64)]
-            for at in range(0, len(ids), self._limits.scan_ids):
-                chunk = ids[at : at + self._limits.scan_ids]
+            for at in range(0, len(ids), SCAN_IDS):
+                chunk = ids[at : at + SCAN_IDS]
                 check_ids(chunk, self._vocab_size, file, source.setting, at=at)
                 writer.largest_id = max(writer.largest_id, int(chunk.max()))
                 starts.append(at + 1 + np.flatnonzero(chunk == self._tokenizer.eos_id))
@@ -268,15 +246,8 @@ class _Cache:
                 lock.advance(chunk.nbytes)
             cuts = np.unique(np.concatenate(starts))
             if len(cuts[cuts < len(ids)]) == 1:
-                cuts = np.arange(0, len(ids), self._limits.piece_ids)
+                cuts = np.arange(0, len(ids), PIECE_IDS)
             writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
-
-
-def _map_corpus(folder: Path, meta: Meta, store: TokenStore) -> Corpus:
-    bounds, buckets = (
-        np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("documents.npy", "buckets.npy")
-    )
-    return Corpus(folder, meta, store, np.asarray(bounds), np.asarray(buckets))
 
 
 class _Writer:
@@ -329,9 +300,9 @@ class _BuildLock:
     """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
 
     def __init__(self, descriptor: int, log: Log) -> None:
-        self._descriptor, self._log = descriptor, log
+        self._descriptor, self._log, self._noted_s = descriptor, log, 0.0
         self.held = False
-        self._label, self._bar, self._noted_s = "", Bar(0, "", "B", log=log), 0.0
+        self.bar = Bar(0, "", log=log)
 
     def acquire(self) -> bool:
         """True when held, or when this file system has no locks; False while another process holds it."""
@@ -342,48 +313,35 @@ class _BuildLock:
         return is_locked is not False
 
     def begin(self, label: str, total_bytes: int) -> None:
-        self.close()
-        self._label, self._total_bytes = label, total_bytes
-        self._bar = Bar(total_bytes, label, "B", log=self._log)
+        self.bar.close()
+        self.bar = Bar(total_bytes, label, log=self._log)
 
     def advance(self, amount_bytes: int) -> None:
-        self._bar.update(amount_bytes)
+        self.bar.update(amount_bytes)
         now_s = time.monotonic()
         if self.held and now_s - self._noted_s > PROGRESS_S:
             self._noted_s = now_s
-            progress = json.dumps([self._label, int(self._bar.done), self._total_bytes])
-            os.pwrite(self._descriptor, progress.ljust(PROGRESS_BYTES).encode(), 0)
-
-    def show_progress(self) -> bytes:
-        """Shows the builder's newest note, and returns it."""
-        progress = os.pread(self._descriptor, PROGRESS_BYTES, 0)
-        with suppress(ValueError):  # none yet, or half-written
-            label, done, total_bytes = json.loads(progress)
-            if label != self._label:
-                self.begin(label, total_bytes)
-            self._bar.update(done - self._bar.done)
-        return progress
-
-    def close(self) -> None:
-        self._bar.close()
+            os.pwrite(self._descriptor, self.bar.text().ljust(PROGRESS_BYTES).encode(), 0)
 
 
 @contextmanager
-def _only_one(path: Path, log: Log, until: Callable[[], object], stuck_s: float) -> Iterator[_BuildLock]:
+def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_BuildLock]:
     """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     lock = _BuildLock(descriptor, log)
     try:
         progress, changed_s = b"", time.monotonic()
         while not lock.acquire() and not until():
-            before, progress = progress, lock.show_progress()
+            before, progress = progress, os.pread(descriptor, PROGRESS_BYTES, 0)
             changed_s = changed_s if progress == before else time.monotonic()
-            if time.monotonic() - changed_s > stuck_s:
-                raise RuntimeError(f"the process that holds {path} has shown no progress for {stuck_s:.0f} s")
+            if progress:
+                lock.bar.show(progress.decode().rstrip())
+            if time.monotonic() - changed_s > STUCK_S:
+                raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
             time.sleep(POLL_S)
         yield lock
     finally:
-        lock.close()
+        lock.bar.close()
         os.close(descriptor)
 
 

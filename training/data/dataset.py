@@ -50,7 +50,7 @@ class StoredData(_Data):
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
     def order(self, split: str, *, seed: int, seq_len: int) -> Order:
-        """Random access to a split ("train", "validation"). Raises ValueError when it is too small, or the source has no positions."""
+        """Random access to a split ("train", "validation"). Raises ValueError when it is too small."""
         return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
 
     def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
@@ -69,12 +69,6 @@ class StreamedData(_Data):
         config = self._config
         subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
         return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
-
-    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
-        raise ValueError(
-            'training.dataset = "huggingface": a stream has no positions; '
-            'legal where they are needed: "stdlib", "files", "tokens"'
-        )
 
     def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
         stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)

@@ -82,12 +82,12 @@ class Order:
         while filled < len(tokens):
             end, start = int(ends[document]), int(starts[document])
             count = min(end - at, len(tokens) - filled)
-            tokens[filled : filled + count] = self._corpus.store.read(start + at, count)
+            tokens[filled : filled + count] = self._corpus.read(start + at, count)
             at, filled, document = at + count, filled + count, document + 1
         return tokens
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Per document: its end in the epoch's stream; the offset from a place in the stream to its place in the store."""
+        """Per document: its end in the epoch's stream; the offset from a place in the stream to its place in the corpus."""
         documents = self._documents
         if self._shuffles:
             documents = documents[shuffled(len(documents), self._seed, epoch)]
