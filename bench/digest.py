@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.pairs import ratio, table
-from bench.step_worker import pharos
+from bench.step import pharos
 from ft.digest import digest
 
 INTERVAL, STEPS, ROUNDS = 100, 3, 7
