@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import cpu_s
-from bench.lighthouse_load import LoadStream
+from bench.lighthouse_load import LoadStream, connect
 from bench.pairs import parser, table
 from ft.compat.lighthouse_server import LighthouseServer
 from ft.protocol import messages as m
@@ -38,8 +38,8 @@ class VotingRanks:
     """Stubs of all ranks of a group."""
 
     def __init__(self, address: str, count: int) -> None:
-        service = address.removeprefix("http://"), "pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown
-        self.streams = [LoadStream(*service) for _ in range(count)]
+        service = "pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown
+        self.streams = [LoadStream(connect(address), *service) for _ in range(count)]
         self._quorum_id = 0
 
     async def open(self) -> None:
