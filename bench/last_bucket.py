@@ -4,7 +4,7 @@
 
 Three groups train over gloo, each in a process of its own; a group that has just launched its last bucket gets SIGKILL a random moment
 later, and another takes its place, again and again. Each records its steps (ft/recording.py); they are judged as the drill judges them
-(drill_rules.py): the survivors lose no step, and of each step there is one commit that anybody went on from, with the same weights. Also
+(drill_faults.py): the survivors lose no step, and of each step there is one commit that anybody went on from, with the same weights. Also
 printed: how many steps a survivor had from the other, which had all sums: the case that this is about.
 """
 
@@ -69,8 +69,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
 
 
 def prove(kills: int) -> int:
-    from bench import drill_rules as rules
-    from bench.drill_faults import Incident
+    from bench.drill_faults import Incident, bitwise_equal, survivors_went_on
     from ft.compat.lighthouse_server import LighthouseServer
 
     dice, lighthouse, began_s = random.Random(1), LighthouseServer("127.0.0.1:0", 1), time.monotonic()
@@ -118,7 +117,7 @@ def prove(kills: int) -> int:
     steps = max(diary.step for diary in diaries.values())
     print(f"{kills} kills at the last bucket: {steps} steps in {time.monotonic() - began_s:.0f} s")
     trained = {step: set(both) for step in range(steps + 1)}
-    verdicts = [rules.survivors_went_on(diaries, incidents, trained), rules.bitwise_equal(diaries, incidents)]
+    verdicts = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
     print(*verdicts, sep="\n")
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
