@@ -1,5 +1,5 @@
-"""The faults of the drill, each of which is done to a running job, lasts, and is taken back; and the pass rule: what must hold of a job that
-was harmed, each with its figure, and how long a fault may hold the others up.
+"""The faults of the drill: each is done to a running job, lasts, and is taken back. And the pass rule: what must hold of a job that was
+harmed, each with its figure, and how long a fault may hold the others up.
 
 Flow: drill.py asks `plan` what comes in which order, and `inject` one after the other, each until all groups are together again; what the
 harm itself shows to be wrong is told at once (Failed). When the job has ended, the diaries and the incidents are judged: pure, but for the
