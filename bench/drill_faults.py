@@ -15,13 +15,13 @@ import time
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from bench.drill_job import Disk, DrillJob, Hurt, Network
+from bench.drill_job import Disk, DrillJob, Network
 from bench.job import Diary, DiaryLine, gaps, longest_gap, rows, signal_all
 from ft.config import FaultTolerance
 from scripts import samples
@@ -40,20 +40,21 @@ REFILL_S = 0.2
 
 @dataclass
 class Incident:
-    """One fault. `hit`: the groups that may lose their place by it; all others must lose nothing. Seconds, of the machine's clock."""
+    """One fault. `hit`: the groups that may lose their place by it; all others must lose nothing. Seconds, of the machine's clock. A harm
+    fills in the first four fields; `at_s` may be nan: it counts as soon as it was asked for."""
 
-    kind: str
-    target: str
-    hit: frozenset[str]
-    survivors: frozenset[str]
-    at_s: float
-    step: int  # the newest at that time
-    back_s: float  # when the last steps were of all groups
-    live: frozenset[str]  # those groups
+    target: str  # in words
+    hit: Collection[str] = frozenset()
+    at_s: float = math.nan
     repaired_s: float = math.nan  # when it was taken back, where that was on purpose
+    kind: str = ""
+    survivors: frozenset[str] = frozenset()
+    step: int = 0  # the newest at that time
+    back_s: float = math.nan  # when the last steps were of all groups
+    live: frozenset[str] = frozenset()  # those groups
 
 
-Harm = Callable[[DrillJob, random.Random], Hurt]  # does it and takes it back
+Harm = Callable[[DrillJob, random.Random], Incident]  # does it and takes it back
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class Kind:
 def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *, lost: bool = True) -> Harm:
     """Makes a fault of what is done to one group. `words`: the target; `lost`: the group may lose its place in the quorum."""
 
-    def on_one(job: DrillJob, dice: random.Random) -> Hurt:
+    def on_one(job: DrillJob, dice: random.Random) -> Incident:
         name = job.pick(dice)
         harm(job, name)
-        return Hurt(words.format(name), {name} if lost else ())
+        return Incident(words.format(name), {name} if lost else ())
 
     return on_one
 
@@ -82,27 +83,27 @@ def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *
 # ------------------------------------------------------------------------------------------------ deaths
 
 
-def kill_rank(job: DrillJob, dice: random.Random) -> Hurt:
+def kill_rank(job: DrillJob, dice: random.Random) -> Incident:
     """SIGKILL of one rank: the others of its group have to notice."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     signal_all([job.ranks_of(name)[rank]], signal.SIGKILL)
-    return Hurt(f"rank {rank} of group {name}", {name})
+    return Incident(f"rank {rank} of group {name}", {name})
 
 
-def kill_all(job: DrillJob, dice: random.Random) -> Hurt:
+def kill_all(job: DrillJob, dice: random.Random) -> Incident:
     """All state is lost but the newest checkpoint."""
     job.until("a checkpoint", lambda: any(job.checkpoints.glob("step-*/manifest.json")))
-    return Hurt("all groups", set(job.live), job.kill(*job.live))
+    return Incident("all groups", set(job.live), job.kill(*job.live))
 
 
-def half(job: DrillJob, dice: random.Random) -> Hurt:
+def half(job: DrillJob, dice: random.Random) -> Incident:
     """A switch fails, with all machines behind it."""
     names = sorted(dice.sample(sorted(job.live, key=int), len(job.live) // 2), key=int)
     job.kill(*names)
-    return Hurt(f"groups {', '.join(names)}", set(names))
+    return Incident(f"groups {', '.join(names)}", set(names))
 
 
-def hang(job: DrillJob, dice: random.Random) -> Hurt:
+def hang(job: DrillJob, dice: random.Random) -> Incident:
     """The main thread of one rank sleeps for ever; until the others go on without it, and it is killed."""
     name, rank, count = job.pick(dice), dice.randrange(job.ranks), len(job.live)
     _order(job, name, HANG, rank)
@@ -113,7 +114,7 @@ def hang(job: DrillJob, dice: random.Random) -> Hurt:
         return all(any(x.contributors < count for x in diary.since(at_s, "commit")) for diary in others)
 
     job.until(f"a step of the others while rank {rank} of group {name} hangs", go_on)
-    return Hurt(f"rank {rank} of group {name}", {name}, at_s, job.kill(name))
+    return Incident(f"rank {rank} of group {name}", {name}, at_s, job.kill(name))
 
 
 def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
@@ -132,7 +133,7 @@ def joiner(job: DrillJob, name: str) -> None:
         since_s = job.kill(name)
 
 
-def writer(job: DrillJob, dice: random.Random) -> Hurt:
+def writer(job: DrillJob, dice: random.Random) -> Incident:
     """The group that saves dies while it does. The next writer has to save the checkpoint that was due."""
     name, at_s, step = killed_in_a_save(job)
     while job.has(step):  # it was too late: the checkpoint stood
@@ -141,7 +142,7 @@ def writer(job: DrillJob, dice: random.Random) -> Hurt:
     before_the_next = range(step, step + job.config.checkpoint.interval)
     words = f"a checkpoint in place of that of step {step}, which group {name} died in"
     job.until(words, lambda: any(map(job.has, before_the_next)), SAVE_S)
-    return Hurt(f"group {name}, step {step}", {name}, at_s)
+    return Incident(f"group {name}, step {step}", {name}, at_s)
 
 
 def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
@@ -176,23 +177,23 @@ def slow(job: DrillJob, name: str) -> None:
         job.hold(0.25 * BEAT_S)
 
 
-def lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
+def lighthouse(job: DrillJob, dice: random.Random) -> Incident:
     job.kill_lighthouse(LIGHTHOUSE_AWAY_S)
-    return Hurt("the lighthouse")
+    return Incident("the lighthouse")
 
 
-def stop_lighthouse(job: DrillJob, dice: random.Random) -> Hurt:
+def stop_lighthouse(job: DrillJob, dice: random.Random) -> Incident:
     _stopped(job, [job.lighthouse.pid], LIGHTHOUSE_STOPPED_S)
-    return Hurt("the lighthouse")
+    return Incident("the lighthouse")
 
 
-def lighthouse_away(job: DrillJob, dice: random.Random) -> Hurt:
+def lighthouse_away(job: DrillJob, dice: random.Random) -> Incident:
     at_s = time.monotonic()
     job.kill_lighthouse(job.away_s)
-    return Hurt(f"the lighthouse, {job.away_s:g} s", at_s=at_s, repaired_s=time.monotonic())
+    return Incident(f"the lighthouse, {job.away_s:g} s", at_s=at_s, repaired_s=time.monotonic())
 
 
-def capacity(job: DrillJob, dice: random.Random) -> Hurt:
+def capacity(job: DrillJob, dice: random.Random) -> Incident:
     """All groups but one are gone, and fewer are left than min_replica_size."""
     stays = job.pick(dice)
     names = sorted(set(job.live) - {stays}, key=int)
@@ -200,10 +201,10 @@ def capacity(job: DrillJob, dice: random.Random) -> Hurt:
     at_s = job.kill(*names)
     job.hold(job.away_s)
     job.away.clear()
-    return Hurt(f"all but group {stays}, {job.away_s:g} s", names, at_s, time.monotonic())
+    return Incident(f"all but group {stays}, {job.away_s:g} s", names, at_s, time.monotonic())
 
 
-def full(job: DrillJob, dice: random.Random, *, state: bool) -> Hurt:
+def full(job: DrillJob, dice: random.Random, *, state: bool) -> Incident:
     """Fills the disk of figures, samples and checkpoints, or that of the lighthouse's state, the groups' logs and TMPDIR."""
     assert job.disk
     place, what = (job.disk.groups, "state, logs, TMPDIR") if state else (job.disk.run, "the run's folder")
@@ -212,7 +213,7 @@ def full(job: DrillJob, dice: random.Random, *, state: bool) -> Hurt:
         Disk.fill(place)
         job.hold(REFILL_S)
     Disk.free(place)
-    return Hurt(f"{what}, {job.full_s:g} s", at_s=at_s, repaired_s=time.monotonic())
+    return Incident(f"{what}, {job.full_s:g} s", at_s=at_s, repaired_s=time.monotonic())
 
 
 # ------------------------------------------------------------------------------------------------ the network
@@ -234,7 +235,7 @@ def link(job: DrillJob, name: str) -> None:
     job.network.narrow(name, None)
 
 
-def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Hurt:
+def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Incident:
     """Two groups lose each other's packets, and hear nothing of it, for job.pair_s. `forming`: just before a third one comes back, so that
     they connect anew; else in the steps that they make. `at_store`: one of the two is where the others meet first; else the next
     rendezvous is at a third group, which both of them reach."""
@@ -255,19 +256,19 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
     job.network.part(one, other, False)
     repaired_s = time.monotonic()
     hit |= {name for name in (one, other) if not job.diaries[name].since(repaired_s - QUIET_S, "commit")}
-    return Hurt(f"groups {one} and {other}, store at {store}", hit, at_s, repaired_s)
+    return Incident(f"groups {one} and {other}, store at {store}", hit, at_s, repaired_s)
 
 
 # ------------------------------------------------------------------------------------------------ members that come, go or are wrong
 
 
-def corrupt(job: DrillJob, dice: random.Random) -> Hurt:
+def corrupt(job: DrillJob, dice: random.Random) -> Incident:
     """A bit of a weight flips, which only a comparison with the others shows. The group must heal, or end and come back."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, ORDER, rank)
     flipped_s = time.monotonic()
     job.until("that it is noticed", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
-    return Hurt(f"a bit of rank {rank} of group {name}", {name})
+    return Incident(f"a bit of rank {rank} of group {name}", {name})
 
 
 def drain(job: DrillJob, name: str) -> None:
@@ -276,12 +277,12 @@ def drain(job: DrillJob, name: str) -> None:
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
 
 
-def add(job: DrillJob, dice: random.Random) -> Hurt:
+def add(job: DrillJob, dice: random.Random) -> Incident:
     name = job.add()
-    return Hurt(f"group {name}", {name})
+    return Incident(f"group {name}", {name})
 
 
-def wrong(job: DrillJob, dice: random.Random) -> Hurt:
+def wrong(job: DrillJob, dice: random.Random) -> Incident:
     """The lighthouse starts again, and then a group comes whose model has other layers. It must be refused, without an effect on others."""
     job.kill_lighthouse()
     other = job.config.model.hidden_dim * 2 or 96
@@ -294,7 +295,7 @@ def wrong(job: DrillJob, dice: random.Random) -> Hurt:
             raise job.failure(f"a group with another model ended with exit code {stray.ended()}, not {BAD_INPUT}")
     finally:
         stray.end()
-    return Hurt(f"hidden_dim {other}", at_s=at_s)
+    return Incident(f"hidden_dim {other}", at_s=at_s)
 
 
 SERVER = "the server of group {}"
@@ -368,11 +369,12 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
         job.compared()
     before, at_s = frozenset(job.live), time.monotonic()
     step = max(job.diaries[name].step for name in before)
-    hurt = HARMS[variant](job, dice)
+    found = HARMS[variant](job, dice)
     job.together()
-    hit, at_s = frozenset(hurt.hit), at_s if math.isnan(hurt.at_s) else hurt.at_s
-    live = frozenset(job.live)
-    return Incident(variant, hurt.target, hit, before - hit, at_s, step, time.monotonic(), live, hurt.repaired_s)
+    return replace(
+        found, kind=variant, survivors=before - set(found.hit), at_s=at_s if math.isnan(found.at_s) else found.at_s,
+        step=step, back_s=time.monotonic(), live=frozenset(job.live),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the pass rule

@@ -7,7 +7,6 @@ Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is 
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import shutil
@@ -18,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,17 +35,6 @@ NOBODY = "02:00:00:00:00:01"  # a card that is nowhere
 HUB, HUB_ADDRESS = "hub", f"{SUBNET}.254"
 DISK_MB = 256  # of each, in memory
 NO_ROOT = "needs root on Linux"
-
-
-@dataclass(frozen=True)
-class Hurt:
-    """Effect of a fault. `hit`: the groups that may lose their place by it. Seconds, of the machine's clock; nan: as soon as it was asked
-    for, or all along."""
-
-    target: str  # in words
-    hit: Collection[str] = ()
-    at_s: float = math.nan  # from then on it counts
-    repaired_s: float = math.nan
 
 
 class DevicePool:

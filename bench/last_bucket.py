@@ -94,7 +94,7 @@ def prove(kills: int) -> int:
             return all(len(diaries[name].since(since_s, "commit")) > 2 for name in both)
 
         survivors = [start(name) for name in "ab"]
-        for kill in range(kills):
+        for _ in range(kills):
             victim = start("c")
             wait("the newcomer takes part", partial(together, time.monotonic()))
             while victim.pipe.poll():
@@ -106,9 +106,10 @@ def prove(kills: int) -> int:
             if incidents:
                 incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
             wait("the survivors go on", partial(go_on, at_s))
-            incidents.append(Incident("kill", "group c", frozenset("c"), both, at_s, step, time.monotonic(), both))
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r{kill + 1} of {kills} kills ")
+            back_s = time.monotonic()
+            incidents.append(
+                Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, back_s=back_s, live=both)
+            )
         for group in survivors:
             group.tell("enough")
         wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))

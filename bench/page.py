@@ -53,7 +53,7 @@ class PageJob(load.Herd):
         self.count, self.token = count, secrets.token_urlsafe(18)
         (folder / "token").write_text(self.token)
         self.server = load.ours(count, http="127.0.0.1:0", token_file=folder / "token")
-        self.page = self.server.line()
+        self.page = self.server.line().strip()
         super().__init__(f"http://{self.server.address}", self.token)
         unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
         few = count < 100

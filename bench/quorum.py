@@ -102,7 +102,7 @@ async def taken(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dic
 async def watched(watchers: int, pairs: int) -> None:
     """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
     servers = {name: load.ours(GROUPS, http="127.0.0.1:0") for name in ("watched", "unwatched")}
-    page = await asyncio.to_thread(servers["watched"].line)
+    page = (await asyncio.to_thread(servers["watched"].line)).strip()
     sides = {name: await load.known_side(server, GROUPS) for name, server in servers.items()}
     with load.beside(load.read_events, page, watchers) as had:
         turns = await taken(sides, pairs, 24)  # some seconds: pages have an update in each
@@ -179,7 +179,7 @@ async def idle() -> None:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
     server = load.ours(GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
-    page = await asyncio.to_thread(server.line)
+    page = (await asyncio.to_thread(server.line)).strip()
     groups = [load.LoadGroup(load.connect(server.address), load.replica_id(i)) for i in range(GROUPS)]
 
     def seen() -> list[float]:
