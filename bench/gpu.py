@@ -323,7 +323,7 @@ def page(rows: Sequence[Figures], device: str) -> str:
 
     throughput = []
     for name, side in speeds.items():
-        middle, _, between = spread(side["speeds"], ",.0f").rstrip(")").partition(" (")
+        middle, _, between = spread([*side["by_round"].values()], ",.0f").rstrip(")").partition(" (")
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
         throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
     others = [
@@ -394,20 +394,16 @@ def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
     from training.metrics import known_peak_tflops
 
-    found: dict[str, Figures] = {}
-    for key, row in good.items():
-        if not key.startswith("2 "):
-            continue
-        _, size, round_, what = key.split(" ", 3)
-        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
-        side["by_round"][int(round_)] = row["tokens_per_s"]
-        for name, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
-            side[name] = max(side[name], row.get(figure, 0))
-    peak = known_peak_tflops(device) if device else None
-    for side in found.values():
-        side["speeds"], shape = list(side["by_round"].values()), SIZES[side["size"]]
+    sides: dict[str, dict[int, Figures]] = {}
+    for _, size, round_, what in (key.split(" ", 3) for key in good if key.startswith("2 ")):
+        sides.setdefault(f"{size} {what}", {})[int(round_)] = good[f"2 {size} {round_} {what}"]
+    found, peak = dict[str, Figures](), known_peak_tflops(device) if device else None
+    for name, rows in sides.items():
+        shape, speeds = SIZES[name.partition(" ")[0]], {number: row["tokens_per_s"] for number, row in rows.items()}
+        memory, graphs = (max(row.get(figure, 0) for row in rows.values()) for figure in ("memory_mib", "graphs"))
         flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
-        side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
+        mfu = flops * statistics.median(speeds.values()) / peak / 1e12 if peak else 0.0
+        found[name] = {"by_round": speeds, "memory": memory, "graphs": graphs, "mfu": mfu}
     return found
 
 
@@ -497,7 +493,7 @@ def stall(device: str, megabytes: int) -> Figures:
 
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), megabytes, device)
-        seconds = in_turns({"stall": bench.stall, "copy": bench.copy}, 3, warm=1)
+        seconds = in_turns({what.__name__: partial(bench.turn, what) for what in (bench.stall, bench.copy)}, 3, warm=1)
         bench.background.wait()
     share = ratio(seconds["stall"], seconds["copy"]).median
     return {**{name: [round(s, 4) for s in spent] for name, spent in seconds.items()}, "share": share}
