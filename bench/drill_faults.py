@@ -299,19 +299,6 @@ def wrong(job: DrillJob, dice: random.Random) -> Incident:
 
 
 SERVER = "the server of group {}"
-STOPS = {  # in one case the group's server still sends heartbeats
-    "stop": on_group(lambda job, name: _stopped(job, job.processes(name))),
-    "stop trainer": on_group(lambda job, name: _stopped(job, job.ranks_of(name)), "the ranks of group {}"),
-}
-SERVERS = {
-    "server killed": on_group(lambda job, name: signal_all(job.server(name), signal.SIGKILL), SERVER),
-    "server stopped": on_group(lambda job, name: _stopped(job, job.server(name)), SERVER),
-}
-PARTITIONS = {
-    "partition": on_group(partial(parted, part=Network.cut)),
-    "partition, one way": on_group(partial(parted, part=Network.blind)),
-}
-FULL: dict[str, Harm] = {"full disk": partial(full, state=False), "full state": partial(full, state=True)}
 PAIRS: dict[str, Harm] = {
     "pair, in a sum": partial(pair, forming=False, at_store=False),
     "pair, store at an end": partial(pair, forming=False, at_store=True),
@@ -322,25 +309,34 @@ KINDS = {
     "kill": Kind({"kill": on_group(DrillJob.kill)}),  # a machine is lost: launcher, ranks and server at once
     "kill_rank": Kind({"kill_rank": kill_rank}),
     "all": Kind({"all": kill_all}, least=1),
-    "stop": Kind(STOPS),
+    "stop": Kind({  # in one case the group's server still sends heartbeats
+        "stop": on_group(lambda job, name: _stopped(job, job.processes(name))),
+        "stop trainer": on_group(lambda job, name: _stopped(job, job.ranks_of(name)), "the ranks of group {}"),
+    }),
     "slow": Kind({"slow": on_group(slow, lost=False)}),
     "lighthouse": Kind({"lighthouse killed": lighthouse, "lighthouse stopped": stop_lighthouse}, least=1),
-    "partition": Kind(PARTITIONS, network=True),
+    "partition": Kind({
+        "partition": on_group(partial(parted, part=Network.cut)),
+        "partition, one way": on_group(partial(parted, part=Network.blind)),
+    }, network=True),
     "link": Kind({"link": on_group(link, f"group {{}}, {LINK_MEGABITS:g} Mbit/s", lost=False)}, network=True),
     "corrupt": Kind({"corrupt": corrupt}, least=3),
     "drain": Kind({"drain": on_group(drain)}),
     "add": Kind({"add": add}, least=1),
     "hang": Kind({"hang": hang}),
     "half": Kind({"half": half}, least=3),
-    "server": Kind(SERVERS),
+    "server": Kind({
+        "server killed": on_group(lambda job, name: signal_all(job.server(name), signal.SIGKILL), SERVER),
+        "server stopped": on_group(lambda job, name: _stopped(job, job.server(name)), SERVER),
+    }),
     "joiner": Kind({"joiner": on_group(joiner, f"group {{}}, {JOINERS} times")}),
     "writer": Kind({"writer": writer}),
     "wrong": Kind({"wrong": wrong}, least=1),
     "pair": Kind(PAIRS, least=3, network=True, once=True),
     "away": Kind({"lighthouse away": lighthouse_away}, least=1, once=True),
     "capacity": Kind({"capacity": capacity}, once=True),
-    "full": Kind(FULL, least=1, disk=True, once=True),
-}
+    "full": Kind({"full disk": partial(full, state=False), "full state": partial(full, state=True)}, 1, disk=True, once=True),
+}  # fmt: skip
 HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.items()}
 
 

@@ -377,9 +377,8 @@ class Herd:
     async def _open(self, ids: list[str]) -> None:
         self._channels = self._channels or [connect(self._address) for _ in range(CONNECTIONS)]
         for replica_id, place in zip(ids, self._places):  # noqa: B905 (places have no end)
-            group = self.streams[replica_id] = LoadGroup(
-                self._channels[place % CONNECTIONS], replica_id, place, self._metadata
-            )
+            shared = self._channels[place % CONNECTIONS]
+            group = self.streams[replica_id] = LoadGroup(shared, replica_id, place, self._metadata)
             group.obeys = partial(self._obey, replica_id)
             await group.open(pharos_pb2.Hello(replica_id=replica_id))
             if place % 50 == 49:
@@ -405,11 +404,7 @@ class Herd:
 
     async def _ask(self, group: LoadGroup, failed: bool, heals: bool) -> int:
         if group.member:
-            state: dict[str, Any] = {
-                "step": self.step,
-                "commit_quorum_id": self.quorum_id,
-                "commit_id": f"c{self.step}",
-            }
+            state = {"commit_id": f"c{self.step}", "commit_quorum_id": self.quorum_id, "step": self.step}
             return await group.ask(self.quorum_id, failed=failed, world_size=8, **state)
         group.healed_bytes = 0 if heals else -1
         return await group.ask(world_size=8)
