@@ -55,9 +55,9 @@ def start_two(first: str, kind: str, lighthouse: str) -> list[str]:
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
 
     def run(group: str) -> str:
-        own, pipes = {**env, "REPLICA_GROUP_ID": group}, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        own, out = {**env, "REPLICA_GROUP_ID": group}, subprocess.PIPE
         try:
-            done = subprocess.run(command, env=own, timeout=LIMIT_S, **pipes)
+            done = subprocess.run(command, env=own, timeout=LIMIT_S, stdout=out, stderr=subprocess.STDOUT)
         except subprocess.TimeoutExpired as late:
             return f"{(late.stdout or b'').decode()}\nhas not ended after {LIMIT_S:g} s\n"
         return f"{done.stdout.decode()}\nexit code {done.returncode}\n" if done.returncode else ""
