@@ -433,13 +433,13 @@ def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
         yield "has committed nothing since"
 
 
-def next_commit_s(diaries: Diaries, incident: Incident) -> float:
-    """Seconds from the fault to the job's next commit: of a survivor, if there is one."""
-    who, since_s = incident.survivors, incident.at_s
-    if not who:
-        who = incident.hit
-        since_s = min(diaries[name].since(since_s, "start")[0].at_s for name in who)
-    return min(diaries[name].since(since_s, "commit")[0].at_s for name in who) - incident.at_s
+def next_commit_s(diaries: Diaries, incident: Incident, from_s: float | None = None) -> float:
+    """Seconds from the fault, or from `from_s`, to the job's next commit: of a survivor, or of a new life, if there is none. inf: none."""
+    from_s = since_s = incident.at_s if from_s is None else from_s
+    if not incident.survivors:
+        since_s = min(diaries[name].since(from_s, "start")[0].at_s for name in incident.hit)
+    commits = [diaries[name].since(since_s, "commit")[:1] for name in incident.survivors or incident.hit]
+    return min((line.at_s for lines in commits for line in lines), default=math.inf) - from_s
 
 
 def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
@@ -577,12 +577,6 @@ def steady_s(diaries: Diaries, incident: Incident) -> float:
     return median(found) if found else math.nan
 
 
-def _next_s(diaries: Diaries, incident: Incident, since_s: float) -> float:
-    """Seconds until the first commit of a survivor after that; inf: there is none."""
-    commits = [line.at_s for name in incident.survivors for line in diaries[name].since(since_s, "commit")[:1]]
-    return min(commits, default=math.inf) - since_s
-
-
 def _hang(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     least_s = HUNG_LEAST_S if 2 * (len(incident.live) - 1) > len(incident.live) else HUNG_ALONE_S
     limit_s = max(least_s, HUNG_MEDIANS * steady_s(diaries, incident))
@@ -608,13 +602,17 @@ def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
         limit_s = 2 * steady_s(diaries, incident) + SLACK_S
         yield "seconds without a step", longest_gap_s(diaries, incident), limit_s
     else:
-        yield "seconds from its return to the next step", _next_s(diaries, incident, incident.repaired_s), 2 * SLACK_S
+        yield (
+            "seconds from its return to the next step",
+            next_commit_s(diaries, incident, incident.repaired_s),
+            2 * SLACK_S,
+        )
 
 
 def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     starts = sorted(x.at_s for name in incident.hit for x in diaries[name].since(incident.repaired_s, "start")[:1])
     enough = starts[settings.min_replica_size - 2]  # the survivor, and as many of these
-    yield "seconds from the start of who was missing", _next_s(diaries, incident, enough), SLACK_S
+    yield "seconds from the start of who was missing", next_commit_s(diaries, incident, enough), SLACK_S
 
 
 def _joiner(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
