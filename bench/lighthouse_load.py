@@ -278,7 +278,7 @@ class LoadStream:
 
 
 class LoadGroup(LoadStream):
-    """One of ours, as far as its lighthouse can tell. `place`: its number, for its addresses."""
+    """A replica group, as far as its lighthouse can tell. `place`: its number, for its addresses."""
 
     member = False  # of a Herd: it has been in a quorum
     healed_bytes = -1  # of a Herd: how much it has of the state that it heals; -1: it does not heal
