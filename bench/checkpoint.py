@@ -16,8 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,9 @@ def main() -> None:
         saves = {"save": bench.save, "save without digests": bench.save_without_digests, "DCP alone": bench.dcp_alone}
         loads = {"load, verified": partial(bench.load, True), "load, not verified": partial(bench.load, False)}
         for compared in (saves, loads, {"stall of an async save": bench.stall, "copy of the state": bench.copy}):
-            sides |= in_turns(compared, options.rounds, warm=1)
+            sides |= in_turns(
+                {name: partial(bench.turn, call) for name, call in compared.items()}, options.rounds, warm=1
+            )
     medians = {name: statistics.median(seconds) for name, seconds in sides.items()}
     print(table(("", "s", "GB/s"), [(name, f"{s:.3f}", f"{bench.bytes / s / 1e9:.2f}") for name, s in medians.items()]))
     print(f"\nstate of {bench.bytes / 1e6:.0f} MB, {options.rounds} rounds, {folder}")
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 class Bench:
-    """A model with AdamW, and one turn of everything that is measured. Turns clean up after themselves, outside the time."""
+    """A model with AdamW, and everything that is measured, each to be called by `turn`. Seconds."""
 
     def __init__(self, folder: Path, megabytes: int, device: str = "cpu") -> None:
         """On "cuda" the copies, also the checkpoint's, are into pinned memory."""
@@ -85,47 +86,43 @@ class Bench:
         log = Log(global_rank=1)  # prints nothing of each checkpoint
         return Checkpointer(CheckpointConfig(**settings), self.folder / "run", self.states, log=log)
 
+    def turn(self, call: Callable[[], float]) -> float:
+        """Cleans up after the call, outside its time."""
+        os.sync()
+        seconds = call()
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
+        return seconds
+
     def save(self) -> float:
-        with self.clean():
-            return self.checkpointer().save(1)
+        return self.checkpointer().save(1)
 
     def save_without_digests(self) -> float:
         with patch.object(checkpoint_dcp, "Digest", NoDigest):
             return self.save()
 
     def dcp_alone(self) -> float:
-        with self.clean():
-            began = time.perf_counter()
-            dcp_save(dict(self.states), checkpoint_id=self.folder / "run" / "plain", no_dist=True)
-            return time.perf_counter() - began
+        began = time.perf_counter()
+        dcp_save(dict(self.states), checkpoint_id=self.folder / "run" / "plain", no_dist=True)
+        return time.perf_counter() - began
 
     def load(self, verify: bool) -> float:
-        with self.clean():
-            self.checkpointer().save(1)
-            checkpointer = self.checkpointer(verify_digests=verify)
-            began = time.perf_counter()
-            assert checkpointer.load() == 1
-            return time.perf_counter() - began
+        self.save()
+        checkpointer = self.checkpointer(verify_digests=verify)
+        began = time.perf_counter()
+        assert checkpointer.load() == 1
+        return time.perf_counter() - began
 
     def stall(self) -> float:
-        with self.clean():
-            self.step += 1
-            seconds = self.background.save(self.step)
-            self.background.wait()
-            return seconds
+        self.step += 1
+        seconds = self.background.save(self.step)
+        self.background.wait()
+        return seconds
 
     def copy(self) -> float:
-        with self.clean():
-            began = time.perf_counter()
-            for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
-                buffer.copy_(tensor)
-            return time.perf_counter() - began
-
-    @contextmanager
-    def clean(self) -> Iterator[None]:
-        os.sync()
-        yield
-        shutil.rmtree(self.folder / "run", ignore_errors=True)
+        began = time.perf_counter()
+        for buffer, tensor in zip(self.buffers, self.tensors, strict=True):
+            buffer.copy_(tensor)
+        return time.perf_counter() - began
 
 
 class NoDigest:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from timeit import timeit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from bench.pairs import ratio, table
-from bench.step_worker import pharos
+from bench.step import pharos
 from ft.digest import digest
 
 INTERVAL, STEPS, ROUNDS = 100, 3, 7
@@ -39,12 +38,12 @@ def main() -> None:
             step = pharos(sizes, "bf16", torch.device("cpu"), cleanup, parameters.extend)
             tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1))
             train, look = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
-            _seconds(train, 2), _seconds(look, 2)
+            timeit(train, number=2), timeit(look, number=2)
             steps_s, digests_s = [], []
             for _ in range(ROUNDS):
-                steps_s.append(_seconds(train, STEPS))
-                looks = max(1, int(0.1 * STEPS * steps_s[-1] / _seconds(look, 1)))
-                digests_s.append(_seconds(look, looks))
+                steps_s.append(timeit(train, number=STEPS) / STEPS)
+                looks = max(1, int(0.1 * STEPS * steps_s[-1] / timeit(look, number=1)))
+                digests_s.append(timeit(look, number=looks) / looks)
         share = ratio(digests_s, [INTERVAL * seconds for seconds in steps_s])
         megabytes = sum(parameter.nbytes for parameter in parameters) / 1e6
         figures = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (steps_s, digests_s)]
@@ -52,14 +51,6 @@ def main() -> None:
         verdict = "reached" if share.high <= 0.01 else "missed"
         rows.append([f"{megabytes:.1f} MB", *figures, f"{percent[0]} ({percent[1]}-{percent[2]})", verdict])
     print(table(["weights", "ms a step", "ms a digest", f"% of a step, every {INTERVAL}", "at most 1 %"], rows))
-
-
-def _seconds(what: Callable[[], object], times: int) -> float:
-    """Seconds of one call."""
-    began = time.perf_counter()
-    for _ in range(times):
-        what()
-    return (time.perf_counter() - began) / times
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py) in an order and on
 targets that the seed alone decides; the next one comes when all groups are together again. Rounds follow each other until the time is
-over. Then the job is judged (drill_rules.py), and its loss compared with that of a twin that nothing happened to.
+over. Then the job is judged, and its loss compared with that of a twin that nothing happened to.
 
 Exit code: 0 all holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds that
 need a network of their own are left out, and named, where there is no root.
@@ -26,11 +26,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench import drill_rules as rules
-from bench.drill_faults import KINDS, Incident, inject, killed_in_a_save, plan
-from bench.drill_job import AWAY_S, FULL_S, PAIR_S, DrillJob
-from bench.drill_machines import Disk, Network, no_disk
-from bench.drill_rules import Verdict
+from bench import drill_faults as faults
+from bench.drill_faults import KINDS, Incident, Verdict, inject, killed_in_a_save, plan
+from bench.drill_job import AWAY_S, FULL_S, PAIR_S, Disk, DrillJob, Network, no_disk
 from bench.job import rows
 from bench.pairs import Failed, machine, parser, table
 from configs.load import load
@@ -151,18 +149,18 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             failed = str(why)
     verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
-        verdicts += rules.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
+        verdicts += faults.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
     if disk:
-        verdicts.append(rules.figures_complete(job.run))
+        verdicts.append(faults.figures_complete(job.run))
     if not asked.no_twin and not failed:
         slots = job.config.fault_tolerance.slots_per_step or asked.groups  # of a step
-        steps = rules.steps_for(job.run, rules.looks(job.run)[-1][0], slots) + 2 * LOOK_STEPS
+        steps = faults.steps_for(job.run, faults.looks(job.run)[-1][0], slots) + 2 * LOOK_STEPS
         try:
             with open_job(asked, "twin", training__steps=steps) as twin:
                 twin.ended()
-            verdicts.append(rules.loss_of_twin(job.run, twin.run))
+            verdicts.append(faults.loss_of_twin(job.run, twin.run))
         except Failed as why:
-            verdicts.append(Verdict(rules.AS_GOOD, False, f"the twin: {why}"))
+            verdicts.append(Verdict(faults.AS_GOOD, False, f"the twin: {why}"))
     if FINISH in kinds:
         verdicts.append(finish(asked))
     report(asked, job, incidents, left_out, verdicts, began_s)
@@ -187,8 +185,8 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
         if not variants and time.monotonic() - began_s < 60 * asked.minutes:
             variants = plan(kinds, dice, first=False, brief=asked.brief)
     if job.config.validation.enable:
-        before = len(rules.looks(job.run))
-        job.until("a look at held-out text after the last fault", lambda: len(rules.looks(job.run)) > before)
+        before = len(faults.looks(job.run))
+        job.until("a look at held-out text after the last fault", lambda: len(faults.looks(job.run)) > before)
     job.end()
     job.look()
 
@@ -238,7 +236,7 @@ def finish(asked: DrillRequest) -> Verdict:
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
     """Cells of its row, seconds but for the first two and the step."""
-    next_s, gap_s = rules.next_commit_s(job.diaries, incident), rules.longest_gap_s(job.diaries, incident)
+    next_s, gap_s = faults.next_commit_s(job.diaries, incident), faults.longest_gap_s(job.diaries, incident)
     at_s, back_s = f"{incident.at_s - began_s:.1f}", f"{incident.back_s - incident.at_s:.1f}"
     return [incident.kind, incident.target, at_s, str(incident.step), f"{next_s:.2f}", f"{gap_s:.2f}", back_s]
 

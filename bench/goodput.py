@@ -80,15 +80,20 @@ class Storm:
     starts: int = 0
     kills: int = 0
     own: int = 0  # processes that ended by themselves
+    began_s: float = 0.0  # when all have committed some steps together
+    first: int = 0  # the newest step then
 
     def start(self) -> None:
         self.due = dict.fromkeys(self.job.groups, 0.0)
         self.restart()
 
     def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> None:
-        """Kills one of the victims every so often, the first after `first_s`, the last half such a time before the end."""
-        draw, began_s, due_s = random.Random(SEED), time.monotonic(), first_s
-        while (now_s := time.monotonic() - began_s) < seconds:
+        """Starts all; then kills one of the victims every so often, the first after `first_s`, the last half such a time before the end."""
+        self.start()
+        self.job.steps(STEADY, len(self.job.groups))
+        self.began_s, self.first = time.monotonic(), max(group.step for group in self.job.groups)
+        draw, due_s = random.Random(SEED), first_s
+        while (now_s := time.monotonic() - self.began_s) < seconds:
             if due_s <= min(now_s, seconds - every_s / 2):
                 due_s += every_s
                 if may := victims(self.job.groups):
@@ -144,11 +149,9 @@ def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> Goodp
     """One turn of a way. Raises Failed."""
     with RecoveryJob(side, PROCESSES, megabytes=megabytes) as job:
         made = Storm(job, options.startup_s, side.checkpoint_s)
-        made.start()
-        job.steps(STEADY, PROCESSES)
-        began_s, step = time.monotonic(), max(group.step for group in job.groups)
         made.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running)
-        return GoodputRun(time.monotonic() - began_s, made.tokens(step), made.kills, made.own, made.redone(began_s))
+        seconds, redone = time.monotonic() - made.began_s, made.redone(made.began_s)
+        return GoodputRun(seconds, made.tokens(made.first), made.kills, made.own, redone)
 
 
 def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:

@@ -11,6 +11,9 @@ A part is a list of turns, each a process with a time limit. What a turn gave is
 once, and the page is written anew; the next call goes on with the turns that are missing (--again: also with those that failed). --wheels
 installs what the folder holds (pip --no-index --target) and puts it behind PYTHONPATH; nothing there is required: a side that is missing
 has a row that says so.
+
+A turn of a measurement is this file again: `--worker versions|kill|healing|stall JSON`, which answers with JSON, and `--worker train
+ARGUMENTS`: train.py, whose weights are drawn on the device.
 """
 
 from __future__ import annotations
@@ -19,18 +22,20 @@ import argparse
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import date
 from fnmatch import fnmatch
 from functools import partial
-from importlib import import_module
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,11 +43,14 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.job import ROOT, LighthouseProcess, our_lighthouse
-from bench.pairs import Failed, Worker, parser, ratio, spread, table
-from bench.step import start
+import torch
 
-WORKER = ROOT / "bench" / "gpu_worker.py"
+from bench.job import ROOT, DiaryLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
+from bench.pairs import Failed, Worker, in_turns, parser, ratio, spread, table
+from bench.step import draw_on_device, our_llama, start
+
+WORKER = (__file__, "--worker")
+KILL_STEPS, KILL_LIMIT_S = 6, 100.0  # steps of both, before the kill; for what must come
 SIZES = {
     "8b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "batch": 1, "seq": 8192},
     "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab": 128256, "batch": 2, "seq": 8192},
@@ -78,7 +86,7 @@ class GpuTurn(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     options = _options(argv)
-    if options.device == "cuda" and not import_module("torch").cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("bench/gpu.py: needs a CUDA device (--device cpu --sizes tiny shows that it runs)", file=sys.stderr)
         return 2
     default = ROOT / "outputs" / "gpu" / f"{options.device}-{'-'.join(options.sizes)}"
@@ -221,7 +229,7 @@ def part_3(options: argparse.Namespace) -> Iterator[GpuTurn]:
 
 def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) -> Figures:
     """A step of train.py without replica groups, or as the only group."""
-    train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(str(WORKER), "train"))
+    train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(*WORKER, "train"))
     if kind == "none":
         return train(())
     with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
@@ -234,8 +242,8 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
-    """The one answer of gpu_worker.py."""
-    command = [sys.executable, str(WORKER), what, json.dumps(arguments)]
+    """The one answer of a measurement in a process of its own."""
+    command = [sys.executable, *WORKER, what, json.dumps(arguments)]
     with closing(Worker(what, command, {"OMP_NUM_THREADS": "1"}, limit_s=limit_s)) as worker:
         return dict(worker.answer())
 
@@ -315,7 +323,7 @@ def page(rows: Sequence[Figures], device: str) -> str:
 
     throughput = []
     for name, side in speeds.items():
-        middle, _, between = spread(side["speeds"], ",.0f").rstrip(")").partition(" (")
+        middle, _, between = spread([*side["by_round"].values()], ",.0f").rstrip(")").partition(" (")
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
         throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
     others = [
@@ -384,25 +392,132 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
 def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     """By "size side: setting": tokens/s by round, the most memory in MiB, and MFU (0: the device's peak is unknown). MFU counts 6 flops
     per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
-    from bench.step_worker import our_llama
     from training.metrics import known_peak_tflops
 
-    found: dict[str, Figures] = {}
-    for key, row in good.items():
-        if not key.startswith("2 "):
-            continue
-        _, size, round_, what = key.split(" ", 3)
-        side = found.setdefault(f"{size} {what}", {"by_round": {}, "memory": 0.0, "graphs": 0, "size": size})
-        side["by_round"][int(round_)] = row["tokens_per_s"]
-        for name, figure in (("memory", "memory_mib"), ("graphs", "graphs")):
-            side[name] = max(side[name], row.get(figure, 0))
-    peak = known_peak_tflops(device) if device else None
-    for side in found.values():
-        side["speeds"], shape = list(side["by_round"].values()), SIZES[side["size"]]
+    sides: dict[str, dict[int, Figures]] = {}
+    for _, size, round_, what in (key.split(" ", 3) for key in good if key.startswith("2 ")):
+        sides.setdefault(f"{size} {what}", {})[int(round_)] = good[f"2 {size} {round_} {what}"]
+    found, peak = dict[str, Figures](), known_peak_tflops(device) if device else None
+    for name, rows in sides.items():
+        shape, speeds = SIZES[name.partition(" ")[0]], {number: row["tokens_per_s"] for number, row in rows.items()}
+        memory, graphs = (max(row.get(figure, 0) for row in rows.values()) for figure in ("memory_mib", "graphs"))
         flops = our_llama(dict(shape)).flops_per_token(shape["seq"]) if peak else 0
-        side["mfu"] = flops * statistics.median(side["speeds"]) / peak / 1e12 if peak else 0.0
+        mfu = flops * statistics.median(speeds.values()) / peak / 1e12 if peak else 0.0
+        found[name] = {"by_round": speeds, "memory": memory, "graphs": graphs, "mfu": mfu}
     return found
 
 
+# ------------------------------------------------------------------------------------------------ measurements in processes of their own
+
+
+def versions(device: str) -> Figures:
+    """Versions of everything that a figure may depend on, and the operator that attention runs."""
+    from models import ops
+
+    found: Figures = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+    }
+    installed = {each.name.lower(): each.version for each in distributions() if each.name}
+    packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
+    found |= {package: installed.get(package, "not installed") for package in packages}
+    q, k, v = (torch.randn(1, 256, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    with torch.profiler.profile() as profile:
+        ops.causal_attention(q, k, v)
+    names = {event.key for event in profile.key_averages()}
+    found["attention"] = " ".join(sorted(name for name in names if "attention" in name))
+    found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"
+    if device == "cuda":
+        driver = os.popen("nvidia-smi --query-gpu=driver_version --format=csv,noheader").read().split()
+        found |= {"device": torch.cuda.get_device_name(), "driver": driver[0] if driver else "unknown"}
+        found |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "cuDNN": torch.backends.cudnn.version()}
+        found["memory_gib"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    return found
+
+
+def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) -> Figures:
+    """Two groups on one device. `victim`: "child" or "group", of the second one; it dies in the middle of a sum."""
+    with RecoveryJob(JobSide("ours"), 2, megabytes=megabytes, step_ms=20, kind=kind, device=device) as job:
+        a, b = job.groups
+        living = [a, b] if victim == "child" else [a]
+
+        nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
+
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
+            """The count-th such line since then, of so many groups."""
+
+            def there() -> list[DiaryLine]:
+                found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
+                return found[count - 1 : count]
+
+            return job.until(f"{event} of group {group.name}", there, KILL_LIMIT_S + watch_s, lives=[a])[0]
+
+        a.start(NCCL_HOSTID=a.name, **nccl)
+        alone = seen(a, "commit", 5, of=1)
+        b.start(NCCL_HOSTID=b.name, **nccl)
+        before = seen(a, "commit", KILL_STEPS, of=2)
+        b.tell(kill=victim)
+        killed_s = seen(b, "kill", after_s=before.at_s).at_s
+        after = seen(a, "commit", after_s=killed_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
+        ends = job.finish(living)
+        sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
+        reference = before if victim == "child" else alone
+        right = all(end.weight == -end.step / 1024 for end in ends) and len({end.state for end in ends}) == 1
+        return {
+            "next step s": round(after.at_s - killed_s, 3),
+            "steps lost": len(a.since(killed_s, "abort")),
+            "bits equal": right,
+            "MiB lost": round((reference.free - last.free) / 2**20, 1),
+            "watched s": round(last.at_s - killed_s, 1),
+            "a sum ms": round(1e3 * statistics.median(sums), 1),
+        }
+
+
+def healing(device: str, gb: float) -> Figures:
+    """GB/s of a joiner that heals over HTTP, beside a bare socket into (pinned) memory and on to the device."""
+    from bench.healing import measure
+
+    figures = measure(("raw", "http"), 3, gb, device)
+    speeds = {kind: [turn["speed"] for turn in figures[kind]] for kind in ("http", "raw")}
+    share = ratio(speeds["http"], speeds["raw"]).median
+    return {**{kind: [round(x, 2) for x in all_of] for kind, all_of in speeds.items()}, "share": share}
+
+
+def stall(device: str, megabytes: int) -> Figures:
+    """Seconds that an async checkpoint holds the step up, by those of one copy of the state into (pinned) host memory."""
+    from bench.checkpoint import Bench
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), megabytes, device)
+        seconds = in_turns({what.__name__: partial(bench.turn, what) for what in (bench.stall, bench.copy)}, 3, warm=1)
+        bench.background.wait()
+    share = ratio(seconds["stall"], seconds["copy"]).median
+    return {**{name: [round(s, 4) for s in spent] for name, spent in seconds.items()}, "share": share}
+
+
+def train(*argv: str) -> None:
+    """train.py draws weights on the CPU, with the same bits for every layout: a minute for 1B, before each of a part's many runs."""
+    sys.argv = ["train.py", *argv]
+    with patch("models.llama.normal_", draw_on_device):
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+def worker(what: str, *arguments: str) -> None:
+    if what == "train":
+        return train(*arguments)
+    try:
+        answer = {"versions": versions, "kill": kill, "healing": healing, "stall": stall}[what]
+        return print(json.dumps(answer(**json.loads(arguments[0]))), flush=True)
+    except Failed as failure:
+        sys.exit(str(failure))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import cpu_s
-from bench.lighthouse_load import LoadStream
+from bench.lighthouse_load import LoadStream, connect
 from bench.pairs import parser, table
 from ft.compat.lighthouse import LighthouseServer
 from ft.protocol import messages as m
@@ -34,64 +35,63 @@ STEPS, VOTES = 1000, 20_000  # of one vote each; of each rank, in all
 SECONDS = 30.0  # of reports, and of rest before
 
 
-class VotingRanks:
-    """Stubs of all ranks of a group."""
+async def call(ranks: Sequence[LoadStream], method: str, request: Callable[[int], Any]) -> list[bytes]:
+    """Answers to the requests that these ranks, from 0, send at once."""
+    requests = (codec.to_message(request(rank)).SerializeToString() for rank in range(len(ranks)))
+    return await asyncio.gather(*(one.call(method, data) for one, data in zip(ranks, requests, strict=True)))
 
-    def __init__(self, address: str, count: int) -> None:
-        service = address.removeprefix("http://"), "pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown
-        self.streams = [LoadStream(*service) for _ in range(count)]
-        self._quorum_id = 0
 
-    async def open(self) -> None:
-        for rank, stream in enumerate(self.streams):
-            await stream.open(pharos_pb2.RankHello(group_rank=rank))
-        calls = (codec.to_message(m.RankCall(rank, m.Member(""), number=1)) for rank in range(len(self.streams)))
-        asked = zip(self.streams, calls, strict=True)
-        replies = await asyncio.gather(*(one.call("Quorum", call.SerializeToString()) for one, call in asked))
-        self._quorum_id = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
-
-    async def step(self, step: int, *, each: bool) -> None:
-        ranks = enumerate(self.streams if each else self.streams[:1])
-        votes = ((one, m.Vote(rank, "commit", self._quorum_id, 0, step, "yes", whole=not each)) for rank, one in ranks)
-        await asyncio.gather(*(one.call("CastVote", codec.to_message(v).SerializeToString()) for one, v in votes))
-
-    async def report(self, *, each: bool) -> None:
-        """Reports for SECONDS, spread over each beat, as ranks are that began at different times."""
-        count, until_s, beat = len(self.streams), time.monotonic() + SECONDS, 0
-        report = pharos_pb2.Report(step=7, median_step_s=0.3, phase="forward", mean_loss=2.5)
-        while (began_s := time.monotonic()) < until_s:
-            due = [rank for rank in range(count) if each or rank == 0 or rank % SELDOM_S == beat % SELDOM_S]
-            for place, rank in enumerate(due):
-                await self.streams[rank].write(report=report)
-                if place % 16 == 15:
-                    await asyncio.sleep(0.9 / len(due) * 16)
-            beat += 1
-            await asyncio.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
+async def report(ranks: Sequence[LoadStream], *, each: bool) -> None:
+    """Reports for SECONDS, spread over each beat, as ranks are that began at different times."""
+    until_s, beat = time.monotonic() + SECONDS, 0
+    figures = pharos_pb2.Report(step=7, median_step_s=0.3, phase="forward", mean_loss=2.5)
+    while (began_s := time.monotonic()) < until_s:
+        due = [one for rank, one in enumerate(ranks) if each or rank == 0 or rank % SELDOM_S == beat % SELDOM_S]
+        for place, one in enumerate(due):
+            await one.write(report=figures)
+            if place % 16 == 15:
+                await asyncio.sleep(0.9 / len(due) * 16)
+        beat += 1
+        await asyncio.sleep(max(0.0, began_s + 1.0 - time.monotonic()))
 
 
 async def measure(count: int, *, each: bool) -> tuple[float, float, float, float]:
     """Seconds of CPU and of the clock a step; of CPU a second without reports, and with them."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     server = GroupProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
-    ranks, steps = VotingRanks(server.address, count), max(20, VOTES // count) if each else STEPS
+    service, steps = (
+        ("pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown),
+        max(20, VOTES // count) if each else STEPS,
+    )
+    ranks = [LoadStream(connect(server.address), *service) for _ in range(count)]
     try:
-        await ranks.open()
-        await ranks.step(0, each=each)
+        for rank, one in enumerate(ranks):
+            await one.open(pharos_pb2.RankHello(group_rank=rank))
+        replies = await call(ranks, "Quorum", lambda rank: m.RankCall(rank, m.Member(""), number=1))
+        quorum_id = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
+        voting = ranks if each else ranks[:1]
+
+        async def vote(step: int) -> None:
+            await call(
+                voting, "CastVote", lambda rank: m.Vote(rank, "commit", quorum_id, 0, step, "yes", whole=not each)
+            )
+
+        await vote(0)
         before_s = cpu_s(server.pid)
         await asyncio.sleep(SECONDS)
         idle = (cpu_s(server.pid) - before_s) / SECONDS
         before_s, began_s = cpu_s(server.pid), time.monotonic()
         for step in range(1, steps + 1):
-            await ranks.step(step, each=each)
+            await vote(step)
         wall_s = time.monotonic() - began_s
         a_step = (cpu_s(server.pid) - before_s - idle * wall_s) / steps
         before_s = cpu_s(server.pid)
-        await ranks.report(each=each)
+        await report(ranks, each=each)
         reports = (cpu_s(server.pid) - before_s) / SECONDS
-        await ranks.streams[0].call("Leave", pharos_pb2.Leave(clean=True, reason="done").SerializeToString())
+        await ranks[0].call("Leave", pharos_pb2.Leave(clean=True, reason="done").SerializeToString())
         return a_step, wall_s / steps, idle, reports
     finally:
-        await asyncio.gather(*(one.close() for one in ranks.streams))
+        await asyncio.gather(*(one.close() for one in ranks))
         server.close()
         lighthouse.shutdown()
 

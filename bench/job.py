@@ -22,7 +22,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.pairs import Failed
+from bench.pairs import Failed, Worker
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,25 +110,15 @@ def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") 
     return [python, "-c", TORCHFT, bind, str(min_replicas)]
 
 
-class LighthouseProcess:
-    """A lighthouse in a process of its own, at "host:port". Raises Failed where it does not start."""
+class LighthouseProcess(Worker):
+    """A lighthouse in a process of its own, at "host:port". Raises Failed where it does not start. The next line of its output is the
+    address of its page, where it has one."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        with tempfile.TemporaryFile("w+") as said:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, cwd=ROOT)
-            self.pid, self.address = self._process.pid, self.line().removeprefix("http://")
-            if not self.address:
-                said.seek(0)
-                raise Failed(f"the lighthouse did not start: {said.read()[-500:]}")
-
-    def line(self) -> str:
-        """Returns the next line of its output: its address, then that of its page, where it has one."""
-        assert self._process.stdout
-        return self._process.stdout.readline().strip()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        super().__init__("lighthouse", command, {})
+        self.address = self.line().strip().removeprefix("http://")
+        if not self.address:
+            raise Failed(f"the lighthouse did not start: {self.last_words()}")
 
 
 class Forked:

@@ -4,7 +4,7 @@
 
 Three groups train over gloo, each in a process of its own; a group that has just launched its last bucket gets SIGKILL a random moment
 later, and another takes its place, again and again. Each records its steps (ft/recording.py); they are judged as the drill judges them
-(drill_rules.py): the survivors lose no step, and of each step there is one commit that anybody went on from, with the same weights. Also
+(drill_faults.py): the survivors lose no step, and of each step there is one commit that anybody went on from, with the same weights. Also
 printed: how many steps a survivor had from the other, which had all sums: the case that this is about.
 """
 
@@ -69,8 +69,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
 
 
 def prove(kills: int) -> int:
-    from bench import drill_rules as rules
-    from bench.drill_faults import Incident
+    from bench.drill_faults import Incident, bitwise_equal, survivors_went_on
     from ft.compat.lighthouse import LighthouseServer
 
     dice, lighthouse, began_s = random.Random(1), LighthouseServer("127.0.0.1:0", 1), time.monotonic()
@@ -95,7 +94,7 @@ def prove(kills: int) -> int:
             return all(len(diaries[name].since(since_s, "commit")) > 2 for name in both)
 
         survivors = [start(name) for name in "ab"]
-        for kill in range(kills):
+        for _ in range(kills):
             victim = start("c")
             wait("the newcomer takes part", partial(together, time.monotonic()))
             while victim.pipe.poll():
@@ -107,9 +106,10 @@ def prove(kills: int) -> int:
             if incidents:
                 incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
             wait("the survivors go on", partial(go_on, at_s))
-            incidents.append(Incident("kill", "group c", frozenset("c"), both, at_s, step, time.monotonic(), both))
-            if sys.stderr.isatty():
-                sys.stderr.write(f"\r{kill + 1} of {kills} kills ")
+            back_s = time.monotonic()
+            incidents.append(
+                Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, back_s=back_s, live=both)
+            )
         for group in survivors:
             group.tell("enough")
         wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))
@@ -118,7 +118,7 @@ def prove(kills: int) -> int:
     steps = max(diary.step for diary in diaries.values())
     print(f"{kills} kills at the last bucket: {steps} steps in {time.monotonic() - began_s:.0f} s")
     trained = {step: set(both) for step in range(steps + 1)}
-    verdicts = [rules.survivors_went_on(diaries, incidents, trained), rules.bitwise_equal(diaries, incidents)]
+    verdicts = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
     print(*verdicts, sep="\n")
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 

@@ -1,28 +1,35 @@
-"""For bench/quorum.py and group_votes.py: groups and ranks that send messages and never train.
+"""For bench/quorum.py, group_votes.py, page.py and tests/dashboard: groups and ranks that send messages and never train.
 
-Requests and answers stay bytes on this side, so that the load costs the same whichever lighthouse it speaks to. What it costs is measured
-as well: on few cores a load that is busy all the time sets the pace, and not the lighthouse.
+Requests and answers of a LoadSide stay bytes on this side, so that the load costs the same whichever lighthouse it speaks to. What it costs
+is measured as well: on few cores a load that is busy all the time sets the pace, and not the lighthouse.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import statistics
 import sys
 import threading
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
 
+import grpc
 import grpc.aio
 
 from bench.job import Forked, LighthouseProcess, cpu_s, our_lighthouse
 from ft.protocol import messages as m
 from ft.rpc import codec
+from ft.rpc.access import Access
 from ft.rpc.generated import pharos_pb2, torchft_pb2
+
+R = TypeVar("R")
 
 # The least that grpc.aio costs: a server that joins the calls of a round and answers all of them with the same bytes, of a given length.
 BARE = """
@@ -53,6 +60,13 @@ BEAT_S = 0.1  # how often groups of torchft beat
 TORCHFT_QUORUM, TORCHFT_BEAT = "/torchft.LighthouseService/Quorum", "/torchft.LighthouseService/Heartbeat"
 # Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
 FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
+NUMBERS = itertools.count(1)  # of the calls of all LoadGroups
+BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)  # a stream that is just lost
+# Of a Herd, which only says that it trains
+PHASES = ("forward, backward and reduction", "waits whether the step holds")
+STEP_S = 0.5
+CONNECTIONS = 16
+STATE_BYTES = 3 << 30  # that a healing group fetches
 
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
@@ -60,10 +74,11 @@ def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
     return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
 
 
-def connect(address: str, channels: int) -> list[Any]:
+def connect(address: str) -> Any:
+    """A channel of one connection to "host:port" or "http://host:port"."""
     options = {"max_receive_message_length": 1 << 30, "use_local_subchannel_pool": 1, "enable_http_proxy": 0}
     given = [(f"grpc.{name}", value) for name, value in options.items()]
-    return [grpc.aio.insecure_channel(address, options=given) for _ in range(channels)]
+    return grpc.aio.insecure_channel(address.removeprefix("http://"), options=given)
 
 
 class LoadSide:
@@ -72,7 +87,7 @@ class LoadSide:
     def __init__(self, server: LighthouseProcess, path: str, requests: Callable[[int], list[bytes]]) -> None:
         self.server, self.path, self.requests = server, path, requests
         self.answer = b""  # the last one of the first group
-        self._channels, self._rounds = connect(server.address, 8), 0
+        self._channels, self._rounds = [connect(server.address) for _ in range(8)], 0
 
     async def round(self) -> float:
         """Seconds until everybody has the answer."""
@@ -193,7 +208,7 @@ def beat(address: str, groups: int, pipe: Any) -> None:
 
 
 async def _beat(address: str, groups: int, pipe: Any) -> None:
-    calls, answered = [channel.unary_unary(TORCHFT_BEAT) for channel in connect(address, 8)], [0] * groups
+    calls, answered = [connect(address).unary_unary(TORCHFT_BEAT) for _ in range(8)], [0] * groups
 
     async def group(i: int) -> None:
         await asyncio.sleep(BEAT_S * i / groups)
@@ -215,16 +230,18 @@ async def _beat(address: str, groups: int, pipe: Any) -> None:
 
 
 class LoadStream:
-    """A connection of its own to a server, with calls and the stream of that service."""
+    """Calls and the stream of a service, over a channel of its own or one that others share."""
 
-    def __init__(self, address: str, service: str, up: Any, down: Any) -> None:
-        self._channel, self._service, self._up, self._down = connect(address, 1)[0], service, up, down
+    obeys: Callable[[str], Awaitable[None]] | None = None  # called with the kind of each order
+
+    def __init__(self, channel: Any, service: str, up: Any, down: Any, metadata: Any = None) -> None:
+        self.channel, self._service, self._up, self._down, self._metadata = channel, service, up, down, metadata
         self.heard: Counter[str] = Counter()  # messages down the stream, by kind
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def open(self, hello: Any, report: Any = None) -> None:
         """Afterwards the server has heard the hello, where it answers the report."""
-        self._stream = self._channel.stream_stream(f"/{self._service}/Watch")()
+        self.stream = self.channel.stream_stream(f"/{self._service}/Watch")(metadata=self._metadata)
         await self.write(hello=hello)
         if report is not None:
             await self.write(report=report)
@@ -233,43 +250,52 @@ class LoadStream:
         self.tasks.append(asyncio.ensure_future(self._hear_all()))
 
     def call(self, method: str, request: bytes) -> Any:
-        return self._channel.unary_unary(f"/{self._service}/{method}")(request, timeout=120)
+        call = self.channel.unary_unary(f"/{self._service}/{method}")
+        return call(request, timeout=120, metadata=self._metadata)
 
     async def write(self, **up: Any) -> None:
-        await self._stream.write(self._up(**up).SerializeToString())
+        await self.stream.write(self._up(**up).SerializeToString())
 
     async def close(self) -> None:
         """Ends without a leave, like a process that was killed."""
         for task in self.tasks:
             task.cancel()
-        await self._channel.close()
+        await self.channel.close()
 
     async def _hear(self) -> bool:
-        if (data := await self._stream.read()) is grpc.aio.EOF:
+        if (data := await self.stream.read()) is grpc.aio.EOF:
             return False
-        self.heard[str(self._down.FromString(data).WhichOneof("down"))] += 1
+        down = self._down.FromString(data)
+        self.heard[kind := str(down.WhichOneof("down"))] += 1
+        if kind == "order" and self.obeys:
+            await self.obeys(down.order.kind)
         return True
 
     async def _hear_all(self) -> None:
-        while await self._hear():
-            pass
+        with suppress(*BROKEN, asyncio.CancelledError):
+            while await self._hear():
+                pass
 
 
 class LoadGroup(LoadStream):
-    """One of ours, as far as its lighthouse can tell: calls, and a beat each second."""
+    """A replica group, as far as its lighthouse can tell. `place`: its number, for its addresses."""
 
-    def __init__(self, address: str, name: str) -> None:
-        super().__init__(address, "pharos.Lighthouse", pharos_pb2.Up, pharos_pb2.Down)
-        self.replica_id, self.beats, self._number = name, 1, 0
+    member = False  # of a Herd: it has been in a quorum
+    healed_bytes = -1  # of a Herd: how much it has of the state that it heals; -1: it does not heal
+
+    def __init__(self, channel: Any, name: str, place: int = 7, metadata: Any = None) -> None:
+        super().__init__(channel, "pharos.Lighthouse", pharos_pb2.Up, pharos_pb2.Down, metadata)
+        self.replica_id, self.beats, self._addresses = name, 1, addresses(place)
 
     async def begin(self) -> None:
+        """Opens the stream, and beats each second."""
         await self.open(pharos_pb2.Hello(replica_id=self.replica_id), self._report())
         self.tasks.append(asyncio.ensure_future(self._beat()))
 
-    async def ask(self, known: int = 0, *, failed: bool = False) -> int:
-        """The id of the quorum that it is in."""
-        self._number += 1
-        call = m.Call(m.Member(self.replica_id, *addresses(7)), known=known, failed=failed, number=self._number)
+    async def ask(self, known: int = 0, *, failed: bool = False, **state: Any) -> int:
+        """The id of the quorum that it is in. `state`: fields of its Member."""
+        member = m.Member(self.replica_id, *self._addresses, **state)
+        call = m.Call(member, known=known, failed=failed, number=next(NUMBERS))
         return int(pharos_pb2.QuorumReply.FromString(await self.call("Quorum", pharos_call(call))).quorum.quorum_id)
 
     @property
@@ -287,3 +313,131 @@ class LoadGroup(LoadStream):
             await asyncio.sleep(due_s - time.perf_counter())
             self.beats += 1
             await self.write(report=self._report())
+
+
+class Herd:
+    """Groups that only say that they train, over a few connections, so that a thousand of them fit a laptop. Each obeys orders: killed, it
+    goes without a word, drained, it leaves. Every method waits until it is done. Groups beat only in `beat`."""
+
+    def __init__(self, address: str, token: str = "", *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """loop: one that runs in another thread; else there is one of its own. (grpc.aio does not bear one that ends beside another.)"""
+        self._loop, self._thread = loop or asyncio.new_event_loop(), None
+        if loop is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, name="herd", daemon=True)
+            self._thread.start()
+        self._address, self._metadata, self._channels = address, Access(token).metadata(), list[Any]()
+        self.streams: dict[str, LoadGroup] = {}
+        self._places = itertools.count()
+        self.step, self.quorum_id = 0, 0
+        self.obeyed: list[tuple[str, str]] = []  # order, id
+
+    def do(self, work: Coroutine[Any, Any, R]) -> R:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    # ---- what a test or a picture wants
+
+    def open(self, ids: Iterable[str]) -> None:
+        """Makes groups known to the lighthouse, in no quorum yet."""
+        self.do(self._open(list(ids)))
+
+    def form(self, *, failed: bool = False) -> int:
+        """Lets all groups ask for a quorum; those that were in none heal. Returns its id."""
+        self.quorum_id = self.do(self._form(failed))
+        return self.quorum_id
+
+    def beat(self, steps: int = 1, **figures: Any) -> None:
+        """A beat of each, so many committed steps after the last one. figures: fields of pharos.Report, of all."""
+        self.step += steps
+        self.do(self._beat(figures))
+
+    def heal(self, replica_id: str, share: float) -> None:
+        """Reports so much of the state as healed; 1.0: all of it, with the next beat."""
+        self.streams[replica_id].healed_bytes = int(share * STATE_BYTES) if share < 1 else -1
+
+    def tell(self, replica_id: str, lane: str, text: str) -> None:
+        self.do(self.streams[replica_id].write(happened=codec.happened_message(lane, self.step, text)))
+
+    def leave(self, replica_id: str) -> None:
+        """Leaves with a clean goodbye."""
+        self.do(self._leave(replica_id))
+
+    def lose(self, *ids: str) -> None:
+        """Ends groups as killed processes end."""
+        self.do(self._lose(ids))
+
+    def close(self) -> None:
+        self.do(self._close())
+        if self._thread:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+    # ---- on the loop
+
+    async def _open(self, ids: list[str]) -> None:
+        self._channels = self._channels or [connect(self._address) for _ in range(CONNECTIONS)]
+        for replica_id, place in zip(ids, self._places):  # noqa: B905 (places have no end)
+            shared = self._channels[place % CONNECTIONS]
+            group = self.streams[replica_id] = LoadGroup(shared, replica_id, place, self._metadata)
+            group.obeys = partial(self._obey, replica_id)
+            await group.open(pharos_pb2.Hello(replica_id=replica_id))
+            if place % 50 == 49:
+                await asyncio.sleep(0.01)  # or the lighthouse is asked for more than it answers in time
+
+    async def _obey(self, replica_id: str, order: str) -> None:
+        self.obeyed.append((order, replica_id))
+        if order == "drain":
+            await self._leave(replica_id)
+        await self._lose([replica_id])
+
+    async def _leave(self, replica_id: str) -> None:
+        leave = codec.to_message(m.Leave(replica_id, True, "drained"))
+        await self.streams[replica_id].call("Leave", leave.SerializeToString())
+
+    async def _form(self, failed: bool) -> int:
+        groups = list(self.streams.values())
+        heals = any(group.member for group in groups)
+        answers = await asyncio.gather(*(self._ask(group, failed, heals) for group in groups))
+        for group in groups:
+            group.member = True
+        return max(answers)
+
+    async def _ask(self, group: LoadGroup, failed: bool, heals: bool) -> int:
+        if group.member:
+            state = {"commit_id": f"c{self.step}", "commit_quorum_id": self.quorum_id, "step": self.step}
+            return await group.ask(self.quorum_id, failed=failed, world_size=8, **state)
+        group.healed_bytes = 0 if heals else -1
+        return await group.ask(world_size=8)
+
+    async def _beat(self, figures: dict[str, Any]) -> None:
+        wall_s = 60.0 + self.step * STEP_S
+        loss = 2.1 + 6.5 * math.exp(-self.step / 40) + 0.06 * math.sin(self.step * 1.7)
+        for place, group in enumerate(list(self.streams.values())):
+            heals = group.healed_bytes >= 0
+            report = pharos_pb2.Report(
+                step=m.VOID if heals else self.step,
+                commit_quorum_id=self.quorum_id,
+                median_step_s=STEP_S,
+                settled=max(0, self.step - 1),
+                sent_s=wall_s,
+                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6],
+                goodput_s=wall_s * (0.9 + place % 9 / 100),
+                wall_s=wall_s,
+                mean_loss=loss,
+                heal_done_bytes=max(0, group.healed_bytes),
+                heal_total_bytes=STATE_BYTES if heals else 0,
+            )
+            report.MergeFrom(pharos_pb2.Report(**figures))
+            with suppress(*BROKEN):
+                await group.write(report=report)
+
+    async def _lose(self, ids: Iterable[str]) -> None:
+        for replica_id in ids:
+            if group := self.streams.pop(replica_id, None):
+                group.stream.cancel()
+
+    async def _close(self) -> None:
+        await self._lose(list(self.streams))
+        await asyncio.gather(*(one.close() for one in self._channels))
+        if self._thread and (rest := asyncio.all_tasks() - {asyncio.current_task()}):
+            await asyncio.wait(rest, timeout=2)  # until the cancelled tasks have ended

@@ -3,8 +3,8 @@
     python bench/page.py                      3 and 1,000 groups: time until it can be used, a death's way onto it, bytes
     python bench/page.py --pictures docs      docs/page.png, page_dark.png, page_phone.png, and with 1,000 groups page_1000.png
 
-A real lighthouse in a process of its own, groups that speak to it as ours do (page_job.py: they only say that they train), and Debian's
-chromium, headless. What the page costs the lighthouse: bench/quorum.py --watchers 5.
+A real lighthouse in a process of its own, groups that speak to it as ours do (lighthouse_load.py: they only say that they train), and
+Debian's chromium, headless. What the page costs the lighthouse: bench/quorum.py --watchers 5.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench import lighthouse_load as load
-from bench.page_job import Herd
 from bench.pairs import parser, spread, table
 
 SIZES = (3, 1000)
@@ -47,14 +46,14 @@ WATCH = """(what) => {
 }"""
 
 
-class PageJob(Herd):
+class PageJob(load.Herd):
     """A lighthouse and its groups, in a quorum."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count, self.token = count, secrets.token_urlsafe(18)
         (folder / "token").write_text(self.token)
         self.server = load.ours(count, http="127.0.0.1:0", token_file=folder / "token")
-        self.page = self.server.line()
+        self.page = self.server.line().strip()
         super().__init__(f"http://{self.server.address}", self.token)
         unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
         few = count < 100

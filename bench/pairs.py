@@ -68,19 +68,16 @@ class Worker:
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None
     ) -> None:
-        """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
+        """`env` is added to this process' environment, and the side begins in the repository's folder. After `limit_s` seconds it is
+        killed; None: never."""
         self.name = name
         # not a pipe: one that nobody reads fills up and blocks the side
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={**os.environ, **env},
-        )
-        self._limit_s, self._over = limit_s, False
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
+            cwd=Path(__file__).resolve().parents[1], env={**os.environ, **env},
+        )  # fmt: skip
+        self.pid, self._limit_s, self._over = self._process.pid, limit_s, False
         self._timer = threading.Timer(limit_s or 0.0, self._end)
         self._timer.daemon = True
         if limit_s is not None:
@@ -96,16 +93,20 @@ class Worker:
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            raise Failed(self._last_words()) from None
+            raise Failed(self.last_words()) from None
         return self.answer()
 
     def answer(self) -> Any:
         """The next line that is JSON (libraries print other things). Raises Failed."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        while line := self.line():
             if line.startswith("{"):
                 return json.loads(line)
-        raise Failed(self._last_words())
+        raise Failed(self.last_words())
+
+    def line(self) -> str:
+        """The next line of its output; "": it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
 
     def close(self) -> None:
         """Ends the process and waits for it."""
@@ -114,7 +115,7 @@ class Worker:
         self._process.communicate()
         self._stderr.close()
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
         self._process.communicate()
         if self._over:
             return f"killed after {self._limit_s:.0f} s"

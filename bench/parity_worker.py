@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any, Literal
@@ -171,6 +172,7 @@ class Rank:
 
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
+        self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the truth's weights after a step
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
@@ -192,10 +194,6 @@ class Rank:
         before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
         moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
-
-    def folder(self, step: int) -> Path:
-        """The truth's weights after that step."""
-        return self.task.weights(self.case.vocab_size, self.case.optimizer, step)
 
     def load_weights(self, step: int) -> None:
         """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""

@@ -102,7 +102,7 @@ async def taken(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dic
 async def watched(watchers: int, pairs: int) -> None:
     """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
     servers = {name: load.ours(GROUPS, http="127.0.0.1:0") for name in ("watched", "unwatched")}
-    page = await asyncio.to_thread(servers["watched"].line)
+    page = (await asyncio.to_thread(servers["watched"].line)).strip()
     sides = {name: await load.known_side(server, GROUPS) for name, server in servers.items()}
     with load.beside(load.read_events, page, watchers) as had:
         turns = await taken(sides, pairs, 24)  # some seconds: pages have an update in each
@@ -179,8 +179,8 @@ async def idle() -> None:
     """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
     room_for_connections()
     server = load.ours(GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
-    page = await asyncio.to_thread(server.line)
-    groups = [load.LoadGroup(server.address, load.replica_id(i)) for i in range(GROUPS)]
+    page = (await asyncio.to_thread(server.line)).strip()
+    groups = [load.LoadGroup(load.connect(server.address), load.replica_id(i)) for i in range(GROUPS)]
 
     def seen() -> list[float]:
         """So far: quorums, beats, messages that answer none; seconds of the clock, of the server's CPU, of the load's."""
@@ -216,10 +216,11 @@ async def churn() -> None:
         server = load.ours(2, state_file=Path(folder, "state.json"))
         memory: list[float] = []
         try:
-            stays, known = load.LoadGroup(server.address, "stays:1"), 0
+            stays, known = load.LoadGroup(load.connect(server.address), "stays:1"), 0
             await stays.begin()
             for change in range(1, CHANGES[-1] + 1):
-                comes = load.LoadGroup(server.address, f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000")
+                name = f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000"
+                comes = load.LoadGroup(load.connect(server.address), name)
                 await comes.begin()
                 known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
                 await comes.close()

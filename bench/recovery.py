@@ -24,11 +24,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import inf, nan
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -175,10 +175,10 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
     def row(side: JobSide) -> list[str]:
-        calm, steps = stormy(side, options, 3, 120, 20, lambda groups: []), stormy(side, options, 3, 120, 20, list)
-        good = steps.steps / calm.steps
-        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (steps.lost, 0), **same(steps.weights)}
-        figures = [str(calm.steps), str(steps.steps), str(steps.kills), f"{good:.2f}", str(steps.lost), steps.weights]
+        calm, seen = stormy(side, options, 3, 120, 20, lambda groups: []), stormy(side, options, 3, 120, 20, list)
+        good, end = seen.steps / calm.steps, weights(seen.ends)
+        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (seen.lost, 0), **same(end)}
+        figures = [str(calm.steps), str(seen.steps), str(seen.storm.kills), f"{good:.2f}", str(seen.lost), end]
         return [*figures, verdict(side, bounds)]
 
     header = ["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"]
@@ -197,18 +197,14 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
     print(table(header, rows))
 
 
-@dataclass
-class StormCase:
+class StormCase(NamedTuple):
     """Outcome of a time of kills. Steps and lost ones are of that time."""
 
+    storm: Storm
     steps: int
-    kills: int
     lost: int
-    seconds: float
     ends: list[DiaryLine]
-    weights: str
-    groups: list[ReplicaGroup]
-    longest_s: float  # in which nobody committed
+    seconds: float
 
 
 def stormy(
@@ -216,18 +212,12 @@ def stormy(
 ) -> StormCase:
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
         made = Storm(job)
-        made.start()
-        job.steps(STEADY, groups)
-        began_s, first = time.monotonic(), max(group.step for group in job.groups)
         made.rage(seconds, every_s, every_s, victims)
         if made.own:
             raise job.failure("a group ended by itself")
-        steps, lost = max(group.step for group in job.groups) - first, refused(job.groups, began_s)
+        steps, lost = max(group.step for group in job.groups) - made.first, refused(job.groups, made.began_s)
         job.steps(STEADY, groups)
-        ends, took_s = job.finish(), time.monotonic() - began_s
-    commits = sorted(line.at_s for group in job.groups for line in group.since(began_s, "commit"))
-    longest_s = max(b - a for a, b in pairwise(commits))
-    return StormCase(steps, made.kills, lost, took_s, ends, weights(ends), job.groups, longest_s)
+        return StormCase(made, steps, lost, job.finish(), time.monotonic() - made.began_s)
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
@@ -235,12 +225,15 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
     def row(side: JobSide) -> list[str]:
         seen = stormy(side, options, 4, 180, 6, expendable)
-        wrong, last = unaccounted(seen.groups, seen.ends), seen.ends[0].step
+        groups, last, end = seen.storm.job.groups, seen.ends[0].step, weights(seen.ends)
+        wrong = unaccounted(groups, seen.ends)
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
-        bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(seen.weights)})
-        figures = [str(seen.kills), str(last), f"{last / seen.seconds:.1f}", f"{seen.longest_s:.2f}", str(seen.lost)]
-        return [*figures, str(len(wrong)), seen.weights, bounds]
+        commits = sorted(line.at_s for group in groups for line in group.since(seen.storm.began_s, "commit"))
+        longest_s = max(b - a for a, b in pairwise(commits))
+        figures = [str(seen.storm.kills), str(last), f"{last / seen.seconds:.1f}", f"{longest_s:.2f}", str(seen.lost)]
+        bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})
+        return [*figures, str(len(wrong)), end, bounds]
 
     header = ["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"]
     print_rows(header, row, sides)

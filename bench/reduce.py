@@ -49,7 +49,7 @@ def main() -> None:
     with workers({str(rank): command for rank in range(MEMBERS)}, OMP_NUM_THREADS="1") as team:
         ask_all(team, "meet", store=f"127.0.0.1:{store.port}", elements=int(options.megabytes * 1e6 / 4))
         for what, sides in SIDES.items():
-            asked = {side: partial(ask_all, team, "measure", what=what, side=side) for side in sides}
+            asked = {side: partial(ask_all, team, what.replace("-", "_"), side=side) for side in sides}
             answers = in_turns(asked, options.rounds, warm=1)
             spent, cpu = (
                 {side: [over(answer[figure] for answer in turn) for turn in turns] for side, turns in answers.items()}
@@ -95,18 +95,16 @@ class ReduceMember:
         }
         return {}
 
-    def measure(self, what: str, side: str, rank: int) -> dict[str, float]:
-        return self.steps(side) if what == "step" else self.sum(*self.sums[side])
-
-    def steps(self, side: str) -> dict[str, float]:
+    def step(self, side: str, rank: int) -> dict[str, float]:
         name, _, fused = side.partition(", ")
         before = [parameter.detach().clone() for parameter in self.parameters]
-        figures = self.timed(partial(self.step, *self.keepers.get(name, (None, None)), bool(fused)), STEPS)
+        figures = self.timed(partial(self.one_step, *self.keepers.get(name, (None, None)), bool(fused)), STEPS)
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.testing.assert_close(parameter.detach(), old - STEPS * LR)
         return figures
 
-    def sum(self, group: Any, value: torch.Tensor) -> dict[str, float]:
+    def all_reduce(self, side: str, rank: int) -> dict[str, float]:
+        group, value = self.sums[side]
         value.fill_(1.0)
         figures = self.timed(lambda: group.allreduce([value]).wait(), 1)
         assert value[0] == value[-1] == MEMBERS
@@ -124,7 +122,7 @@ class ReduceMember:
             spent.append(time.perf_counter() - start_s)
         return {"s": statistics.median(spent), "cpu_s": (sum(map(cpu_s, pids)) - began_s) / count}
 
-    def step(self, group: Any, gradients: Gradients | None, fused: bool) -> None:
+    def one_step(self, group: Any, gradients: Gradients | None, fused: bool) -> None:
         self.optimizer.zero_grad()
         if gradients is None:
             works = []

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.drill_job import DrillJob
-from bench.drill_machines import Network
+from bench.drill_job import DrillJob, Network
 from bench.job import ROOT, rows
 from bench.pairs import Failed, parser, table
 from scripts.plot_loss import Panel, Points, drawing, read, smooth, thin

@@ -24,10 +24,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +303,7 @@ class SoakJob:
             one.kill()
 
 
-def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str], None] = print) -> list[str]:
+def soak(folder: Path, changes: int, kills: int, seed: int) -> list[str]:
     """Goes on until there are so many changes in all. Returns the problems, in words."""
     folder.mkdir(parents=True, exist_ok=True)
     done = Done.read(folder / "soak.json")
@@ -338,7 +337,9 @@ def soak(folder: Path, changes: int, kills: int, seed: int, say: Callable[[str],
                 with (folder / "soak.jsonl").open("a") as file:
                     file.write(json.dumps(row | job.look()) + "\n")
                 if looks % 10 == 0:
-                    say(f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}")
+                    print(
+                        f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}", flush=True
+                    )
         return job.problems
     finally:
         job.close()
@@ -423,7 +424,7 @@ def main() -> int:
     write = parser((__doc__ or "").partition("\n")[0], write=(Path, "the page of the figures")).parse_args().write
     os.environ.update(SETTINGS)
     folder = Path("outputs/soak")
-    problems = soak(folder, CHANGES, KILLS, 1, partial(print, flush=True))
+    problems = soak(folder, CHANGES, KILLS, 1)
     lines = verdict(folder)
     text = report(Done.read(folder / "soak.json"), lines, problems, CHANGES)
     print(text)

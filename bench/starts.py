@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,17 @@ def start_two(first: str, kind: str, lighthouse: str) -> list[str]:
     """Runs two groups until they end. Returns the output of each that failed; "" for one that ended well."""
     command = [sys.executable, __file__, "--worker", first, kind]
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "NUM_REPLICA_GROUPS": "2"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env={**env, "REPLICA_GROUP_ID": str(n)}, **pipes) for n in range(2)]
-    found = list[str]()
-    for process in processes:
+
+    def run(group: str) -> str:
+        own, out = {**env, "REPLICA_GROUP_ID": group}, subprocess.PIPE
         try:
-            text, _ = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            text = process.communicate()[0] + f"\nhas not ended after {LIMIT_S:g} s"
-        found.append(f"{text}\nexit code {process.returncode}\n" if process.returncode else "")
-    return found
+            done = subprocess.run(command, env=own, timeout=LIMIT_S, stdout=out, stderr=subprocess.STDOUT)
+        except subprocess.TimeoutExpired as late:
+            return f"{(late.stdout or b'').decode()}\nhas not ended after {LIMIT_S:g} s\n"
+        return f"{done.stdout.decode()}\nexit code {done.returncode}\n" if done.returncode else ""
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, "01"))
 
 
 def train(first: str, kind: str) -> None:

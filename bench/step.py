@@ -5,7 +5,12 @@
 Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights under bf16 autocast, and bf16 weights without fp32 master
 weights (faster, but small updates are lost); ours always has fp32 master weights. Every side is one process that lives
 through all rounds, on the same CPUs and number of threads; the sides take turns. The last lines compare our settings with
-the fastest peer at its best setting, round by round.
+the fastest peer at its best setting, round by round. gpu.py starts the same sides.
+
+A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the products and all
+of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
+chunked=8192 (the logits of so many tokens exist at once). Our weights are drawn on the device: nothing here depends on their bits. A side
+runs under its own interpreter, so a peer's imports torch and that peer alone.
 
 A CPU rank of ours has the C library keep freed memory (parallelisms/device.py). To give the peers the same:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
@@ -18,22 +23,30 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+from torch import Tensor
+
 from bench.job import ROOT
-from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, spread, table
+from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, spread, table
 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
 OURS, STEPS = "pharos", 3  # of a turn
 PEER_SETTINGS = ("bf16 autocast", "bf16 autocast compile", "fp32", "bf16 weights", "bf16 weights compile")
 SETTINGS = {OURS: ("bf16", "bf16 compile", "fp32"), "torchtitan": PEER_SETTINGS, "transformers": PEER_SETTINGS}
+Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
 def start(
@@ -42,8 +55,8 @@ def start(
 ) -> Worker:  # fmt: skip
     """The process of a side, not ready yet."""
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": device, "cpus": cpus}
-    python, program = sys.executable if side == OURS else peer_python, str(ROOT / "bench" / "step_worker.py")
-    return Worker(f"{side} {setting}", [python, program, json.dumps(arguments)], env or {}, limit_s=limit_s)
+    command = [sys.executable if side == OURS else peer_python, __file__, "--side", json.dumps(arguments)]
+    return Worker(f"{side} {setting}", command, env or {}, limit_s=limit_s)
 
 
 def main() -> None:
@@ -92,5 +105,194 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------------------ the sides
+
+
+def our_llama(sizes: dict[str, int]) -> Any:
+    """Our model, on the meta device."""
+    from models.llama import Config, build
+
+    heads = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
+    config = Config(dim=sizes["dim"], n_layers=sizes["layers"], hidden_dim=sizes["hidden"], **heads)
+    with torch.device("meta"):
+        return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
+
+
+def pharos(
+    sizes: dict[str, int],
+    setting: str,
+    device: torch.device,
+    cleanup: ExitStack,
+    show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
+) -> Step:
+    """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
+    from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+    from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.layout import CompileConfig, Layout, Precision
+    from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+    from parallelisms.parallelize import parallelize
+    from training.config import TrainingConfig
+    from training.loss import cross_entropy_sum
+    from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, build_optimizer
+    from training.progress import Progress
+
+    cleanup.enter_context(process_group(CommConfig()))
+    flags, backend = _flags(setting), _backend(setting)
+    layout = Layout(
+        ParallelismConfig(),
+        ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
+        CompileConfig(enable=bool(backend), backend=backend or "inductor"),
+        precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
+        loss_chunk_tokens=int(flags.get("chunked", 0)),
+    )
+    with patch("models.llama.normal_", draw_on_device):
+        parallel = parallelize(
+            our_llama(sizes),
+            build_mesh(degrees(layout.parallelism, 1), device.type),
+            cross_entropy_sum,
+            layout,
+            local_batch_size=sizes["batch"],
+            seq_len=sizes["seq"],
+            device=device,
+            seed=0,
+        )
+    settings = OptimizerConfig(lr=3e-4)
+    optimizer = build_optimizer(settings, parallel.parts)
+    parameters = list(parallel.parts[0].parameters())
+    show(parameters)
+    schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
+    optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        parallel.forward_backward(inputs, labels)
+        optimizer_step.step(0, labels.numel())
+
+    return step
+
+
+def _flags(setting: str) -> dict[str, str]:
+    """The value of each flag, "" where it has none."""
+    return dict(flag.partition("=")[::2] for flag in setting.split())
+
+
+def _backend(setting: str) -> str:
+    """The backend of torch.compile; "": the setting does not compile."""
+    flags = _flags(setting)
+    return flags["compile"] or "inductor" if "compile" in flags else ""
+
+
+def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
+    """Replaces models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    torch.nn.init.normal_(parameter, std=std)
+
+
+def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """torchtitan 0.2's llama3; blocks and loss are compiled, as its own trainer does."""
+    llama3 = "torchtitan.models.llama3.model"
+    # multiple_of rounds two thirds of 4 * dim up to the width asked for
+    names = "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
+    arguments = import_module(f"{llama3}.args").TransformerModelArgs(**_named(sizes, names), ffn_dim_multiplier=None)
+    with torch.device(device), torch.no_grad():
+        model = import_module(f"{llama3}.model").Transformer(arguments)
+        model.init_weights()
+    width = model.layers["0"].feed_forward.w1.out_features
+    assert width == sizes["hidden"], "these sizes cannot be had from torchtitan"
+    if "checkpoint" in setting:
+        from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
+
+        apply_activation_checkpoint(model, ActivationCheckpointConfig("selective", "op"))
+    if backend := _backend(setting):
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, fullgraph=True, backend=backend))
+    return _peer_step(model, model, setting, device, compile_loss=True)
+
+
+def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
+    """LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
+    peer = import_module("transformers")
+    names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size max_position_embeddings"
+    config = peer.LlamaConfig(**_named(sizes, names), tie_word_embeddings=False, attn_implementation="sdpa")
+    with torch.device(device):
+        model = peer.LlamaForCausalLM(config)
+    if "checkpoint" in setting:
+        model.gradient_checkpointing_enable()
+        model.train()
+    backend = _backend(setting)
+    forward = torch.compile(model, backend=backend) if backend else model
+    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
+
+
+def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
+    """A peer's names of our sizes, in this order."""
+    ours = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab", "seq")
+    return dict(zip(names.split(), (sizes[size] for size in ours), strict=True))
+
+
+def _peer_step(
+    model: torch.nn.Module,
+    logits_of: Callable[[Tensor], Tensor],
+    setting: str,
+    device: torch.device,
+    *,
+    compile_loss: bool = False,
+) -> Step:
+    model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+    def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    backend = _backend(setting) if compile_loss else ""
+    loss_of = torch.compile(plain_loss, backend=backend) if backend else plain_loss
+
+    def step(inputs: Tensor, labels: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
+            loss = loss_of(logits_of(inputs), labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class StepSide:
+    """Answers with the seconds and CPU seconds that so many steps took, and so far the peak of resident memory, or of what the caching
+    allocator of a GPU had to hand out, and the graphs that torch.compile has made."""
+
+    def __init__(self, step: Step, sizes: dict[str, int], device: torch.device) -> None:
+        self.step, self.sizes, self.device = step, sizes, device
+
+    def run(self, steps: int) -> dict[str, float]:
+        shape = (self.sizes["batch"], self.sizes["seq"] + 1)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            tokens = torch.randint(0, self.sizes["vocab"], shape, device=self.device)
+            self.step(tokens[:, :-1], tokens[:, 1:])
+        cuda, dynamo = self.device.type == "cuda", sys.modules.get("torch._dynamo.utils")
+        if cuda:
+            torch.cuda.synchronize()
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
+        graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
+
+
+def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus: Sequence[int]) -> None:
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    torch.manual_seed(0)
+    make, where = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side], torch.device(device)
+    with ExitStack() as cleanup:
+        member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
+        if where.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
+        serve(member, member.run(1))
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--side"]:
+        serve_side(**json.loads(sys.argv[2]))
+    else:
+        main()

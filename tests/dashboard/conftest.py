@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.page_job import Herd
+from bench.lighthouse_load import Herd
 from tests import system_packages
 from tests.dashboard.house import THREE, Herds, House, Houses, Jobs
 

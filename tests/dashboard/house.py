@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from bench.page_job import Herd
+from bench.lighthouse_load import Herd
 from ft.dashboard.server import serve_http
 from ft.protocol import messages as m
 from ft.protocol.lighthouse import LighthouseConfig

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bench.drill_faults import KINDS
-from bench.drill_machines import Network, no_disk
+from bench.drill_job import Network, no_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("PHAROS_E2E") == "all"

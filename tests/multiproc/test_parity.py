@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench import parity
-from bench.parity_layouts import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
+from bench.parity import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
 from bench.parity_worker import ParityCase, Task
 from models import llama
 from tests.multiproc.pool import Pool

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.drill_machines import SUBNET, Network
+from bench.drill_job import SUBNET, Network
 from bench.job import descendants
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.drill_faults import HARMS, Incident
-from bench.drill_rules import BOUNDS, in_time
+from bench.drill_faults import BOUNDS, HARMS, Incident, in_time
 from bench.job import Diary, DiaryLine
 from ft.config import FaultTolerance
 from tests.unit.test_drill_rules import FAULT, commit, diaries

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 
 from bench.drill import read_arguments
-from bench.drill_faults import KINDS, Incident, plan
-from bench.drill_rules import (
+from bench.drill_faults import (
+    KINDS,
+    Incident,
     bitwise_equal,
     figures_complete,
     ledger_exact,
     longest_gap_s,
     loss_of_twin,
     next_commit_s,
+    plan,
     survivors_went_on,
 )
 from bench.job import Diary, DiaryLine, rows
