@@ -95,33 +95,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's part of a step, summed over its ranks. `losses`: this rank's, by batch, of the newest optimizer step, which follows
-    `step` others. `taken`: norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
+    """This group's part of a step, summed over its ranks. `step`: optimizer steps before the newest one. `losses`: of this rank's batches
+    in that step. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid ones
     loss_sum: float  # nats
     finite: bool
     step: int
     losses: list[tuple[Batch, Tensor]]
-    taken: tuple[float, float] | None = None
+    own_update: tuple[float, float] | None = None
 
 
 class Run(Components):
     """One start of a run on one rank: the loop over what Components builds from the configuration."""
 
     def train(self) -> None:
-        """Steps until training.steps are committed, or a signal asks to stop. Raises NonFinite, CheckpointFailed."""
+        """Steps until training.steps are committed, or a signal asks to stop. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite,
+        Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported)) >= steps:
-            return self.log.info("finished already: %d of %d steps; a larger training.steps goes on", reached, steps)
+            return self.log.info("finished already: %d of %d steps; raise training.steps to go on", reached, steps)
         self.watchdog, profiler, garbage, drill = self.start_monitoring()
         pending_signals = 0
         while self.manager.step < steps and not self.manager.left:
             try:
                 if not self.train_step():
-                    continue  # it did not hold: begin again
+                    continue  # not committed: run the step again
             except GroupReleased as released:
                 return self.leave(released)
             step, pending_signals, self.pending_signals = self.manager.step, self.pending_signals, 0
@@ -147,12 +148,12 @@ class Run(Components):
         return self.print_summary("finished", next_command)
 
     def train_step(self) -> bool:
-        """One step over the slots that this group was dealt. False: it does not hold, and nothing became visible."""
+        """One step over the slots that this group was dealt. False: not committed, and no state has changed."""
         with self.progress.phase("quorum"):
-            deal = self.manager.begin_step(until=self.config.training.steps)
-        if deal.step >= self.config.training.steps:
+            assignment = self.manager.begin_step(until=self.config.training.steps)
+        if assignment.step >= self.config.training.steps:
             return False  # the checkpoint that was restored is of the last step
-        local = self.compute_step(deal)
+        local = self.compute_step(assignment)
         with self.progress.phase("reduce"):
             try:
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, local.finite))
@@ -161,8 +162,8 @@ class Run(Components):
         if commit is None:
             self.optimizer.zero_grad()
             return False
-        step = self.manager.step  # may exceed deal.step + 1, if this group has healed meanwhile
-        grad_norm, lr = local.taken or self.optimizer_step.step(step - 1, commit.divisor)
+        step = self.manager.step  # may exceed assignment.step + 1, if this group has healed meanwhile
+        grad_norm, lr = local.own_update or self.optimizer_step.step(step - 1, commit.divisor)
         if not math.isfinite(grad_norm):
             raise self.nonfinite(local)
         self.progress.settle()
@@ -185,29 +186,31 @@ class Run(Components):
         self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=self.inner_steps)
         return True
 
-    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
+    def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
         all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
         losses, at = list[tuple[Batch, Tensor]](), self.coordinate
-        for batch in batches or self.progress.timed("data", self.loader.load(deal.slots)):
+        for batch in batches or self.progress.timed("data", self.loader.load(assignment.slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
                 # tensors must stay equal (DTensor has its own generator for parts).
-                place = f"{self.config.training.seed}/{deal.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                place = (
+                    f"{self.config.training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                )
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
             with last_pass, self.progress.phase("compute"):
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
-            if batch.ends_slot and batch.slot == deal.slots[-1]:
+            if batch.ends_slot and batch.slot == assignment.slots[-1]:
                 break
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
             counted = losses if at.counts_tokens else ()  # of the ranks that see the same sequences one counts them
             tokens = [
-                sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in deal.slots
+                sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in assignment.slots
             ]
             known = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
             broken = (~loss_sum.isfinite()).double()
@@ -216,7 +219,7 @@ class Run(Components):
                 dist.all_reduce(sums)
             total, bad, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
         self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
-        return LocalStep(tokens_per_slot, total, bad == 0, deal.step, losses)
+        return LocalStep(tokens_per_slot, total, bad == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
         """The error that names what is not a number, on any rank: they have agreed on the failure, so none of them is missing."""
@@ -225,7 +228,9 @@ class Run(Components):
         named = (named for part in self.model.parts for named in part.named_parameters())
         gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
         texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
-        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
+        return NonFinite(
+            "; ".join(filter(None, texts)) or f"step {step} not own_update: the gradient's norm is not finite"
+        )
 
     def validate(self) -> None:
         """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
@@ -271,26 +276,26 @@ class SemiSyncRun(Run):
 
     HEALED = ()  # the rest is each group's own
     manager: SemiSyncManager
-    taken = 0.0, 0.0  # of the last step; a group that heals makes none
+    own_update = 0.0, 0.0  # of the last step; a group that heals makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
 
-    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
+    def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """The optimizer steps of a window of data, which this group makes by itself."""
-        batches = self.progress.timed("data", self.loader.load(deal.slots))
-        window = LocalStep([], 0.0, True, deal.step, [], self.taken)
-        for step, slot in enumerate(deal.slots, deal.step):
+        batches = self.progress.timed("data", self.loader.load(assignment.slots))
+        window = LocalStep([], 0.0, True, assignment.step, [], self.own_update)
+        for step, slot in enumerate(assignment.slots, assignment.step):
             local = super().compute_step(DataAssignment(step, (slot,)), batches)
             [tokens] = local.tokens_per_slot
-            taken = self.optimizer_step.step(step, tokens if local.finite else 0)
+            own_update = self.optimizer_step.step(step, tokens if local.finite else 0)
             window = window._replace(step=step, losses=local.losses)
-            if not (local.finite and math.isfinite(taken[0])):
+            if not (local.finite and math.isfinite(own_update[0])):
                 window = window._replace(finite=False)
                 break  # in all ranks of the group; the window counts for nothing
-            self.taken = taken if tokens else self.taken
+            self.own_update = own_update if tokens else self.own_update
             tokens_per_slot, loss_sum = [*window.tokens_per_slot, tokens], window.loss_sum + local.loss_sum
-            window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, taken=self.taken)
+            window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, own_update=self.own_update)
             with self.progress.phase("optimizer"):
                 self.manager.on_inner_step()
             self.watchdog.step_done()

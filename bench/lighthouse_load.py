@@ -63,7 +63,7 @@ FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
 NUMBERS = itertools.count(1)  # of the calls of all LoadGroups
 BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)  # a stream that is just lost
 # Of a Herd, which only says that it trains
-PHASES = ("forward, backward and reduction", "waits whether the step holds")
+PHASES = ("forward, backward and reduction", "waits for the commit vote")
 STEP_S = 0.5
 CONNECTIONS = 16
 STATE_BYTES = 3 << 30  # that a healing group fetches

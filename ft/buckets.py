@@ -24,11 +24,13 @@ from ft.process_groups import shared as shared_memory
 ALIGN_BYTES = 64  # of a gradient's begin: a cache line, and enough for vector instructions and NCCL
 TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
 BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
-RIDER_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
-RIDERS_BYTES = 1 << 20  # and of all of them
-FEW_BYTES = 4 << 10  # in place of RIDER_BYTES where all other buckets are quantised
-ALONE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
-READY = 2  # sets that are kept; more exist while an abandoned group or sums of a held step have one
+LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
+LAST_BUCKET_BYTES = 1 << 20  # and of all of them
+QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantised
+IN_PLACE_BYTES = (
+    1 << 20
+)  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
+KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
 Kind = tuple[torch.dtype, torch.device]
 
@@ -59,7 +61,10 @@ class BucketLayout:
         self.sizes: dict[Kind, int] = {}
         device = tensors[0].device if tensors else device
         last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
-        most_bytes, left_bytes = FEW_BYTES if quantized else RIDER_BYTES, RIDERS_BYTES
+        most_bytes, left_bytes = (
+            QUANTIZED_GRADIENT_BYTES if quantized else LAST_BUCKET_GRADIENT_BYTES,
+            LAST_BUCKET_BYTES,
+        )
         for index, tensor in enumerate(tensors):
             small = tensor.nbytes <= min(most_bytes, left_bytes)
             if small and tensor.dtype == torch.float32 and tensor.device == device:
@@ -71,19 +76,19 @@ class BucketLayout:
             kind = (tensor.dtype, tensor.device)
             if index in last_bucket_params:
                 continue
-            if in_place and tensor.nbytes >= ALONE_BYTES:
-                self._close([index], tensors, kind, in_place=True)
+            if in_place and tensor.nbytes >= IN_PLACE_BYTES:
+                self._add_bucket([index], tensors, kind, in_place=True)
                 continue
             members = filling.setdefault(kind, [])
             if members and sum(tensors[i].nbytes for i in members) + tensor.nbytes > bucket_bytes:
-                self._close(members, tensors, kind)
+                self._add_bucket(members, tensors, kind)
                 members.clear()
             members.append(index)
         for kind, members in filling.items():
             if members:
-                self._close(members, tensors, kind)
+                self._add_bucket(members, tensors, kind)
         tail: Kind = (torch.float32, device)
-        self._close(last_bucket_params, tensors, tail)
+        self._add_bucket(last_bucket_params, tensors, tail)
         self.sizes[tail] += TAIL_ELEMENTS
         kinds = list(self.sizes)
         plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in self.buckets]
@@ -93,7 +98,9 @@ class BucketLayout:
             ("gradient buckets", shape_digest((plan, "8 bits") if quantized else plan)),
         )
 
-    def _close(self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False) -> None:
+    def _add_bucket(
+        self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False
+    ) -> None:
         """Adds the next bucket."""
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)
@@ -128,31 +135,33 @@ class GradBuffers:
             self.gradients[index] = like(parameters[index], self.sums[index])
 
 
-class Buffers:
+class BufferPool:
     """Single buffers by size. Those that a whole step does not take are freed. Thread-safe."""
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
         self._lock = threading.Lock()
-        self._given: dict[tuple[int, Kind], list[Tensor]] = {}
-        self._before: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._returned_this_step: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._returned_last_step: dict[tuple[int, Kind], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """A contiguous, uninitialised tensor of its shape, dtype and device."""
         key = (like.numel(), (like.dtype, like.device))
         with self._lock:
-            for free in (self._before, self._given):
+            for free in (self._returned_last_step, self._returned_this_step):
                 if buffers := free.get(key):
                     return buffers.pop().view(like.shape)
         return zeros(like.numel(), like.dtype, like.device, shared=self._shared).view(like.shape)
 
     def give(self, buffer: Tensor) -> None:
         with self._lock:
-            self._given.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(buffer.view(-1))
+            self._returned_this_step.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(
+                buffer.view(-1)
+            )
 
     def step_done(self) -> None:
         with self._lock:
-            self._before, self._given = self._given, {}
+            self._returned_last_step, self._returned_this_step = self._returned_this_step, {}
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:

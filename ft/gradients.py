@@ -1,4 +1,4 @@
-"""Gradients, summed over replica groups out of place, and kept until the step holds.
+"""Gradients, summed over replica groups out of place, and kept until the step commits.
 
     gradients = Gradients()
     gradients.attach(model.parameters())
@@ -13,9 +13,9 @@
         group.abandon(str(error), then=gradients.give_up())
         ...                                             # form again, open, launch, wait
 
-The hook of a parameter (`_completed`) copies its gradient into its bucket (buckets.py) while it is in the cache, and sends
-each bucket that is complete with all before it. The sum becomes `.grad` by pointing there (`deliver`): nothing is copied back. A retry
-copies the same gradients into other buckets, so it sends the same bits.
+The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (buckets.py), on the CPU while it is in the cache, on an
+accelerator with all of the bucket at once, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
+pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
 Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user hands over.
 With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, READY, TAIL_ELEMENTS, BucketLayout, Buffers, GradBuffers, like, local_of
+from ft.buckets import BUCKET_BYTES, KEPT_SETS, TAIL_ELEMENTS, BucketLayout, BufferPool, GradBuffers, like, local_of
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
@@ -111,7 +111,7 @@ class Gradients:
         self._frozen: list[nn.Parameter] = []  # attached with them, and not trained
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
-        self._buffers: Buffers | None = None  # for tensors of users, once there are any
+        self._buffers: BufferPool | None = None  # for tensors of users, once there are any
         self._attempt: _Attempt | None = None
         self._step = _StepState()
         self._in_last_pass = False
@@ -133,7 +133,7 @@ class Gradients:
                 self._frozen.append(parameter)
             elif id(parameter) not in known:
                 known.add(id(parameter))
-                hook = partial(self._completed, len(self._parameters))
+                hook = partial(self._on_gradient, len(self._parameters))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 self._parameters.append(parameter)
                 self._streams[parameter.device] = streams_of(parameter.device)
@@ -156,16 +156,16 @@ class Gradients:
     @cached_property
     def _free_sets(self) -> deque[GradBuffers]:
         """Sets that nothing uses; the one that was returned first comes first."""
-        return deque(self._make_set() for _ in range(READY))
+        return deque(self._make_set() for _ in range(KEPT_SETS))
 
     def _make_set(self) -> GradBuffers:
         self._made += 1
         return GradBuffers(self._layout, self._parameters * self._copies, shared=self._shared)
 
     def _return_set(self, buffers: GradBuffers) -> None:
-        """Keeps READY sets at least, and frees what was made beyond them. From any thread."""
+        """Keeps KEPT_SETS sets at least, and frees what was made beyond them. From any thread."""
         with self._lock:
-            if self._made > READY:
+            if self._made > KEPT_SETS:
                 self._made -= 1
             else:
                 self._free_sets.append(buffers)
@@ -186,8 +186,7 @@ class Gradients:
 
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
         """A new attempt on a group that stands. `participants`: by which means are divided. contributes=False: all that this group sends
-        is zeros. `step`: that it is for; here the same is summed in each (semi_sync_manager.py). An attempt before it was complete, or
-        was given up."""
+        is zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was given up."""
         with self._lock:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
@@ -235,7 +234,7 @@ class Gradients:
         self._step.after_last_pass = True
 
     def send(self) -> None:
-        """The gradients are complete, what the tail is to say is not: all goes but the last bucket."""
+        """Sends all buckets but the last: the gradients are complete, the tail's values are not known yet."""
         with self._lock:
             attempt = self._attempt
             assert attempt is not None, "open comes first"
@@ -325,8 +324,8 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------ what becomes of it
 
     def deliver(self, held: int | None = None) -> None:
-        """.grad of every parameter is the sum, until it is zeroed; a tensor that a user handed over has its result. The originals go.
-        `held`: of the sums that were held under this step."""
+        """Points .grad of every parameter at the sum (not the mean: the optimizer divides by Commit.divisor) until it is zeroed, writes the
+        results of user tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
             scratch = attempt.scratch
@@ -384,8 +383,8 @@ class Gradients:
     def all_reduce(
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
     ) -> GroupWork:
-        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values if that
-        failed, which `wait` tells. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
+        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values on failure,
+        which Gradients.wait raises. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
 
         Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`,
         which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of integers and for a
@@ -404,7 +403,7 @@ class Gradients:
             attempt, after = self._attempt, self._step.after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:
                 raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
-            self._buffers = self._buffers or Buffers(shared=self._shared)
+            self._buffers = self._buffers or BufferPool(shared=self._shared)
             user = ManagedAllreduce(
                 tensor,
                 self._buffers,
@@ -434,7 +433,7 @@ class Gradients:
     def _parameter(self, index: int) -> nn.Parameter:
         return self._parameters[index % len(self._parameters)]
 
-    def _completed(self, parameter_index: int, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter_index: int, parameter: Tensor) -> None:
         """The hook of one parameter: its gradient is complete. Never raises, never waits. Called once for each parameter in each step, so
         that what is the same for most of them is done here without a further call."""
         with self._lock:
@@ -467,7 +466,7 @@ class Gradients:
             else:
                 self._copy(attempt, [index])
             while attempt.sent < len(attempt.missing) - 1 and attempt.missing[attempt.sent] == 0:
-                self._send(attempt)
+                self._send_next_bucket(attempt)
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
         """Gradients into their buckets, unless they are there; zeros where there is none."""
@@ -514,8 +513,8 @@ class Gradients:
             step.kept[index] = local
         return local
 
-    def _send(self, attempt: _Attempt, *, zeros: bool = False) -> None:
-        """The next bucket, which is not the last."""
+    def _send_next_bucket(self, attempt: _Attempt, *, zeros: bool = False) -> None:
+        """Sends the next bucket; never the last one, which `launch` sends."""
         bucket = self._layout.buckets[attempt.sent]
         if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
@@ -535,7 +534,7 @@ class Gradients:
 
     def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
         while attempt.sent < len(attempt.missing) - 1:
-            self._send(attempt, zeros=zeros)
+            self._send_next_bucket(attempt, zeros=zeros)
 
     def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
         if user.after_buckets == after_buckets and not user.sent:

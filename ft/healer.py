@@ -49,7 +49,9 @@ class Healer:
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
-        self.one_source = False  # sources register state, too, in which they differ
+        self.one_source = (
+            False  # fetch from one source: the sources register state in which they differ, too (LocalSGD)
+        )
 
     def offer(self, part: m.Part) -> None:
         """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""
@@ -60,7 +62,7 @@ class Healer:
             if part.quorum_id <= self._ended_quorum:  # its end came before the offer
                 self.transport.end_offer(part.quorum_id, "its quorum is over")
         else:
-            self.transport.withdraw("nobody was to need it any more")
+            self.transport.withdraw("no group of the newest quorum heals from this one")
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
         """Ends the offer of that quorum: its readers are dead, or heal anew in the next one. A commit that waits for one goes on."""
@@ -93,7 +95,7 @@ class Healer:
             self.progress = (0, 0)
             self._over.set()
             while self._fetching.is_alive():  # it may be between two tries, where `stop` finds nothing
-                self.transport.stop("the heal is over")
+                self.transport.stop("the heal was cancelled")
                 self._fetching.join(AGAIN_S)
             self._fetching = None
         self._arrived = None
@@ -126,7 +128,7 @@ class Healer:
                         self.transport.tell_done(sources, **asked)
                     return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=names))
             if over.wait(AGAIN_S):
-                return self._hear(m.HealEnded(part.quorum_id, ok=False, reason="the heal is over"))
+                return self._hear(m.HealEnded(part.quorum_id, ok=False, reason="the heal was cancelled"))
         log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values

@@ -56,7 +56,7 @@ from ft.seam import (
 )
 from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
-HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # that wait only for the end of a heal
+HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # phases whose only wait is for a heal
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
@@ -67,12 +67,14 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
 }
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
-PROBE = 0.6  # of heartbeat_timeout_s: a link without an answer for that long is cut; the rest is the probe's delay
+PROBE_FRACTION = (
+    0.6  # of heartbeat_timeout_s: a peer that answers no probe for that long is cut off; the rest is the probe's delay
+)
 # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
 CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
 
-Attempt = tuple[int, int, int]  # quorum_id, attempt, step
+AttemptId = tuple[int, int, int]  # quorum_id, attempt, step
 TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, gives zeros, or commits
 
 
@@ -144,14 +146,14 @@ class Manager:
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
-        self._prober = Prober(config.host, PROBE * config.times.heartbeat_timeout_s)
+        self._prober = Prober(config.host, PROBE_FRACTION * config.times.heartbeat_timeout_s)
         self.healer = Healer(
             self.state,
             transport or HttpTransport(config.host, self.replica_id, config.access, heal),
             group_rank=config.group_rank,
             access=config.access,
             grace_s=config.times.heal_grace_s,
-            hear=self._hear,
+            hear=self._feed_from_thread,
             unlike=self._reject_unlike_state,
         )
         self.closed = threading.Event()
@@ -162,11 +164,11 @@ class Manager:
         self.commit_id = ""  # of that state: equal ids, equal weights
         self.part: m.Part | None = None  # this group's place in the newest quorum
         self._launched = 0  # reductions in the newest quorum
-        self._has_formed = False  # a generation, at least once
-        self._has_committed = False  # a step, at least once
+        self._has_formed = False  # True once a generation was formed
+        self._has_committed = False  # True once a step was committed
         self._mismatched: dict[str, None] = {}  # members whose shape is not this group's
-        self._stopped_quorum = 0  # the newest whose collectives were interrupted
-        self._attempt: Attempt | None = None  # that has buffers, some of which may be sent
+        self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
+        self._attempt: AttemptId | None = None  # for which gradients.open was called
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # that is the trainer's to carry out
         self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
@@ -232,14 +234,16 @@ class Manager:
                 self._until = until
             if self.machine.phase is Phase.BOUNDARY and not self._effects:
                 self._feed(m.Begin())
-            turn = self._pump()
-            assert turn is not None
-            if isinstance(turn, m.Compute):
+            effect = self._pump()
+            assert effect is not None
+            if isinstance(effect, m.Compute):
                 dealt = [*self.machine.ledger.pending]
-                self.gradients.begin([dealt.index(slot) for slot in turn.slots])
-                self._assignment = DataAssignment(turn.step, turn.slots)
+                self.gradients.begin([dealt.index(slot) for slot in effect.slots])
+                self._assignment = DataAssignment(effect.step, effect.slots)
             else:
-                self._assignment = DataAssignment(turn.step - 1 if isinstance(turn, m.CommitStep) else turn.step, ())
+                self._assignment = DataAssignment(
+                    effect.step - 1 if isinstance(effect, m.CommitStep) else effect.step, ()
+                )
             if until is not None and self._assignment.step >= until:
                 self.left = True  # nothing is left to train for any group
         return self._assignment
@@ -249,45 +253,50 @@ class Manager:
     ) -> StepTotals:
         """Returns when all sums have arrived. If a group dies meanwhile, a new generation repeats them; no step is lost. `kept`: another
         attempt would send the same gradients. `failure`: the reason, if this attempt is to fail."""
-        turn = self._trainer_effect
-        if isinstance(turn, m.Compute | m.LaunchTail):
+        effect = self._trainer_effect
+        if isinstance(effect, m.Compute | m.LaunchTail):
             assert self.part is not None
             self._trainer_effect = None
             if failure:
-                self._feed(m.ReduceFailed(self.part.quorum_id, turn.attempt, turn.step, failure))
-            if isinstance(turn, m.Compute):
+                self._feed(m.ReduceFailed(self.part.quorum_id, effect.attempt, effect.step, failure))
+            if isinstance(effect, m.Compute):
                 if self.part.recover_dst_replica_ranks and self.healer.transport.is_taken:  # in full
                     # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
             elif not failure:
-                self._zeros_sent = (turn.quorum_id, turn.step)
-                self._feed(self._launch(turn))
-            turn = self._pump(before_vote=True)
-        if turn is None:
+                self._zeros_sent = (effect.quorum_id, effect.step)
+                self._feed(self._launch(effect))
+            effect = self._pump(before_vote=True)
+        if effect is None:
             tail = self.machine.tail
             assert tail is not None, "all sums have arrived"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
-        if isinstance(turn, m.CommitStep):
-            return StepTotals((turn.divisor,), turn.mean_loss * turn.divisor, True)
-        slots = turn.slots if isinstance(turn, m.Compute) else ()  # they were dealt anew
+        if isinstance(effect, m.CommitStep):
+            return StepTotals((effect.divisor,), effect.mean_loss * effect.divisor, True)
+        slots = effect.slots if isinstance(effect, m.Compute) else ()  # they were dealt anew
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        turn, assignment, self._assignment = self._pump(), self._assignment, None
-        if not isinstance(turn, m.CommitStep):
+        effect, assignment, self._assignment = self._pump(), self._assignment, None
+        if not isinstance(effect, m.CommitStep):
             return None
-        if assignment and assignment.slots and not {slot for slot, _ in turn.slots}.intersection(assignment.slots):
+        if assignment and assignment.slots and not {slot for slot, _ in effect.slots}.intersection(assignment.slots):
             self._telemetry.lost()
-        self._trainer_effect, self.step, self.commit_id = None, turn.step, turn.commit_id
+        self._trainer_effect, self.step, self.commit_id = None, effect.step, effect.commit_id
         self._has_committed = True
         telemetry, now_s = self._telemetry, time.monotonic()
         telemetry.step_seconds.append(now_s - telemetry.committed_s)
-        telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, turn.mean_loss
-        self.left = self.left or turn.leave
+        telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
+        self.left = self.left or effect.leave
         return Commit(
-            turn.divisor, turn.contributors, turn.mean_loss, turn.quorum_size, slots=turn.slots, holes=turn.holes
+            effect.divisor,
+            effect.contributors,
+            effect.mean_loss,
+            effect.quorum_size,
+            slots=effect.slots,
+            holes=effect.holes,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -300,7 +309,7 @@ class Manager:
             self._feed(m.Restored(self._restored))
 
     @property
-    def confirmed_s(self) -> float:
+    def waits_for_others_s(self) -> float:
         return self.client.heard_s
 
     def leave(self) -> None:
@@ -359,11 +368,11 @@ class Manager:
             self._news.notify_all()
         for effect in out.effects:
             if isinstance(effect, m.InterruptCollectives):  # also of a generation that is not formed yet
-                self._stopped_quorum = max(self._stopped_quorum, effect.quorum_id)
+                self._interrupted_quorum = max(self._interrupted_quorum, effect.quorum_id)
                 self.group.interrupt(effect.reason, effect.quorum_id)
 
-    def _hear(self, event: m.Event) -> None:
-        """`_feed` for other threads: errors are raised in the trainer's."""
+    def _feed_from_thread(self, event: m.Event) -> None:
+        """`_feed` for threads other than the trainer's, in which errors are raised."""
         try:
             self._feed(event)
         except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
@@ -389,8 +398,8 @@ class Manager:
 
     def _pump(self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each, until an effect is the trainer's; returns that one. None:
-        `until` holds and no effect is left, or, where `before_vote`, only this rank's own yes to the commit. Raises Stopped, GroupEnded,
-        GroupReleased, MustExit."""
+        `until` holds and no effect is left, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped,
+        GroupEnded, GroupReleased, MustExit."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -517,7 +526,7 @@ class Manager:
                 return m.Configured(part.quorum_id, ok=False, reason=str(error))
             # unless some member is known to be unreachable, this rank probes all
             known = not set(part.members).isdisjoint(self._prober.unreachable)
-            self._prober.probe(enough=lambda: known or self._stopped_quorum >= part.quorum_id)
+            self._prober.probe(enough=lambda: known or self._interrupted_quorum >= part.quorum_id)
             return m.Configured(part.quorum_id, ok=False, reason=str(error))
         self._has_formed = True
         return m.Configured(part.quorum_id, ok=True)
@@ -530,7 +539,7 @@ class Manager:
         if part.replica_id not in mismatched:
             log.warning("%s: they are left out (%s)", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error("%s: this is rank %d, which waits until the others are like it", why, part.replica_rank)
+            log.error("%s: this is rank %d, which waits until groups of its shape are back", why, part.replica_rank)
         else:
             raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {part.replica_rank}")
 
@@ -562,23 +571,23 @@ class Manager:
 
     # ---- the step's collectives and votes
 
-    def _open(self, attempt: Attempt, *, contributes: bool = True) -> None:
+    def _open(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.part is not None
-        if self._attempt != attempt:  # an earlier one on this generation was complete, and did not hold
+        if self._attempt != attempt:  # any earlier attempt on this generation was complete, and was not committed
             count = len(self.part.participants)
             self.gradients.open(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches at once, except for zeros: once for each quorum and step they are the trainer's, when the state has come that this group
-        heals."""
+        """Launches at once, except zeros of a group that has computed nothing: once per quorum and step it waits for the heal to end, and
+        leaves the launch to `reduce`."""
         machine = self.machine
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=lambda: machine.heal is None or self._stopped_quorum == effect.quorum_id)
+            self._pump(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect
@@ -624,7 +633,7 @@ class Manager:
         if vote.kind == "commit":
             telemetry.current_wait = "vote"
         try:
-            if self._agreement and self.machine.is_for_all(vote):
+            if self._agreement and self.machine.every_rank_votes(vote):
                 outcome = self._agreement.outcome(self.client, vote, able=not busy)
             if outcome is None and not busy and not self.machine.votes_in_background(vote):
                 outcome = self.client.outcome(vote)
@@ -636,7 +645,7 @@ class Manager:
 
     def _vote_aside(self, vote: m.Vote) -> None:
         try:
-            self._hear(self.client.outcome(vote))
+            self._feed_from_thread(self.client.outcome(vote))
         except RuntimeError as error:
             self._fail(error)
 
@@ -662,7 +671,7 @@ class Manager:
         """Feeds the machine. Ends the offer of a failed generation: a commit would wait for dead readers. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
-        self._hear(event)
+        self._feed_from_thread(event)
 
     def _ended(self, why: str) -> None:
         """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ft.buckets import BUCKET_BYTES, READY, BucketLayout
+from ft.buckets import BUCKET_BYTES, KEPT_SETS, BucketLayout
 from ft.config import FaultTolerance
 
 
@@ -37,7 +37,7 @@ def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: boo
         "while a fragment is summed: the same, of this time": -(-left_out // settings.num_fragments),
     }
     return {
-        "always: two sets of sums, in turns": READY * one_set,
+        "always: two sets of sums, in turns": KEPT_SETS * one_set,
         "while an abandoned generation has not ended: one set more": one_set,
         f"while it heals: sums of {settings.heal_backlog} steps, held": settings.heal_backlog * one_set,
         "while others heal from it, at most": settings.heal_copy_bytes,

@@ -84,15 +84,16 @@ class Seam(Protocol):
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps. Only `commit` moves it."""
+        """Committed optimizer steps. Moved by `commit`, by `load_state_dict`, and by a heal, which begin_step, reduce or commit may
+        complete."""
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""
 
     @property
     def writes(self) -> tuple[str, int] | None:
-        """Epoch and id of the quorum in which this group is the one that writes shared metrics; None: another group is. A stopped group
-        keeps the value until it hears of a newer quorum."""
+        """Epoch and id of the quorum in which this group is the one that writes checkpoints and shared metrics; None: another group is. A
+        stopped group keeps the value until it hears of a newer quorum."""
 
     @property
     def left(self) -> bool:
@@ -114,8 +115,9 @@ class Seam(Protocol):
         """Sums this group's figures (already summed over its ranks) and its gradients with the other groups'."""
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        """Commits the step, after which gradients are the sums over all groups. None: the step failed, nothing became visible, begin again.
-        Raises, as `reduce` and `begin_step` do, Stopped, GroupEnded and GroupReleased."""
+        """Commits the step, after which gradients are the sums over all groups. None: the step failed, no state has changed, call
+        begin_step again. Each group decides for itself, by votes of its ranks on the summed tail. Raises, as `reduce` and `begin_step` do,
+        Stopped, GroupEnded and GroupReleased."""
 
     def tell(self, lane: str, words: str) -> None:
         """Shows people a message, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
@@ -126,7 +128,7 @@ class Seam(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     @property
-    def confirmed_s(self) -> float:
+    def waits_for_others_s(self) -> float:
         """time.monotonic() of the group server's last message that no rank of this group is late, but other groups or the lighthouse are;
         -inf: never."""
 

@@ -100,7 +100,7 @@ class SemiSyncManager:
     left: bool
     is_broken: bool
     finished: bool
-    confirmed_s: float
+    waits_for_others_s: float
 
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)

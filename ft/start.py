@@ -32,7 +32,7 @@ class SoloManager:
         self.step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.left, self.writes, self.confirmed_s = False, ("", 0), -inf
+        self.left, self.writes, self.waits_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
         # the sums of one group are the sums

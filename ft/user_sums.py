@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ft.buckets import Buffers, local_of
+from ft.buckets import BufferPool, local_of
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
 from ft.quantized import CollectiveQueue, Feedback
@@ -26,7 +26,7 @@ class ManagedAllreduce:
     def __init__(
         self,
         tensor: Tensor,
-        buffers: Buffers,
+        buffers: BufferPool,
         *,
         mean: bool,
         keep: bool,

@@ -35,7 +35,7 @@ def parallelize(
     seed: int,
 ) -> Parallelized:
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
-    # Here: they take half as long to import as torch, and checking the settings needs none of it.
+    # Imported here: they take half as long to import as torch, and checking settings needs none of them.
     from parallelisms.context import apply_context_parallel
     from parallelisms.fsdp import apply_fsdp
     from parallelisms.loss import head_loss
@@ -47,9 +47,9 @@ def parallelize(
     shard_sequence: Callable[[Tensor], Tensor] = nn.Identity()  # whole sequences
     for part in parts:
         if part.output is not None:
-            by_parts = not config.disable_loss_parallel
+            loss_parallel = not config.disable_loss_parallel
             part.output.loss = head_loss(
-                loss, chunk_tokens=layout.loss_chunk_tokens, loss_parallel=by_parts, compile=compile
+                loss, chunk_tokens=layout.loss_chunk_tokens, loss_parallel=loss_parallel, compile=compile
             )
         apply_float8(part, layout.float8)
         if mesh[TP].size() > 1:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from training.checkpoint_streamed import Streamed
 
-# Of a rank: its files, the problem that it had, the problem of another rank that it heard of
+# One rank's result of a save: records of its files, its own error, and the error another rank told it; empty: none
 SaveReport = tuple[list[FileRecord], str, str]
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Checkpointer:
         self._damaged: dict[int, str] = {}
         self._stager: DefaultStager | None = None
         self._background: ThreadPoolExecutor | None = None
-        self._loaded_step = 0  # saves that were due before it were another start's
+        self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
         self._failed_at: float | None = None  # the last save; the same on all ranks
         # On rank 0:
         self._had_role = False
@@ -174,7 +174,8 @@ class Checkpointer:
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def has(self, step: int) -> bool:
-        """True when the last save of a run that ends with `step` exists, whichever group made it, or none is asked for. By one rank."""
+        """True when the last save of a run that ends with `step` exists, whichever group wrote it, or checkpoints are off. Called on one
+        rank only."""
         return not self._writes or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
@@ -240,7 +241,7 @@ class Checkpointer:
 
     def newest_step(self, kind: str = "full") -> int:
         """The step that `load` would try first; 0: none, or the seed. No content is read. "model": the newest step whose weights were saved
-        alone: of a finished run's end there may be no more."""
+        alone: a finished run may have left nothing else."""
         self.wait()
         return self._ranks.first(lambda: files.newest(self.folder, kind=kind)) or 0
 
@@ -271,7 +272,7 @@ class Checkpointer:
             accelerator = torch.accelerator.is_available()
             pinned = accelerator and self._config.async_mode == "async_with_pinned_mem"
             self._stager = DefaultStager(StagingOptions(pinned, False, False, accelerator))
-            self._stager.stage(self._live_states())  # its memory, which it uses again
+            self._stager.stage(self._live_states())  # allocates its memory, which later saves use again
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
             self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
         return self._stager, self._background
@@ -497,7 +498,7 @@ class Ranks:
         return values
 
     def problem(self, problem: str) -> str:
-        """The first rank's that has one; "" where none has."""
+        """The error of the lowest rank that has one; empty: none has."""
         return next(filter(None, self.gather(problem)), "")
 
     def first(self, work: Callable[[], T]) -> T:

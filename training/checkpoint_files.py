@@ -3,7 +3,7 @@
 Flow: train.py -> checkpoint.py (when, and which states) -> checkpoint_dcp.py (tensors to files) -> this file. No torch, no process
 group: one rank calls the functions that change a folder, any rank those that read.
 
-    <run>/checkpoint/step-40/            whole, else it would not have this name
+    <run>/checkpoint/step-40/            complete: it gets this name after fsync (and may be damaged later)
         __0_0.distcp, ..., .metadata     DCP's files
         manifest.json                    the length and the digests of each of them
     <run>/checkpoint/step-50.partial/    being written or being removed; after a kill, left over
@@ -96,12 +96,12 @@ class Manifest:
 
 
 class Digest:
-    """Digests of a stream of bytes, at memory speed, against accidents (not against people). A chunk's value is the sum of word * weight
+    """Digests of a stream of bytes, at memory speed, to find accidental damage, not tampering. A chunk's value is the sum of word * weight
     over its little-endian 64-bit words, modulo 2^64, with fixed odd weights (multilinear hashing): a change inside one word is always seen,
     any other is missed with a chance of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
-        self._words, self._weights = np.zeros(_CHUNK_BYTES // 8, dtype="<u8"), _weights()
+        self._words, self._weights = np.zeros(_CHUNK_BYTES // 8, dtype="<u8"), _hash_coefficients()
         self._bytes = self._words.view(np.uint8)
         self._filled = self._size_bytes = 0
         self._values, self._digests = list[bytes](), list[str]()
@@ -290,7 +290,7 @@ def reason(error: OSError) -> str:
 
 
 def _kind(path: Path) -> str:
-    """ "full", "model", "damaged", or "foreign" for a folder without a manifest, or one of which storage does not say."""
+    """ "full", "model", "damaged", or "foreign": it has no manifest, or cannot be read just now."""
     try:
         return read_manifest(path).kind
     except Damaged as damage:
@@ -300,7 +300,7 @@ def _kind(path: Path) -> str:
 
 
 @functools.cache
-def _weights() -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _hash_coefficients() -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
     z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -134,7 +134,7 @@ class Components:
         ]
 
     def build_manager(self) -> None:
-        """The manager that decides whether a step holds."""
+        """The manager: reduces over replica groups, and commits a step as this group's votes decide."""
         config, settings, world = self.config, self.config.fault_tolerance, self.world
         agreement = None
         if settings.enable and world.world_size > 1:
@@ -210,8 +210,8 @@ class Components:
         self.exported = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
         finished = self.exported >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
-        healed = shared and not seed and self.checkpointer.newest_step() < config.training.steps
-        if not (finished or healed):  # else another group sends the state, or the manager calls `restore`
+        manager_restores = shared and not seed and self.checkpointer.newest_step() < config.training.steps
+        if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
@@ -248,7 +248,7 @@ class Components:
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
             record=lambda: dump_flight_recorder(folder / TRACES, rank),
-            confirmed_s=lambda: self.manager.confirmed_s,
+            confirmed_s=lambda: self.manager.waits_for_others_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
         allocator = torch.cuda.memory if world.device.traits.has_allocator else None

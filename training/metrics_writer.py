@@ -77,7 +77,9 @@ class LeaderMetricsWriter:
         self.kept: deque[_Kept] = deque()  # rows that are remembered
         self._kept_bytes = self._number = 0
         self._todo = 1  # the first row that is this group's to write, and not known to be in the files
-        self._quorum: Quorum | None = None  # by which, of the newest row
+        self._quorum: Quorum | None = (
+            None  # that made this group the writer when the newest row came; None: another group was
+        )
         self._anew = self._wants_sync = self._closing = False
         self._there = 0  # up to this step all rows are in the files, whoever wrote them
         self.lost = 0  # rows that were this group's to write, and that there was no room for
@@ -167,7 +169,8 @@ class LeaderMetricsWriter:
     # ---- the files: in the scribe's thread
 
     def _catch_up(self) -> None:
-        """May raise; then the files are opened anew, and what may be torn in them is taken back."""
+        """Writes the rows that are due, or closes the files if another group is the writer. May raise: then the files are opened anew, and
+        torn lines are cut off."""
         with self._lock:
             quorum, anew, self._anew = self._quorum, self._anew, False
             rows = [kept for kept in self.kept if kept.number >= self._todo]
@@ -215,8 +218,8 @@ class LeaderMetricsWriter:
         return True
 
     def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
-        """Opens the files and cuts their rows from `step` on, or from the first earlier step that this group knows otherwise: the writer
-        before died with those, and the others went on without them. Returns the rows that the files lack then. Raises _Over."""
+        """Opens the files and cuts their rows from `step` on, or from the first earlier step whose row differs from this group's: the
+        previous writer died with it, and the others repeated it. Returns the rows to write. Raises _Over."""
         with self._lock:
             known = [kept.row for kept in self.kept if kept.number <= last]
         first = step

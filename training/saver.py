@@ -78,9 +78,7 @@ class Saver:
                 elif action == "wait":
                     if not self._logged_wait and self._tried_at is None and self.clock() - since_s >= LOG_WAIT_S:
                         self._logged_wait = True
-                        self.info(
-                            f"step {step} is the last: waiting until its checkpoint stands, which another group writes"
-                        )
+                        self.info(f"step {step} is the last: waiting for another group to write its checkpoint")
                     self.sleep(POLL_S)
             if action == "stop":
                 self.manager.finish(saved=False)

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from ft import manager as core
 from ft.addresses import advertised
-from ft.buckets import Buffers, local_of
+from ft.buckets import BufferPool, local_of
 from ft.config import Environment, group_name
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
@@ -182,7 +182,7 @@ class Manager:
         self._slots = 0  # that this body is for; with none it sends zeros
         self._pass = ExitStack()  # holds the backward that sends gradients, while it is under way
         self._user: Any = None  # how its state is loaded, and taken
-        self._late = Buffers(shared=pg.IN_CHILD)
+        self._late = BufferPool(shared=pg.IN_CHILD)
         self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)

@@ -1,7 +1,7 @@
 """The format of a state on a wire: a header that describes it, then the bytes of all tensors, in chunks with a digest each.
 
-Flow: capture.py makes a Manifest of the registered state; a transport sends `Manifest.encode()`, then chunk after chunk with its
-`digest`; the other side reads the header by `Manifest.parse`, which believes nothing, and compares every chunk.
+Flow: capture.py makes a StateManifest of the registered state; a transport sends `StateManifest.encode()`, then chunk after chunk with its
+`digest`; the other side reads the header by `StateManifest.parse`, which trusts nothing, and compares every chunk.
 
 The header is JSON: names, dtypes, shapes and offsets of the tensors, and the rest of the state as values. There is no pickle and no
 code in it. Tensors follow each other in the header's order, each beginning at a multiple of 64 bytes, with zeros between.

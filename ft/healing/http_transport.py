@@ -247,7 +247,7 @@ class HttpFetch:
             one.close()
             with self._lock:
                 self._ended += 1
-                # was it the chosen one, and may the other hold something else, then all comes from that one
+                # if the chosen source failed before both were known to be equal, all chunks are fetched anew from the other
                 if one.source is self._chosen and self._body and not self._equal and not self._complete:
                     self._chosen, self._open, self._verified_bytes = None, set(range(self._body.manifest.chunks)), 0
                 self._lock.notify_all()

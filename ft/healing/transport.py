@@ -29,7 +29,7 @@ import torch
 from ft.healing.capture import StagingBuffer, StateSnapshot
 from ft.healing.format import CHUNK_BYTES, digest
 
-SEAL_BYTES = 16
+SEAL_BYTES = 16  # an offer's random token, sent last in a reply: proof that the offer was still valid
 MAX_READERS = 64  # that are not done
 MAX_NAMES = 4096  # of readers in all
 
@@ -58,7 +58,7 @@ class Fenced(Enum):
 
 @dataclass(frozen=True)
 class HealConfig:
-    """[fault_tolerance.healing] of a rank."""
+    """Limits of healing for one rank; heal_copy_bytes and heal_grace_s come from [fault_tolerance]."""
 
     heal_copy_bytes: int = 256 << 20  # at most so much is copied aside for readers that are not done at a commit
     heal_grace_s: float = 30.0  # a commit waits so long for the rest to be small; a connection may be silent so long

@@ -56,7 +56,7 @@ class ProcessGroupBaby(ProcessGroup):
         rendezvous.at_giving_up(child.kill)
         engine = ChildEngine(child, self.device)
         try:
-            engine.form(self.NATIVE, self.device, *rendezvous.place)
+            engine.form(self.NATIVE, self.device, *rendezvous.arguments)
         except GroupError as error:
             if isinstance(error, RendezvousFailed):
                 rendezvous.absent = error.absent

@@ -219,7 +219,7 @@ class GroupWork(dist.Work):
         self._source = -1
 
     def end(self, error: Exception | None, source: int = -1) -> bool:
-        """The first call counts: whether this was it."""
+        """Ends the work; False if it had ended before."""
         if not self._claim.acquire(blocking=False):
             return False
         self._error, self._source = error, source
@@ -335,9 +335,9 @@ def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] |
 
 
 class Reaper:
-    """Ends generations that were given up, off the thread that gave them up: torch's threads may still write into their buffers, and who
-    drops a group waits for these. Each is ended in a thread of its own. An end that does not come (a driver that hangs) is counted: past
-    `most`, the process has to exit, since neither memory nor sockets come back."""
+    """Ends generations that were given up, off the thread that gave them up: torch's threads may still write into their buffers, and a
+    thread that drops a group waits for them. Each is ended in a thread of its own. An end that does not come (a driver that hangs) is
+    counted: past `most`, the process has to exit, since neither memory nor sockets come back."""
 
     def __init__(self, most: int = MOST_ENDING) -> None:
         self._most = most
@@ -390,7 +390,8 @@ def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str
 
 
 class ProcessGroup(Collectives):
-    """`timeout`: seconds (or a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
+    """The group of one rank with its peers in the other replica groups, formed anew for each quorum by `configure`. `timeout`: seconds (or
+    a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
 
     KIND = "ft"
     IN_CHILD = False  # operations are another process's: tensors in its memory (shared.empty) are spared a copy
@@ -418,11 +419,11 @@ class ProcessGroup(Collectives):
         """Gives up what there was, and forms a new generation with the others that call this.
 
         `store`: "host:port/prefix"; the prefix is of this generation alone, the same for all members. `quorum_id`:
-        the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: what all members must have alike; the
-        job's is that of most of `holders`, or of all where there are none. Returns when the group has formed. Raises RendezvousFailed (its
-        `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted or abandoned from another thread,
-        or where a member's shape is another; MustExit when too many old generations have not ended; ValueError for what can never be.
-        """
+        the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: digests that must be equal in all members;
+        the job's are those of most `holders`, ranks that have the state, or of all members if there are none. Returns when the group has
+        formed. Raises RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted
+        or abandoned from another thread, or where a member's shape is another; MustExit when too many old generations have not ended;
+        ValueError for what can never be."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         parse(store)

@@ -8,7 +8,7 @@ class GroupError(RuntimeError):
 
 
 class Abandoned(GroupError):
-    """Given up by this member itself (`abandon`, `shutdown`, or configured anew)."""
+    """Ended by this member itself: by `abandon`, `shutdown`, `configure`, or `interrupt` after a notice."""
 
 
 class RendezvousFailed(GroupError):

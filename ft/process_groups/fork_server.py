@@ -102,7 +102,8 @@ class Child:
         self._closed = False
 
     def kill(self) -> None:
-        """At once; its use of shared memory ends with it, and its channel for the receiver. May be called twice."""
+        """Sends SIGKILL: its mappings of shared memory end with it, and the receiving thread sees its channel close. May be called
+        twice."""
         with self._lock:
             if self._closed:
                 return

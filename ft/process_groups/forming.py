@@ -46,7 +46,7 @@ class Engine(Protocol):
 class Rendezvous:
     """One member's part in forming one generation. `build` runs in a thread of its own and returns the engine; it names whatever wakes it
     (`at_giving_up`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`: that of the
-    store. `rank`, `size`, `shape`, `holders`: as ProcessGroup.configure's. `place`: those six, for a rendezvous in a child."""
+    store. `rank`, `size`, `shape`, `holders`: as ProcessGroup.configure's. `arguments`: those six, for a rendezvous in a child."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Rendezvous:
         *,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.place = address, rank, size, limit_s, shape, holders
+        self.arguments = address, rank, size, limit_s, shape, holders
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.began_s = time.monotonic()
         self.store = StoreClient(address, limit_s)
@@ -90,7 +90,7 @@ class Rendezvous:
                 return self._engine
             cause, mismatched = self._reason or str(self._error), self.mismatched
         if self.rank in mismatched:
-            client = StoreClient(self.place[0], ACKNOWLEDGE_S)
+            client = StoreClient(self.arguments[0], ACKNOWLEDGE_S)
             with suppress(OSError), closing(client):
                 client.connect()
                 client.set(f"mismatched/{self.rank}", "")
@@ -157,7 +157,7 @@ class Rendezvous:
     def gather(self, mine: Any) -> list[Any]:
         """Connects to the store, and returns each member's `mine` (JSON), by rank, once all are there and have the same shape. Raises
         RendezvousFailed."""
-        *_, shape, holders = self.place
+        *_, shape, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
         self.at_giving_up(self.store.hang_up)
         self.store.connect()

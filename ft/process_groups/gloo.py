@@ -157,7 +157,7 @@ class GlooEngine:
         with self._news:
             ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
         while not ended and self._ending is not None:
-            if _sleep(self._threads | self._waiters.busy):
+            if _are_asleep(self._threads | self._waiters.busy):
                 if not self.stranded.acquire(blocking=False):
                     raise MustExit("too many groups of gloo have left threads behind")
                 threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
@@ -205,7 +205,7 @@ class GlooEngine:
 
 
 def _fail_all(native: dist.ProcessGroup) -> None:
-    """Whatever waits in this group of gloo's. A receive that times out is how gloo is told to."""
+    """Fails all pending operations: gloo does so when a receive times out."""
     for peer in range(native.size()):
         # that nothing has come; or that this connection has ended, and another one has to serve
         with suppress(RuntimeError):
@@ -213,7 +213,7 @@ def _fail_all(native: dist.ProcessGroup) -> None:
                 native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
 
 
-def _sleep(threads: set[int]) -> bool:
+def _are_asleep(threads: set[int]) -> bool:
     """True when none of these threads has run for a second, nor wants to."""
     before = {number: _runs(number) for number in threads}
     time.sleep(1.0)

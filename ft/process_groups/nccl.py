@@ -37,9 +37,9 @@ CONSTRUCTOR_SETTINGS = {
     # :73. The monitor of a process's first group (a child's is ours) polls the store each second for others that dump, and ends the process
     # when one does: HeartbeatMonitor::runLoop, checkDumpSignal.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # :101. The monitor ends the process when the watchdog's heart stops: HeartbeatMonitor::runLoop, terminateProcess.
+    # :101. The monitor ends the process when the watchdog's heartbeat stops: HeartbeatMonitor::runLoop, terminateProcess.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # :106. Even without monitoring a stopped heart sets shouldDump_ (:1379), which is static and which the default group's monitor obeys;
+    # :106. Without monitoring, too, a stopped heartbeat sets shouldDump_ (:1379), which is static and the default group's monitor obeys;
     # and then this one sleeps as long again, while who drops the group joins it. 23 days: runLoop counts milliseconds in an int.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2000000",
     # :120. After a failed work the watchdog sleeps four times this, 60 s by default, while who drops the group joins it:

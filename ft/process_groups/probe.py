@@ -21,14 +21,14 @@ from ft.process_groups.store import parse
 from ft.rpc.access import Endpoint
 
 PAUSE_S = 0.5  # at most, until it asks again whether there is a wait to be explained, and closes what has connected
-TRIES = 6  # without an answer: whose link loses every fifth packet gives none once in a million times
+TRIES = 6  # without an answer: a peer whose link loses every fifth packet fails them all once in a million probes
 MOST = 64  # members that are probed at once: each takes a few descriptors for a moment
 KEPT = 256  # unreachable ids that are remembered beyond their generation
 _ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # of a kernel at the other end
 _OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # they say nothing about a link
 _RESET = struct.pack("ii", 1, 0)  # of SO_LINGER: closing leaves nothing behind at either end
 
-Place = tuple[int, Any]  # address family, address
+SocketAddress = tuple[int, Any]  # address family, address
 
 
 class Prober:
@@ -41,7 +41,7 @@ class Prober:
     def __init__(self, host: str, within_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._within_s, self._clock = within_s, clock
         self._lock = threading.Condition()
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, SocketAddress] = {}
         self._members: frozenset[str] = frozenset()  # of the newest generation
         self._unreachable: dict[str, None] = {}  # in the order in which they became so
         self._wanted = self._done = 0  # counts probes that were asked for, and those that came to an end
@@ -116,7 +116,7 @@ class Prober:
         """Probes members (all, or those that are unreachable); their reachability is known when this returns."""
         with self._lock:
             places = [(i, self._places[i]) for i in (self._places if all_members else self._unreachable)]
-        silent: dict[str, Place] = {}
+        silent: dict[str, SocketAddress] = {}
         for first in range(0, len(places), MOST):
             silent |= self._silent(dict(places[first : first + MOST]))
         with self._lock:
@@ -126,7 +126,7 @@ class Prober:
         if now and self._waits_since() is not None:
             self._report(now)
 
-    def _silent(self, left: dict[str, Place]) -> dict[str, Place]:
+    def _silent(self, left: dict[str, SocketAddress]) -> dict[str, SocketAddress]:
         """Tries to connect to each member several times, as packets that are lost on the way are sent again after a second at first, and
         ever later. Returns those that answered none; not before the last try's time is over, however long this process was stopped."""
         with selectors.PollSelector() as selector, ExitStack() as tries:  # one of poll needs no descriptor of its own
@@ -155,7 +155,7 @@ class Prober:
                         break
         return {} if self._closed else left
 
-    def _note(self, left: dict[str, Place], replica_id: str, error: int) -> None:
+    def _note(self, left: dict[str, SocketAddress], replica_id: str, error: int) -> None:
         """Takes the result of one try. A router's or this machine's error about the route counts as silence: the next try may find one."""
         if error in _ANSWERS:
             with self._lock:
@@ -175,7 +175,7 @@ def _close(sock: socket.socket) -> None:
     sock.close()
 
 
-def _place(handle: str) -> Place | None:
+def _place(handle: str) -> SocketAddress | None:
     """None: it is none. No name is resolved."""
     with suppress(ValueError, OSError):
         host, port, _ = parse(handle)

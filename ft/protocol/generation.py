@@ -43,7 +43,7 @@ class QuorumRecord:
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
         # since when some ask for a quorum, and all others wait in the collective
-        self._crossed_since_s: float | None = None
+        self._deadlock_since_s: float | None = None
 
     def renew(self, quorum: Quorum) -> None:
         """The same members have called, and go on under the same id."""
@@ -157,20 +157,21 @@ class QuorumRecord:
         back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
         since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # the oldest of each are their first: as a rule nothing else is read
+            return [], ""  # each collection is ordered by time: its first is the oldest
         front = max((report.launched for report in self._heard.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | back
         there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has called
-        # by its own report, which its server repeats if the trainer's stop: so it counts for no longer than its limit
+        # its server repeats the last report even if the trainer hangs: so a long phase excuses a member only up to its limit
         takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in there if i not in waits_too and i not in takes_long]
         begins_s = sorted(waits.values()) or [math.inf]
         most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
         any_s, found = min([*callers_s, begins_s[0]]), dict[str, float]()
         for i in late:
-            went_on_s = self._phase_since_s.get(i, -math.inf) if back else -math.inf  # while they were on their way
+            # once a waiter was lost and came back, only the time since then counts
+            went_on_s = self._phase_since_s.get(i, -math.inf) if back else -math.inf
             waited_s = [now_s - max(at_s, went_on_s) for at_s in (any_s, begins_s[0], most_s)]
             if limit_s := self._limit_s(i, *waited_s):
                 found.setdefault(i, limit_s)
@@ -187,21 +188,21 @@ class QuorumRecord:
             return floor_s
         return stall_s if any_s >= stall_s else None
 
-    def end_crossed_waits(self, now_s: float) -> None:
+    def end_deadlock(self, now_s: float) -> None:
         """Fails a generation of which some members ask for a quorum or have left, and all others wait for them in the collective."""
         previous = self._roster.previous
         asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
         away = asking | self._roster.gone
         if self.failed or len(away) in (0, len(previous)) or not previous - away <= self._waiting.keys():
-            self._crossed_since_s = None
+            self._deadlock_since_s = None
             return
-        self._crossed_since_s = self._crossed_since_s or now_s
-        if now_s - self._crossed_since_s >= 2 * self._times.beat_s:
+        self._deadlock_since_s = self._deadlock_since_s or now_s
+        if now_s - self._deadlock_since_s >= 2 * self._times.beat_s:
             verb = "asks for a quorum" if asking else "has left"
             self.fail(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Counts waits without the gap."""
+        """Shifts all waits by `gap_s`, in which this lighthouse was stopped."""
         self._change_s = min(self._change_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

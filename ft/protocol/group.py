@@ -1,5 +1,6 @@
-"""The ranks of one group act as one: their calls are joined into one to the lighthouse, its answer becomes each rank's part, and votes
-decide which collective a rank enters next. Runs in the group server, without torch.
+"""The state machine of a group's server (torchft: ManagerServer): joins the quorum calls of the group's ranks into one call to the
+lighthouse, turns the answer into each rank's Part (torchft: compute_quorum_results), and decides by the ranks' votes which collective they
+enter next. No torch here.
 
 Where the rules leave a choice:
 - A verdict `failed` decides at once. `retry` waits for all votes: another attempt or another generation is decided by what all ranks saw.
@@ -8,7 +9,7 @@ Where the rules leave a choice:
   restarts stops no group, and each rank's own deadline (RankCancelled) bounds the wait.
 - A commit that waits, because the lighthouse was away too long, fails when a notice tells that the others have gone on.
 - A group waits for others (and tells its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit that
-  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group gives up its wait after GO_BEATS,
+  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group gives up its wait after LEAVE_BEATS,
   and releases all ranks at their next call for a quorum, when they have one state.
 """
 
@@ -20,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Ballot, Effect, Event, Notice, Outcome, Part, Quorum, RankCall, Source, Times, Vote
+from ft.protocol.messages import Effect, Event, Notice, Outcome, Part, Quorum, RankCall, Source, Times, Vote, VoteKey
 
 OUTCOMES_KEPT = 16  # of the last ballots; a rank repeats its vote on the newest few at most
-GO_BEATS = 3  # for which a group that was asked to leave still waits for a step to end
+LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
 _WORST = {"yes": 0, "retry": 1, "failed": 2}
 
 
@@ -43,15 +44,15 @@ class Group:
     """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
-        """The driver opens the first stream itself, and does not beat while the system has stopped a trainer."""
+        """The driver opens the first stream itself, and sends no heartbeat while a trainer process is stopped (SIGSTOP)."""
         self.config = config
         self.replica_id = config.replica_id  # another one after this group was lost and returned
         self.quorum: Quorum | None = None
         self.reason = "no rank has called"
         self._returns = 0
-        self._away = False  # lost, and not all ranks have asked since: no stream is open
+        self._is_lost = False  # the lighthouse gave up this id, and not all ranks have called since: no stream is open
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
-        # the newest question's first try, and when the last answered beat was sent
+        # when the newest call to the lighthouse was first sent, and when the last answered heartbeat was
         self._called_s = self._answered_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
         self._newest: dict[int, int] = {}  # by rank: the number of its newest call
@@ -59,17 +60,19 @@ class Group:
         self.waiting: dict[int, RankCall] = {}  # for a quorum, by rank
         self._joining_since_s: float | None = None  # some ranks have asked, not yet all
         self._asks_since_s: float | None = None  # all have, and there is no answer yet
-        self._asked: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
+        self._joined_calls: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
         self._calling: m.Call | None = None
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
         self._lighthouse_says = ""  # the reason of this group's wait
-        self._round: dict[int, RankCall] = {}  # the calls that were answered last: with self.quorum, unless one of
-        self._restores: int | None = None  # ... these two is set: load a checkpoint, of this settled step; or
-        self._releases = False  # ... leave
+        self._answered_calls: dict[
+            int, RankCall
+        ] = {}  # the calls answered last: with self.quorum, unless _restores or _releases is set
+        self._restores: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
+        self._releases = False  # True: the answer was Released
         self._answered_as = ""  # this group's id in that answer
-        self._votes: dict[Ballot, dict[int, Vote]] = {}  # by rank, which waits for the outcome
-        self._outcomes: OrderedDict[Ballot, Outcome] = OrderedDict()
+        self._votes: dict[VoteKey, dict[int, Vote]] = {}  # by rank, which waits for the outcome
+        self._outcomes: OrderedDict[VoteKey, Outcome] = OrderedDict()
         self._decided = 0, 0  # step and attempt of the newest outcome in this generation
         self._healed = False  # in this round: all ranks have the state that they fetched
         self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
@@ -109,7 +112,7 @@ class Group:
             case m.LighthouseRefused(replica_id) if replica_id != self.replica_id:
                 self.reason = f"{replica_id} was refused; this group is {self.replica_id} by now"
             case m.LighthouseRefused(_, "LOST", reason):
-                self._return(reason, now_s)
+                self._rejoin_under_new_id(reason, now_s)
             case m.LighthouseRefused(_, code, reason):
                 self._refused("ALREADY_EXISTS" if code == "ALREADY_EXISTS" else "INVALID_ARGUMENT", reason)
             case m.LighthouseFailed(why) if self._calling:
@@ -154,7 +157,7 @@ class Group:
             return
         self._newest[rank] = event.number
         self.checkpoint_metadata[rank] = event.checkpoint_metadata
-        if self._round.get(rank) == event:
+        if self._answered_calls.get(rank) == event:
             self.reason = f"rank {rank} asked again: its answer got lost"
             self._answer(rank)
             return
@@ -169,11 +172,11 @@ class Group:
 
     def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
-        self._asked = dict(self.waiting)
+        self._joined_calls = dict(self.waiting)
         if self._releases:
             self._release_ranks()
             return
-        calls = [self._asked[rank] for rank in sorted(self._asked)]
+        calls = [self._joined_calls[rank] for rank in sorted(self._joined_calls)]
         if len({(call.member.state, call.member.restored) for call in calls}) > 1:
             found = ", ".join(f"rank {c.group_rank}: step {c.member.step} {c.member.commit_id[:8]}" for c in calls)
             self._end(f"the ranks of this group hold different states ({found})")
@@ -196,8 +199,8 @@ class Group:
         self._tries, self._called_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have asked: the lighthouse is asked"
-        if self._away:
-            self._away = False
+        if self._is_lost:
+            self._is_lost = False
             self._out.append(m.OpenStream(self.replica_id))
         self._out.append(m.CallLighthouse(self._calling))
 
@@ -225,7 +228,7 @@ class Group:
             self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
-        self._answered_s = max(self._answered_s, self._called_s)  # it has been heard since then
+        self._answered_s = max(self._answered_s, self._called_s)  # the lighthouse has answered a call sent then
         self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
@@ -234,9 +237,9 @@ class Group:
 
     def _answer_all(self, restores: int | None) -> None:
         """Answers all ranks whose calls were joined; one that is between two tries gets the answer when it calls again."""
-        self._round, self._restores = self._asked, restores
+        self._answered_calls, self._restores = self._joined_calls, restores
         self._clear_calls()
-        for rank in sorted(self._round):
+        for rank in sorted(self._answered_calls):
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
@@ -246,7 +249,7 @@ class Group:
         elif self._restores is not None:
             self._out.append(m.AnswerRank(rank, m.WantsRestore(self._restores)))
         elif quorum:
-            same = all(c.known == quorum.quorum_id and not c.failed for c in self._round.values())
+            same = all(c.known == quorum.quorum_id and not c.failed for c in self._answered_calls.values())
             part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
             self._out.append(m.AnswerRank(rank, part))
 
@@ -257,17 +260,17 @@ class Group:
             self._fail_waiting(code, reason)
         elif self._calling:
             self._lighthouse_says = f"the lighthouse refuses this group: {reason}"
-            self.reason = f"{self._lighthouse_says}; it asks again, for it was a member"
+            self.reason = f"{self._lighthouse_says}; retrying, since this group was a member"
             self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
 
-    def _return(self, why: str, now_s: float) -> None:
-        """Takes another id of the same process, as the lighthouse has given up this one; the state is kept. The stream opens when all ranks
-        have asked: a rank that hangs keeps no other group waiting, and a successor finds the name free."""
+    def _rejoin_under_new_id(self, why: str, now_s: float) -> None:
+        """Continues under a new replica_id, with its state, after the lighthouse gave up the old one. The stream opens only when all ranks
+        have called: so a rank that hangs delays no other group, and a restarted group can take the name."""
         self._returns += 1
         self.replica_id = f"{self.config.replica_id}.{self._returns}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
-        self._away = self._calling is None
-        self._out.append(m.CloseStream() if self._away else m.OpenStream(self.replica_id))
+        self._is_lost = self._calling is None
+        self._out.append(m.CloseStream() if self._is_lost else m.OpenStream(self.replica_id))
         if self._pending_commit:
             self._fail_pending_commit(f"lost before the commit: {why}")
         elif self.quorum:
@@ -307,7 +310,7 @@ class Group:
         all_have = vote.whole or len(votes) == self.config.world_size
         self.reason = f"{'all' if all_have else len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or all_have):
-            self._count(key, now_s)
+            self._tally_votes(key, now_s)
 
     def _stale(self, vote: Vote) -> str:
         current = self.quorum.quorum_id if self.quorum else 0
@@ -320,7 +323,7 @@ class Group:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""
 
-    def _count(self, key: Ballot, now_s: float) -> None:
+    def _tally_votes(self, key: VoteKey, now_s: float) -> None:
         votes = [self._votes[key][rank] for rank in sorted(self._votes[key])]
         worst = max(votes, key=lambda vote: _WORST[vote.verdict])
         outcome = Outcome(
@@ -335,12 +338,12 @@ class Group:
         )
         if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s)):
             self._decide(outcome)
-        elif self._away:  # no beat is answered before all ranks have asked anew
+        elif self._is_lost:  # no beat is answered before all ranks have asked anew
             self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
         else:
             self._pending_commit = self._outcomes[key] = outcome
             self._pending_since_s = now_s
-            self.reason = f"the commit waits: no answer from the lighthouse since {self._answered_s:g}"
+            self.reason = f"the commit waits: no answer from the lighthouse for {now_s - self._answered_s:.0f} s"
 
     def _fail_pending_commit(self, reason: str) -> None:
         if self._pending_commit:
@@ -364,7 +367,8 @@ class Group:
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _cut_off(self, now_s: float) -> bool:
-        """True when others may have taken over: a commit could be this group's alone."""
+        """True when the lighthouse has answered nothing for takeover_s / 2: others may soon go on without this group, and a commit could be
+        its alone."""
         return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 
     # ---- notices
@@ -383,7 +387,7 @@ class Group:
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
     def _overtaken(self, quorum_id: int) -> None:
-        """Ends its ranks' waits on this group's quorum, if a newer one has this group as a member."""
+        """Ends the ranks' waits on the current quorum, as a newer one was formed."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
             self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
 
@@ -429,7 +433,7 @@ class Group:
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
-            if self._wants_to_leave and not self._releases and now_s - since_s >= GO_BEATS * beat_s:
+            if self._wants_to_leave and not self._releases and now_s - since_s >= LEAVE_BEATS * beat_s:
                 # The wait ends: all ranks ask for a quorum, and are released with one state.
                 self._releases, why = True, "this group was asked to leave while it waited"
                 if self._pending_commit:

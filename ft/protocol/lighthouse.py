@@ -97,7 +97,7 @@ class Lighthouse:
             case m.Report():
                 self._on_report(event, now_s)
             case m.Beat(replica_id, kind):
-                if not self._turned_away(replica_id, kind, now_s):
+                if not self._turn_away(replica_id, kind, now_s):
                     self.roster.see(replica_id, kind, now_s)
             case Call():
                 self._on_call(event, now_s)
@@ -124,7 +124,7 @@ class Lighthouse:
     # ---- events
 
     def _on_call(self, event: Call, now_s: float) -> None:
-        if self._refused(event, now_s):
+        if self._refuse_call(event, now_s):
             return
         roster, record, member = self.roster, self._record, event.member
         replica_id = member.replica_id
@@ -160,7 +160,7 @@ class Lighthouse:
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
-        if self._turned_away(replica_id, "pharos", now_s):
+        if self._turn_away(replica_id, "pharos", now_s):
             return
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
@@ -197,7 +197,7 @@ class Lighthouse:
             self._lose([replica_id], "its connection broke")
 
     def _on_report(self, event: m.Report, now_s: float) -> None:
-        if self._turned_away(event.replica_id, "pharos", now_s):
+        if self._turn_away(event.replica_id, "pharos", now_s):
             return
         self.roster.see(event.replica_id, "pharos", now_s)
         self.roster.hear_blame(event.replica_id, event.blame)
@@ -244,7 +244,7 @@ class Lighthouse:
         self._lose(roster.stalled(now_s, times.stall_s), why)
         if record:
             self._lose(*record.stalled(now_s))
-            record.end_crossed_waits(now_s)
+            record.end_deadlock(now_s)
         roster.end_waits(now_s)
         if record and roster.candidates and roster.waited(now_s) >= times.beat_s:
             record.announce(f"{next(iter(roster.candidates))} waits", now_s)
@@ -348,10 +348,10 @@ class Lighthouse:
 
     # ---- what to refuse
 
-    def _refused(self, event: Call, now_s: float) -> bool:
+    def _refuse_call(self, event: Call, now_s: float) -> bool:
         """Refuses a lost id, a wrong kind, a second group under one name, another shape, impossible claims. True: it did."""
         member = event.member
-        if event.kind == "pharos" and self._is_lost(member.replica_id, now_s):
+        if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
         self._settle_kind(event.kind)
         self._settle_shape(event, now_s)
@@ -407,13 +407,13 @@ class Lighthouse:
             for replica_id in [*self.roster.peers]:
                 self.roster.place(replica_id)
 
-    def _turned_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
+    def _turn_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
         """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
         if problem := self.refuses(kind):
             self._out.append(m.Refuse(replica_id, *problem))
-        return problem is not None or self._is_lost(replica_id, now_s)
+        return problem is not None or self._refuse_lost(replica_id, now_s)
 
-    def _is_lost(self, replica_id: str, now_s: float) -> bool:
+    def _refuse_lost(self, replica_id: str, now_s: float) -> bool:
         """Refuses a lost id, and awaits its return under another one for two beats: groups that were cut off come back within milliseconds
         of each other, and the first few must not form a quorum without the rest. Once for each id: one that beats on does not return."""
         roster = self.roster

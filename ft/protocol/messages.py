@@ -393,11 +393,11 @@ class Vote(Event):
     whole: bool = False  # the vote of all ranks of the group, which have agreed on it
 
     @property
-    def key(self) -> Ballot:
+    def key(self) -> VoteKey:
         return (self.quorum_id, self.attempt, self.step, self.kind)
 
 
-Ballot = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
+VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
 class LighthouseAnswered(Event):
@@ -559,7 +559,7 @@ class Outcome(Event):
     healed: bool = False  # decided after the group's yes to the open heal: its ranks load the state with this outcome
 
     @property
-    def key(self) -> Ballot:
+    def key(self) -> VoteKey:
         return (self.quorum_id, self.attempt, self.step, self.kind)
 
 

@@ -68,7 +68,7 @@ class Peer:
 
 
 class Roster:
-    """Bounded: of ids that are gone it keeps the last 4,096 names, and the members of the last quorum."""
+    """State of all ids that the lighthouse knows. Bounded: it keeps the last LOST_KEPT lost ids, and the members of the last quorum."""
 
     def __init__(self) -> None:
         self.kind: Kind = "pharos"  # of the groups that may be members
@@ -81,7 +81,9 @@ class Roster:
         self.gone: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
-        self.odd: dict[str, str] = {}  # id that calls with another layout than that of members not heard of -> in words
+        self.odd: dict[
+            str, str
+        ] = {}  # callers of another shape than members that may yet come back -> the difference, in words
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until, at least; parted from
         self._sat: dict[str, int] = {}  # name -> times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
@@ -372,7 +374,7 @@ class Roster:
             self.let_in(now_s)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Counts silence without the gap."""
+        """Shifts all silences by `gap_s`, in which this lighthouse was stopped."""
         for peer in self.peers.values():
             peer.seen_s, peer.called_s = min(peer.seen_s + gap_s, now_s), min(peer.called_s + gap_s, now_s)
         for claim in self.claims.values():

@@ -95,7 +95,7 @@ class Ledger:
         # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
         self.pending: dict[int, str] = {}
 
-    def width(self, participants: int) -> int:
+    def slot_count(self, participants: int) -> int:
         """Slots of a deal to so many groups."""
         return self.slots_per_step or participants
 
@@ -140,15 +140,15 @@ class Ledger:
         contributed = set(given)
         if UNABLE in tokens:
             self.unable.update(slot for slot, count in zip(slots, tokens, strict=True) if count == UNABLE)
-        worn = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
-        useless = tuple(slot for slot in slots if slot in worn) if worn else ()
-        gone = contributed | (set(useless) if skip else set())
-        self.skipped += useless if skip else ()
+        exhausted = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
+        exhausted_slots = tuple(slot for slot in slots if slot in exhausted) if exhausted else ()
+        gone = contributed | (set(exhausted_slots) if skip else set())
+        self.skipped += exhausted_slots if skip else ()
         self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.pending = {}
-        return given, useless
+        return given, exhausted_slots
 
     def state_dict(self) -> dict[str, Any]:
         """JSON. With the open deal: a group that heals from it must continue it."""
@@ -193,30 +193,30 @@ class Phase(Enum):
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
-    AGREEING = "waits whether all ranks have built it"
+    AGREEING = "waits for all ranks to build it"
     COMPUTING = "forward, backward and reduction"
-    VOTING = "waits whether the step holds"
+    VOTING = "waits for the commit vote"
     AWAITING = "waits for the state it heals"
-    CLOSING = "the generation failed, waits whether the heal was complete"
+    CLOSING = "the generation failed; waits for the vote on the heal"
     STOPPED = "has stopped"
 
 
 @dataclass(frozen=True)
-class StepControl:
+class Tail:
     """The tail: the last elements of the last bucket, summed over groups like the gradients before them."""
 
     tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
     loss_sum: float
-    ok: float  # groups whose gradients may be used
+    ok: float  # groups that need no retry: usable gradients, no slots, or slots already reported UNABLE
     change: float  # groups that want a quorum before the next step
     digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
 
     @staticmethod
-    def of(values: tuple[float, ...], digests: int = 0) -> StepControl:
+    def of(values: tuple[float, ...], digests: int = 0) -> Tail:
         """`digests`: how many of the values they are."""
         end = len(values) - digests
         loss_sum, ok, change = values[end - 3 : end]
-        return StepControl(values[: end - 3], loss_sum, ok, change, values[end:])
+        return Tail(values[: end - 3], loss_sum, ok, change, values[end:])
 
 
 @dataclass
@@ -261,9 +261,9 @@ class Step:
         # received while asking: the answer that they may belong to comes on another stream
         self._early_notices: list[m.Notice] = []
         self._leaving = self._leave_announced = False
-        self._last: int | None = None  # the step at whose commit this group leaves
+        self._leave_at_step: int | None = None  # the step at whose commit this group leaves
         self._restored: int | None = None
-        self._questions = 0
+        self._call_number = 0
         self._collective_step = 0  # the step of the group's collectives: `step`, or a later one while sums are held
         self._attempt = 0
         self._retries = 0
@@ -271,18 +271,20 @@ class Step:
         self._tail_slots = 0  # slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
-        self._digests = 0  # numbers in the tail of this step that are digests
+        self._digest_count = 0  # numbers in the tail of this step that are digests
         self.contribution = LocalContribution()
         self.heal: OpenHeal | None = None  # while the state is arriving, and until it is loaded
         self._heal_failed = False  # the last one was closed without a state, and the group is still behind
-        self._held: list[tuple[StepControl, bool]] = []  # sums for the state that arrives; a quorum was due after them
+        self._held: list[tuple[Tail, bool]] = []  # sums for the state that arrives; a quorum was due after them
         self._failure: str | None = None  # the reason for which this attempt fails
-        self.tail: StepControl | None = None  # of this attempt, once the sums have arrived
+        self.tail: Tail | None = None  # of this attempt, once the sums have arrived
         self._offering = False
         self._deal_returned = False  # the last step of the generation had no contribution, and its deal was returned
         self._heal_uncommitted = False  # this group heals or has healed, and its ranks have not committed a step since
         self._copied = False  # the state came from another group, and was not compared since
-        self._healed_in_generation = False  # no group computes a slot that the open deal has for this one
+        self._healed_in_generation = (
+            False  # healed in this generation: its slots of the open deal stay uncomputed until the next quorum
+        )
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
@@ -312,7 +314,7 @@ class Step:
             case m.Leaving(None):
                 self._leaving, self.reason = True, "leaves after the next commit"
             case m.Leaving(step):
-                self._last = step
+                self._leave_at_step = step
             case m.ReduceFailed() if phase is Phase.COMPUTING:
                 if self.at == (event.quorum_id, event.attempt, event.step):
                     self._failure, self.reason = self._failure or event.reason, event.reason
@@ -341,15 +343,15 @@ class Step:
 
     @property
     def at(self) -> tuple[int, int, int]:
-        """Quorum, attempt and step by which votes, outcomes and collectives of now are named. The step is `step`, or a later one while sums
-        are held."""
+        """(quorum_id, attempt, step) that identifies the current votes, outcomes and collectives. The step is `step`, or a later one while
+        sums are held."""
         return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
 
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
         return vote.kind == "healed" or self.heal is not None
 
-    def is_for_all(self, vote: Vote) -> bool:
+    def every_rank_votes(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
         for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
         return vote.kind == "commit" and self.heal is None and not self._heal_uncommitted
@@ -386,17 +388,17 @@ class Step:
             deal_id="" if self.void else self.ledger.deal_id,
             init_sync=self.config.init_sync,
         )
-        self._questions += 1
+        self._call_number += 1
         call = m.RankCall(
-            self.config.group_rank, member, "", known, self._failed, shape=self.config.shape, number=self._questions
+            self.config.group_rank, member, "", known, self._failed, shape=self.config.shape, number=self._call_number
         )
-        self._out.append(m.AskQuorum(call))  # with whom this rank cannot work, its driver adds
+        self._out.append(m.AskQuorum(call))  # the driver (Manager) fills in `blame`
 
     def _on_part(self, part: Part, now_s: float) -> None:
         same = part.same_generation and self.part is not None and part.reference[0] == self._collective_step
         self._attempt = self._attempt + 1 if same else 0
         self.part, self._collective_step = part, part.reference[0]
-        self._tail_slots = part.dealt or self.ledger.width(len(part.participants))
+        self._tail_slots = part.dealt or self.ledger.slot_count(len(part.participants))
         self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
         self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
@@ -439,7 +441,7 @@ class Step:
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
-        self._digests = FIGURES * len(self.part.members) if compares else 0
+        self._digest_count = FIGURES * len(self.part.members) if compares else 0
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
@@ -472,7 +474,9 @@ class Step:
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
         healing = len(part.recover_dst_replica_ranks)
         is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
-        self._leave_announced = (self._leaving and not is_only_holder) or self._collective_step + 1 == self._last
+        self._leave_announced = (
+            self._leaving and not is_only_holder
+        ) or self._collective_step + 1 == self._leave_at_step
         usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
@@ -482,13 +486,13 @@ class Step:
         loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.excused or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
-        knows = self._digests > 0 and not self.void and self.step == self._collective_step
+        knows = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
             m.LaunchTail(
                 part.quorum_id,
                 self._attempt,
                 self._collective_step,
-                (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digests),
+                (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digest_count),
                 not usable,
                 digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
                 copied=self._copied and knows,
@@ -513,7 +517,7 @@ class Step:
     def _on_reduced(self, event: m.Reduced) -> None:
         if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
-        tail = StepControl.of(event.tail, self._digests)
+        tail = Tail.of(event.tail, self._digest_count)
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
             self.tail, self._failure = tail, None
         else:
@@ -550,7 +554,7 @@ class Step:
         if outcome.kind != expected or self.at != (outcome.quorum_id, outcome.attempt, outcome.step):
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
-            self._heal_uncommitted = False  # void: of a heal that failed, other ranks may not have heard
+            self._heal_uncommitted = False  # if void, other ranks may not know yet that the heal failed
         if outcome.healed and self.heal:
             self._take_state()
         if outcome.kind == "configured":
@@ -579,7 +583,7 @@ class Step:
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
-            self._tail_slots = self.ledger.width(len(part.participants))
+            self._tail_slots = self.ledger.slot_count(len(part.participants))
             self._out.append(m.HoldSums(self._collective_step))
             self._on_begin(now_s)
         else:
@@ -600,7 +604,7 @@ class Step:
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch()
 
-    def _commit(self, tail: StepControl, *, held: bool = False) -> None:
+    def _commit(self, tail: Tail, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
         part = self.part
         assert part is not None
@@ -608,12 +612,12 @@ class Step:
             self._out.append(m.Fence(self.step))
             self._offering = False
         owners = self.ledger.pending
-        contributed, useless = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
-        if self.step > self.settled:  # of this generation, or chosen by it: and it lives, for it commits
+        contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
+        if self.step > self.settled:  # final: this generation made that state or chose it, and commits on top of it
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
-        # equal ones on an equal state: equal weights
+        # equal ids imply equal weights
         contributions = ",".join([str(round(count)) for count in tail.tokens])
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -632,7 +636,7 @@ class Step:
                 slots=tuple(zip(contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
-                leave=self.step == self._last or (self._leave_announced and not held),
+                leave=self.step == self._leave_at_step or (self._leave_announced and not held),
             )
         )
         self.contribution = LocalContribution()
@@ -640,8 +644,8 @@ class Step:
         self.reason = f"step {self.step} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.deal(part.participants))
-        if useless and not self.config.skip_unable:
-            self._stop(f"slots {useless} could not be trained on, {MAX_UNABLE} times", useless)
+        if exhausted_slots and not self.config.skip_unable:
+            self._stop(f"slots {exhausted_slots} could not be trained on, {MAX_UNABLE} times", exhausted_slots)
 
     def _fail(self, why: str, now_s: float) -> None:
         """Ends the generation. Computed gradients are kept for the next one."""
@@ -660,7 +664,7 @@ class Step:
         else:
             if self.heal:
                 self._take_state()
-            self._close(why)
+            self._ask_after_failure(why)
 
     def _return_deal_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
@@ -710,9 +714,9 @@ class Step:
             self.phase = Phase.BOUNDARY
             self._on_begin(now_s)
         elif self.phase is Phase.CLOSING:
-            self._close(self.reason)
+            self._ask_after_failure(self.reason)
 
-    def _close(self, why: str) -> None:
+    def _ask_after_failure(self, why: str) -> None:
         """Asks for a quorum after the generation has failed and the heal is over."""
         self._drop_held()
         self._return_deal_unless_kept()  # it may have come with the state
@@ -761,8 +765,8 @@ class Step:
     # ---- what may come at any time
 
     def _on_notice(self, notice: m.Notice, now_s: float) -> None:
-        """Keeps a notice that comes before the answer to this rank's call: its sender sends it once. One of the end of this generation
-        interrupts it; sums that are complete all the same are voted on as usual."""
+        """While ASKING, keeps notices, which are sent once: they may belong to the quorum that is about to be answered. MemberLost and
+        GenerationAborted interrupt the current generation; sums that have arrived all the same are voted on as usual."""
         if isinstance(notice, m.Finished):
             self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
         elif self.phase is Phase.ASKING:

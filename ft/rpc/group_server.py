@@ -57,7 +57,7 @@ class Settings:
     parent: int = 0  # pid; 0: nobody's child
 
 
-Place = tuple[int, m.Ballot | None]  # whose answer it is: (group_rank, ballot, or None for a quorum)
+CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, ballot; None: a call for a quorum)
 
 
 class RankReports:
@@ -115,7 +115,7 @@ class RankReports:
 
 
 class Process:
-    """A process of this machine that lives now. On Linux it is held by a descriptor, so a signal never hits a successor of its pid."""
+    """A live process on this host. On Linux it is held by a descriptor, so a signal never hits a successor of its pid."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid, self._proc = pid, proc
@@ -150,19 +150,19 @@ class Process:
 
 
 class GroupService:
-    """Drives one machine. `end` is called once, with a reason, when the group is over: "" if it left."""
+    """Drives one group's state machine (ft.protocol.group). `end` is called once, with a reason, when the group is over: "" if it left."""
 
     def __init__(
         self, config: GroupConfig, lighthouse: str, access: Access, end: Callable[[str], None], wire: type[Wire] = Link
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
-        self._pending = PendingCalls(self._on_cancelled)  # by Place
-        self._feeding: tuple[Place, Pending] | None = None  # the call that is being fed
+        self._pending = PendingCalls(self._on_cancelled)  # by CallKey
+        self._feeding: tuple[CallKey, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
         self._reports = RankReports(config.world_size)
         self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the outcome that was told last, as a message
-        self._beaten = pharos_pb2.Report()  # the newest that was sent
+        self._last_report = pharos_pb2.Report()  # the newest that was sent
         self._dying_since_s: float | None = None  # a trainer was killed, and is not gone
         self._gave_up = 0  # the quorum id that this group gave up last
         self.left = False  # or is about to end
@@ -215,7 +215,7 @@ class GroupService:
         vote = codec.from_bytes(m.Vote, data)
         return await self.ask((vote.group_rank, vote.key), vote)
 
-    async def ask(self, place: Place, event: m.Event) -> bytes:
+    async def ask(self, place: CallKey, event: m.Event) -> bytes:
         """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
         pending = Pending()
 
@@ -228,7 +228,7 @@ class GroupService:
 
         return await self._pending.wait(place, f"rank {place[0]}", pending, feed)
 
-    def _on_cancelled(self, place: Place) -> None:
+    def _on_cancelled(self, place: CallKey) -> None:
         if place[1] is None:  # a vote is simply cast again
             self.driver.feed(m.RankCancelled(place[0]))
 
@@ -287,7 +287,9 @@ class GroupService:
             self._reports.hear(rank, up.report)
             if self._reports.waiting != awaited:
                 self.driver.feed(m.SumsAwaited(not awaited))
-            if self._reports.waiting != self._beaten.waiting or self._reports.blamed != list(self._beaten.blame):
+            if self._reports.waiting != self._last_report.waiting or self._reports.blamed != list(
+                self._last_report.blame
+            ):
                 self.spawn(self._beat())
         elif which == "wants_to_leave":
             self.driver.feed(m.WantsToLeave())
@@ -304,19 +306,20 @@ class GroupService:
 
     async def _beat_for_ever(self) -> None:
         while True:
-            beaten = await self._beat()
-            await asyncio.sleep(self.config.times.beat_s if beaten else RECHECK_S)
+            was_sent = await self._beat()
+            await asyncio.sleep(self.config.times.beat_s if was_sent else RECHECK_S)
 
     async def _beat(self) -> bool:
-        """A group of which a trainer is stopped does not beat: it is as good as dead. False: so it is."""
+        """Sends a heartbeat. False: none was sent, as a trainer is stopped (SIGSTOP): the group counts as dead."""
         if any(process.is_stopped() for process in self.processes.values()):
             return False
         dying = [rank for rank, process in self.processes.items() if process.is_dying()]
         self._dying_since_s = (self._dying_since_s or now_s()) if dying else None
         timeout_s = self.config.times.heartbeat_timeout_s
         if self._dying_since_s is not None and now_s() - self._dying_since_s >= timeout_s:
-            self.end(f"ranks {dying} were killed {timeout_s:g} s ago, and are not gone: the name is to be free")
-        report = self._beaten = self._reports.together()
+            why = "and have not exited; the group ends so that it can restart under its name"
+            self.end(f"ranks {dying} were killed {timeout_s:g} s ago, {why}")
+        report = self._last_report = self._reports.together()
         report.replica_id, report.sent_s = self.machine.replica_id, now_s()
         await self.link.send(report=report)
         return True

@@ -45,7 +45,7 @@ class DashboardListener(Protocol):
 
 
 class LighthouseService:
-    """Drives one machine. To be made, fed and asked on one loop."""
+    """Drives one lighthouse state machine, on one asyncio loop."""
 
     def __init__(
         self,
@@ -74,11 +74,12 @@ class LighthouseService:
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
-        self._roster = codec.StaticQuorum()
-        self._roster_of: m.Quorum | None = None
+        self._static_quorum = codec.StaticQuorum()
+        self._static_quorum_of: m.Quorum | None = None
         self._seen, self._logged_reason, self._logged_id = seen, "", 0
         self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
-        # A group goes by how old the last answer is against half of takeover_s: four in a row may be lost, by default of each third beat.
+        # A group holds back commits when its last answered beat is older than takeover_s / 2: so four answers in a row may be lost, by
+        # default of each third beat.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: lambda e: self.keeper.keep(e.saved) if self.keeper else None,
@@ -120,7 +121,8 @@ class LighthouseService:
 
     def ask(self, call: m.Call, pending: Pending, context: Any = None) -> Awaitable[bytes]:
         """The machine's answer, waited for as long as the caller does. context: of a call of torchft's. Raises ValueError, CallRefused."""
-        _check(call)  # here, as the kind: lest a stranger's refusal answers the honest callers of its id
+        # Before the call waits, as its kind: a refusal by the state machine answers all waiting calls of that id, the rightful group's too
+        _check(call)
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
         if self._pending.size + pending.size > self.max_waiting:
@@ -247,10 +249,13 @@ class LighthouseService:
                 self._send(replica_id, self._form("down"))
 
     def _short_or_full(self, roster: str) -> str:
-        if self._roster_of is not self._answered:  # not at each quorum: the fields of all groups are compared
+        if self._static_quorum_of is not self._answered:  # not at each quorum: the fields of all groups are compared
             assert self._answered is not None
-            self._roster_of, self._roster = self._answered, codec.StaticQuorum.of(self._answered, self._roster)
-        return "short" if roster == self._roster.id else "full"
+            self._static_quorum_of, self._static_quorum = (
+                self._answered,
+                codec.StaticQuorum.of(self._answered, self._static_quorum),
+            )
+        return "short" if roster == self._static_quorum.id else "full"
 
     def _form(self, name: str) -> bytes:
         """The newest quorum as one kind of caller wants it: made at most once, however many wait for it or ask for it again."""

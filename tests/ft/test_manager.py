@@ -21,7 +21,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES
-from ft.protocol.step import Ledger, Phase, Step, StepConfig, StepControl
+from ft.protocol.step import Ledger, Phase, Step, StepConfig, Tail
 from ft.recording import RecordingManager
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
@@ -372,7 +372,7 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     """For each comparison, the groups that said that they are no witnesses."""
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
-    tails = [StepControl.of(event.tail, FIGURES * members).digests for event in reduced]
+    tails = [Tail.of(event.tail, FIGURES * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.part.members]
     return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
 

@@ -29,7 +29,7 @@ def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.Monk
         rank = made.group("a", steps=5)[0].join()
         assert rank.error is None
     parts_s = [at_s for at_s, event, _ in rank.seen if isinstance(event, m.Part)]
-    assert len(made_s) == buckets.READY and max(made_s) < parts_s[0]
+    assert len(made_s) == buckets.KEPT_SETS and max(made_s) < parts_s[0]
 
 
 def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold():

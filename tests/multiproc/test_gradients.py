@@ -197,11 +197,11 @@ def test_shards_of_fsdp(pool: Pool):
 def sharded_without_riders() -> list[tuple[int, bool]]:
     from ft import buckets
 
-    before, buckets.RIDER_BYTES = buckets.RIDER_BYTES, -1
+    before, buckets.LAST_BUCKET_GRADIENT_BYTES = buckets.LAST_BUCKET_GRADIENT_BYTES, -1
     try:
         return sharded()
     finally:
-        buckets.RIDER_BYTES = before
+        buckets.LAST_BUCKET_GRADIENT_BYTES = before
 
 
 def partial_sum() -> str:

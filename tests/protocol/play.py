@@ -363,7 +363,7 @@ class RankPlayer(Player):
     def told(self) -> list[str]:
         """ ", as one": the ranks of the group agree by themselves, and one asks for all."""
         votes = [effect.vote for effect in self.effects if isinstance(effect, m.CastVote)]
-        as_one = any(map(self.machine.is_for_all, votes))
+        as_one = any(map(self.machine.every_rank_votes, votes))
         return [show(effect) + ", as one" * (as_one and isinstance(effect, m.CastVote)) for effect in self.effects]
 
     def part(

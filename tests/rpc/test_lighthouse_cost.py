@@ -16,6 +16,7 @@ from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_service import LighthouseService
+from ft.rpc.serving import Pending
 from tests.counting import counting
 from tests.rpc.test_group_server import RANKS, Team, quorum, together
 from tests.rpc.wire import WAIT_S
@@ -30,7 +31,7 @@ def service(min_replicas: int) -> LighthouseService:
 
 
 async def ask(one: LighthouseService, calls: list[m.Call], roster: str = "") -> list[bytes]:
-    return await asyncio.gather(*(one.ask(call, roster, 9) for call in calls))
+    return await asyncio.gather(*(one.ask(call, Pending(9, roster)) for call in calls))
 
 
 def members(count: int) -> list[m.Member]:
@@ -50,7 +51,7 @@ def test_torchfts_callers_get_one_answer_made_once():
         one = service(20)
         for step in range(3):
             calls = [m.Call(m.Member(f"g{i}", step=step), "torchft") for i in range(20)]
-            the_one(await asyncio.gather(*(one.ask(call, None, 9) for call in calls)))
+            the_one(await asyncio.gather(*(one.ask(call, Pending(9, None)) for call in calls)))
 
     in_a_loop(test)
 
@@ -131,7 +132,7 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
             comes = m.Member(f"peer{change}:1")
             one.driver.feed(m.StreamOpened(comes.replica_id, None))
             calls = [m.Call(stays, known=known, failed=known > 0, number=change), m.Call(comes)]
-            asked = [asyncio.ensure_future(one.ask(call, "", 9)) for call in calls]
+            asked = [asyncio.ensure_future(one.ask(call, Pending(9))) for call in calls]
             the_one(list(await asyncio.gather(*asked)))
             known = one.machine.quorum.quorum_id if one.machine.quorum else 0
             one.driver.feed(m.StreamClosed(comes.replica_id))

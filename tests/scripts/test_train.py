@@ -104,7 +104,7 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     assert checkpoints(folder) == {"step-4", "step-6"}
 
     again = Job(folder)
-    assert again.end() == 0 and "finished already: 6 of 6 steps; a larger training.steps goes on" in again.text
+    assert again.end() == 0 and "finished already: 6 of 6 steps; raise training.steps to go on" in again.text
 
     other = Job(folder, "--training.seed=1")
     assert other.end() == 2 and "training.seed" in other.text and "saved 0, now 1" in other.text

@@ -88,7 +88,7 @@ def _machine_goes_on(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
     return any(_is_decided(rank, ballot, stuck) for ballot in rank.trainer.aside)
 
 
-def _is_decided(rank: RankNode, ballot: m.Ballot, stuck: dict[int, RankNode]) -> bool:
+def _is_decided(rank: RankNode, ballot: m.VoteKey, stuck: dict[int, RankNode]) -> bool:
     said = rank.truth.said(rank.group, ballot)
     silent = [other.group_rank for other in rank.group.ranks if other.group_rank not in said]
     return not silent or "failed" in said.values() or any(place not in stuck for place in silent)

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, in_tail
-from ft.protocol.step import StepConfig, StepControl
+from ft.protocol.step import StepConfig, Tail
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
 
@@ -107,7 +107,7 @@ class RankNode:
         self.sent: set[str] = set()  # those of them that have all of it, or read no more
         self._ended_quorum = 0  # the newest of which a notice said that it is over
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
-        self._stopped_quorum = 0  # the newest whose waits were ended
+        self._interrupted_quorum = 0  # the newest whose waits were ended
         self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
         self._fetching = 0
         self.fetches = False  # the state of another group
@@ -166,7 +166,7 @@ class RankNode:
             return
         for effect in out.effects:
             if isinstance(effect, m.InterruptCollectives):  # who would take it may be the one who waits
-                self._stopped_quorum = effect.quorum_id
+                self._interrupted_quorum = effect.quorum_id
                 self._is_stopped(effect.quorum_id)
             else:
                 self.trainer.queue.append(effect)
@@ -330,7 +330,7 @@ class RankNode:
         part = self._part
         assert part is not None
         digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
-        gave = max(StepControl.of(effect.tail, digests).tokens, default=0.0) > 0
+        gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.meets(self, part)
         self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
@@ -376,7 +376,7 @@ class RankNode:
     def _is_stopped(self, quorum_id: int) -> None:
         """Also what is launched after that was said."""
         give_up = self._pending.get(quorum_id)
-        if give_up is not None and quorum_id == self._stopped_quorum:  # the sockets are shut, then the error comes
+        if give_up is not None and quorum_id == self._interrupted_quorum:  # the sockets are shut, then the error comes
             self.world.after(0.01, self.process, give_up)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
@@ -385,7 +385,7 @@ class RankNode:
         vote = effect.vote
         self.truth.votes(self, vote)
         aside, busy = self.machine.votes_in_background(vote), bool(self.trainer.queue)
-        if self.machine.is_for_all(vote) and len(self.group.ranks) > 1:
+        if self.machine.every_rank_votes(vote) and len(self.group.ranks) > 1:
             self._agree(vote, able=not busy)
         else:
             self._ask_word(vote, aside=aside or busy)

@@ -277,13 +277,13 @@ class GroupNode:
         self._stream: End | None = None
         self._stream_id = ""
         self._asked = 0
-        self._waiting: dict[tuple[int, m.Ballot | None], list[Call]] = {}  # (group_rank, ballot, or None for a quorum)
-        self._newest: tuple[int, m.Ballot | None] = (0, None)
+        self._waiting: dict[tuple[int, m.VoteKey | None], list[Call]] = {}  # (group_rank, ballot, or None for a quorum)
+        self._newest: tuple[int, m.VoteKey | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
         self.says: dict[int, tuple[bool, bool]] = {}  # on a commit, of each rank: yes, and a change
-        self.agreed: dict[m.Ballot, tuple[bool, bool]] = {}  # the same of all, of the newest two
-        self.told: dict[m.Ballot, bool] = {}  # rank 0: the server says yes
+        self.agreed: dict[m.VoteKey, tuple[bool, bool]] = {}  # the same of all, of the newest two
+        self.told: dict[m.VoteKey, bool] = {}  # rank 0: the server says yes
         self.able = True  # to use what it has computed
         steps = [
             StepConfig(group_rank=rank, restores=True, shape=(("layout", shape or "ours"),), **cluster.setting.step)
@@ -351,7 +351,7 @@ class GroupNode:
         self._newest = place
         self.feed(event)
 
-    def _cancelled(self, place: tuple[int, m.Ballot | None], call: Call) -> None:
+    def _cancelled(self, place: tuple[int, m.VoteKey | None], call: Call) -> None:
         calls = self._waiting.get(place, [])
         if call in calls:
             calls.remove(call)
@@ -359,7 +359,7 @@ class GroupNode:
                 del self._waiting[place]
                 self.feed(m.RankCancelled(place[0]))
 
-    def _answer(self, group_rank: int, ballot: m.Ballot | None, reply: Any) -> None:
+    def _answer(self, group_rank: int, ballot: m.VoteKey | None, reply: Any) -> None:
         for call in self._waiting.pop((group_rank, ballot), []):
             call.answer(reply)
 
@@ -402,7 +402,7 @@ class GroupNode:
             self._tell_wish()
         return OPTIMIZER_S
 
-    def agree(self, ballot: m.Ballot) -> float:
+    def agree(self, ballot: m.VoteKey) -> float:
         for known in (self.agreed, self.told):
             while len(known) > 1:
                 del known[next(iter(known))]

@@ -29,7 +29,7 @@ class Trainer:
     def __init__(self, rank: RankNode) -> None:
         self.rank = rank
         self.waits: tuple[str, Any] | None = ("its start", "")
-        self.aside: set[m.Ballot] = set()  # votes whose outcome is waited for in threads of their own
+        self.aside: set[m.VoteKey] = set()  # votes whose outcome is waited for in threads of their own
         self.wish = False  # some rank of the group was asked to leave, and its ranks have told each other
         self.queue: deque[m.Effect] = deque()
         self._running = False

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ft.buckets import ALONE_BYTES, RIDER_BYTES, BucketLayout
+from ft.buckets import IN_PLACE_BYTES, LAST_BUCKET_GRADIENT_BYTES, BucketLayout
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_every_gradient_has_a_place_of_its_own(sizes: list[tuple[int, torch.dtyp
         for index in bucket.members:
             assert layout.bucket_of[index] == number and tensors[index].dtype == bucket.kind[0]
             if bucket.in_place:
-                assert in_place and len(bucket.members) == 1 and tensors[index].nbytes >= ALONE_BYTES
+                assert in_place and len(bucket.members) == 1 and tensors[index].nbytes >= IN_PLACE_BYTES
                 continue
             assert layout.starts[index] >= place and layout.starts[index] * bucket.kind[0].itemsize % 64 == 0
             place = layout.starts[index] + tensors[index].numel()
@@ -46,7 +46,7 @@ def test_every_gradient_has_a_place_of_its_own(sizes: list[tuple[int, torch.dtyp
         held = sum(tensors[index].nbytes for index in bucket.members)
         assert bucket is layout.buckets[-1] or len(bucket.members) == 1 or held <= bucket_bytes
     assert layout.buckets[-1].kind[0] == torch.float32
-    assert all(tensors[index].nbytes <= RIDER_BYTES for index in layout.buckets[-1].members)
+    assert all(tensors[index].nbytes <= LAST_BUCKET_GRADIENT_BYTES for index in layout.buckets[-1].members)
     assert sum(tensors[index].nbytes for index in layout.buckets[-1].members) <= 1 << 20
 
 

@@ -324,7 +324,7 @@ def test_a_member_of_another_shape_knows_it_before_the_others_fail():
 
     class Compares(ProcessGroup):
         def _build(self, rendezvous: Rendezvous) -> Engine:
-            rendezvous.store = store = Store(rendezvous.place[0], 60.0)
+            rendezvous.store = store = Store(rendezvous.arguments[0], 60.0)
             store.late = rendezvous.rank == 2
             rendezvous.gather("")
             return FakeEngine()

@@ -89,7 +89,7 @@ def test_others_wait_until_it_stands(tmp_path: Path):
     other.happens[100.0] = writer.make
     other.make()
     assert other.manager.told == [True] and other.tries == 0 and other.now_s == 100
-    assert other.said == [f"step {LAST} is the last: waiting until its checkpoint stands, which another group writes"]
+    assert other.said == [f"step {LAST} is the last: waiting for another group to write its checkpoint"]
 
 
 def test_groups_without_a_common_folder_hear_of_it(tmp_path: Path):

@@ -17,7 +17,8 @@ from training.tokenizer import Tokenizer
 
 
 class _Data:
-    """Its state in a checkpoint is the digest of content and tokenizer, which with (seed, epoch, position) decides every sequence."""
+    """Base of both kinds of data. Its state in a checkpoint is the digest of content and tokenizer, which with (seed, seq_len, position)
+    decides every sequence; empty for a stream, whose loader keeps the place."""
 
     digest = ""
 

@@ -202,7 +202,7 @@ class WorkerLoader(BatchSource):
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
         self._tasks[:] = tasks
-        return iterate(self._loader).__next__  # takes back what an earlier run still owed
+        return iterate(self._loader).__next__  # discards batches of an earlier call that are still on their way
 
     def close(self) -> None:
         super().close()
@@ -210,7 +210,7 @@ class WorkerLoader(BatchSource):
 
 
 def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-    """iter(loader). The first call starts its processes, which ignore the signals that are for the rank."""
+    """iter(loader). The first call starts its processes, which start with the launcher's signals blocked."""
     with unsignalled():
         resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
     with unsignalled():

@@ -182,8 +182,8 @@ Source = TextSource | TokenSource
 
 
 def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
-    """Raises ValueError that begins with the setting, for missing files, wrong suffixes, missing packages, no text at all; and of the first
-    megabytes: UTF-8, JSON, the text key, for token files ids of `vocab_size` and above (0: not checked)."""
+    """Raises ValueError that begins with the setting, for missing files, wrong suffixes, missing packages, no text at all; and, in the
+    first megabytes, for text that is not UTF-8, bad JSON, a missing text key, or token ids from `vocab_size` on (0: not checked)."""
     if config.dataset == "huggingface":
         need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
         return
