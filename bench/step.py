@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from bench.job import ROOT
+from bench.job import ROOT, memory_bytes
 from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, spread, table
 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
@@ -273,7 +273,10 @@ class StepSide:
         if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # VmHWM: on Linux ru_maxrss begins with the memory of the process that started this one; elsewhere it is in bytes
+        resident = (
+            memory_bytes("VmHWM") if sys.platform == "linux" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
         peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
