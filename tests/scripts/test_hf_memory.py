@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contrib.interchange.files import INDEX, Planned, index_json, shards, write_file
+from contrib.interchange.files import INDEX, index_json, shards, write_file
 from models import llama, llama_hf
 from tests.scripts.tiny_job import peak_bytes
 
@@ -25,14 +25,13 @@ MB = 10**6
 def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: int) -> int:
     """A model of random bits in fp32; the bytes of its largest file."""
     folder.mkdir(parents=True)
-    planned = [
-        Planned(entry.theirs, entry.shape, torch.float32)
+    planned = {
+        entry.theirs: torch.empty(entry.shape, dtype=torch.float32, device="meta")
         for entry in llama_hf.entries(config, vocab_size=vocab_size, tied=False)
-    ]
+    }
     parts = list(shards(planned, file_bytes))
-    sizes = {tensor.name: tensor.shape for tensor in planned}
     for file, tensors in parts:
-        write_file(folder / file, tensors, lambda name: torch.rand(sizes[name]), lambda count: None)
+        write_file(folder / file, tensors, lambda name: torch.rand(planned[name].shape), lambda count: None)
     (folder / INDEX).write_text(index_json(parts))
     body = llama_hf.write_config(
         config, vocab_size=vocab_size, tied=False, dtype="float32", max_positions=64, special={}
