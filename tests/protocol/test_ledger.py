@@ -31,7 +31,7 @@ def test_with_a_number_of_slots_per_step_they_are_dealt_in_turns():
     assert ledger.deal(("a", "b", "c")) == {0: "a", 8: "b", 16: "c", 24: "a"}
     ledger.drop()
     assert ledger.deal(("a", "b", "c", "d", "e")) == {0: "a", 8: "b", 16: "c", 24: "d"}  # e stands by
-    assert ledger.width(5) == 4
+    assert ledger.slot_count(5) == 4
 
 
 def test_the_slots_of_who_is_gone_go_to_those_with_the_fewest_and_all_others_stay():

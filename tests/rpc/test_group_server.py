@@ -489,7 +489,7 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
         finally:
             await service.close()
 
-    assert asyncio.run(ends()).startswith("ranks [0] were killed 0.05 s ago, and are not gone")
+    assert asyncio.run(ends()).startswith("ranks [0] were killed 0.05 s ago, and have not exited")
 
 
 @pytest.mark.parametrize(
