@@ -36,7 +36,6 @@ from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_mach
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
 from training.checkpoint_streamed import Streamed
-from training.config import need
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -329,18 +328,28 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
 
 def byte_tokenizer() -> dict[str, str]:
     """The built-in byte tokenizer as Hugging Face's files: name -> content. Byte-level BPE without a merge gives ByteTokenizer's ids; a
-    BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on. Raises ValueError."""
-    need("tokenizers", extra="hf", setting="hf.py export")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
+    BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.add_special_tokens([BOS, EOS, PAD])  # ids from 256 on
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    begun = [(BOS, ByteTokenizer.bos_id)]
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", pair="$A $B:1", special_tokens=begun)
+    special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, "content": token, **flags} for token, index in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {BOS: {"id": BOS, "ids": [special[BOS]], "tokens": [BOS]}},
+        },
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    return {TOKENIZER: tokenizer.to_str() + "\n", "tokenizer_config.json": f"{text}\n"}
+    return {TOKENIZER: json.dumps(tokenizer) + "\n", "tokenizer_config.json": f"{text}\n"}
