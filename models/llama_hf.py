@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from models.llama import Config, Llama
+from models.llama import Config
 
 ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -57,17 +56,25 @@ class Entry:
 
 def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
     """Every parameter of the model, in the order of the forward. `tied`: their files hold one matrix for both ends."""
-    with torch.device("meta"):
-        model = Llama(config, vocab_size, max_seq_len=1)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    # Not asked of a model: torch loads its compiler to initialise even one on the meta device, 30 MB.
+    dim, kv_dim = config.dim, config.dim // config.n_heads * config.n_kv_heads
+    shapes = {
+        "attention.wq": (dim, dim),
+        "attention.wk": (kv_dim, dim),
+        "attention.wv": (kv_dim, dim),
+        "attention.wo": (dim, dim),
+        "feed_forward.w1": (config.hidden_dim, dim),
+        "feed_forward.w3": (config.hidden_dim, dim),
+        "feed_forward.w2": (dim, config.hidden_dim),
+    }
     heads = {"attention.wq": config.n_heads, "attention.wk": config.n_kv_heads}
-    yield Entry("tok_embeddings.weight", EMBEDDING, shapes["tok_embeddings.weight"])
+    yield Entry("tok_embeddings.weight", EMBEDDING, (vocab_size, dim))
     for layer in range(config.n_layers):
         for ours, theirs in _LAYER.items():
-            name = f"layers.{layer}.{ours}.weight"
-            yield Entry(name, f"model.layers.{layer}.{theirs}.weight", shapes[name], heads.get(ours, 0))
-    yield Entry("norm.weight", "model.norm.weight", shapes["norm.weight"])
-    yield Entry("output.weight", EMBEDDING if tied else HEAD, shapes["output.weight"])
+            names = f"layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+            yield Entry(*names, shapes.get(ours, (dim,)), heads.get(ours, 0))
+    yield Entry("norm.weight", "model.norm.weight", (dim,))
+    yield Entry("output.weight", EMBEDDING if tied else HEAD, (vocab_size, dim))
 
 
 @dataclass(frozen=True)
