@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def in_time(true: Callable[[], object], limit_s: float = 60.0) -> bool:
-    """Whether it becomes true; what is slow because the machine is busy does not fail."""
+    """Returns True once `true` holds, False after `limit_s`, which leaves room for a busy machine."""
     until_s = time.monotonic() + limit_s
     while not true():
         if time.monotonic() > until_s:

@@ -216,7 +216,7 @@ class Fetches:
 
 
 def part(replica_id: str, replica_rank: int, **more: Any) -> m.Part:
-    """Of quorum 3, which has the groups a and b."""
+    """A part of quorum 3, which has the groups a and b."""
     nobody = {"heal": False, "sources": (), "recover_dst_replica_ranks": (), "participants": (), "dealt": 0}
     return m.Part(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
 

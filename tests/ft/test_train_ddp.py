@@ -35,7 +35,7 @@ class Program(Started):
 
     @property
     def steps(self) -> dict[int, tuple[int, float, str]]:
-        """What it has printed, by step: groups, loss, weights."""
+        """Returns the printed lines by step: groups, loss, weights."""
         return {int(found[1]): (int(found[2]), float(found[3]), found[4]) for found in LINE.finditer(self.text)}
 
     def wait_for(self, step: int, groups: int) -> int:

@@ -34,7 +34,7 @@ def in_place_of(name: str) -> Callable[[Callable[..., Any]], Callable[[int], Non
 
 @in_place_of("all_reduce")
 def result_of_all_reduce(rank: int, real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
-    """What it gives this rank has one wrong element."""
+    """Changes one element of the result on this rank."""
     done = real(tensor, *rest, **named)
     tensor[5] += 1
     return done
@@ -44,7 +44,7 @@ def result_of_all_reduce(rank: int, real: Callable[..., Any], tensor: Any, *rest
 def input_of_reduce_scatter(
     rank: int, real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any
 ) -> Any:
-    """What this rank puts in is wrong, so all get a wrong result."""
+    """Changes the input of this rank, so all ranks get a wrong result."""
     return real(output, tensor * 3, *rest, **named)
 
 

@@ -101,7 +101,7 @@ print("peak", peak)
 
 
 def peak_bytes(module: str, *arguments: object) -> int:
-    """Of a process that runs a script: all that it maps counts, also the files of tensors."""
+    """Peak of resident memory of a process that runs a script, with the files of tensors that it maps."""
     return int(python("-c", PEAK, module, *map(str, arguments), timeout_s=600).split("peak ")[-1]) << 10
 
 
