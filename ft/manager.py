@@ -178,6 +178,7 @@ class Manager:
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # the newest step that no restart can replace by another version
+        self._stopped: tuple[bool, str] | None = None  # clean and reason of Leave, once the machine has ended the job
         self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
         self.left = False  # the others know that this group leaves, and the step is committed: close
         step_config = replace(
@@ -344,6 +345,7 @@ class Manager:
         with suppress(TimeoutError, RuntimeError):  # the server may be gone
             clean = self.left and self._saved is not False
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
+            clean, why = self._stopped or (clean, why)
             self.client.leave(clean=clean, reason=why, finished=self._saved is True)
         self.client.close()
         self._prober.close()
@@ -460,7 +462,8 @@ class Manager:
                     case m.GiveUp(reason):
                         assert part is not None
                         self.client.give_up(part.quorum_id, reason)
-                    case m.Stop(reason, slots):
+                    case m.Stop(reason, slots, clean):
+                        self._stopped = (clean, f"stopped: {reason}")
                         raise Stopped(reason, slots)
             if event is not None:
                 self._feed(event)

@@ -756,7 +756,8 @@ class GiveUp(Effect):
 
 
 class Stop(Effect):
-    """The job cannot go on. `slots`: those that are to blame, of which the driver names the documents."""
+    """The job cannot go on. `slots`: those that are to blame, of which the driver names the documents. `clean`: as in Leave."""
 
     reason: str
     slots: tuple[int, ...] = ()
+    clean: bool = True

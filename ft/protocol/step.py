@@ -787,7 +787,7 @@ class Step:
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        self._out.append(m.Stop(why, slots))
+        self._out.append(m.Stop(why, slots, clean=not self._failed))  # else the others have this rank's sums, or need none
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

@@ -26,6 +26,7 @@ from ft.recording import RecordingManager
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
 from tests.ft.groups import LIMIT_S, SLOT, Rank, Wrapped, finish, group_config, job, lose_the_sums
+from tests.waiting import in_time
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
@@ -425,8 +426,25 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
 
 
 def test_of_two_groups_nobody_can_tell_and_both_stop():
+    """The slower one, too: its sums are complete when the other has stopped and gone, and what it hears of that does not end its wait."""
+
+    def slow(rank: Rank, step: int) -> None:
+        gradients, machine = rank.manager.gradients, rank.manager.machine
+        wait = gradients.wait
+
+        def behind() -> tuple[float, ...]:
+            gradients.wait = wait  # type: ignore[method-assign]
+            ranks[0].join()
+            assert in_time(lambda: "stopped: after step 3" in machine.reason, LIMIT_S), machine.reason
+            return wait()
+
+        if step == 3:
+            gradients.wait = behind  # type: ignore[method-assign]
+
     with job(min_replicas=2) as made:
-        ranks = [made.group(name, steps=10, together=2, **COMPARED)[0] for name in "ab"]
+        ranks: list[Rank] = []
+        ranks += made.group("a", steps=10, together=2, **COMPARED)
+        ranks += made.group("b", steps=10, together=2, **{**COMPARED, "at": slow})
         for rank in ranks:
             error = rank.join().error
             assert isinstance(error, Stopped) and "no majority" in str(error)

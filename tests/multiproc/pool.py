@@ -197,6 +197,7 @@ def _run(task: _Task) -> bytes:
         store = FileStore(task.store, task.world_size)
         dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.world_size, timeout=timeout)
         try:
+            dist.barrier()  # a rank that is through, and ends its group, breaks the connections of one that still makes its own
             return pickle.dumps(_Answer(_function(task.file, task.name)(*task.args)))
         finally:
             dist.destroy_process_group()
