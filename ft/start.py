@@ -134,7 +134,7 @@ def open_manager(
         heal_copy_bytes=settings.heal_copy_bytes,
         digest_interval=-(-settings.digest_interval // inner_steps),
         leave_if_divergent=settings.on_corruption == "leave",
-        max_failures=None if settings.max_retries < 0 else settings.max_retries,
+        max_retries=None if settings.max_retries < 0 else settings.max_retries,
         long_phase_s=long_phase_s,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )

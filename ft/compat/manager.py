@@ -150,7 +150,7 @@ class Manager:
         )
         options = core.ManagerOptions(
             keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step in all of them
-            max_failures=max_retries,
+            max_retries=max_retries,
             skip_unable=True,  # slots mean nothing here: the data is the user's
             init_sync=init_sync,
             zeros_wait=True,

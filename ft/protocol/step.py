@@ -62,7 +62,7 @@ class StepConfig:
     heal_grace_s: float = 30.0
     # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
     zeros_wait: bool = False
-    max_failures: int | None = None  # failed attempts in a row that are allowed; None: any number
+    max_retries: int | None = None  # failed attempts in a row that are allowed; None: any number
     skip_unable: bool = False  # a slot that was unable too often is skipped, and does not end the job
     init_sync: bool = False  # initial states differ between groups: at step 0 all heal from one
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
@@ -654,10 +654,10 @@ class Step:
         if self.part:
             self._out.append(m.AbandonGeneration(self.part.quorum_id))
         self._return_deal_unless_kept()
-        allowed = self.config.max_failures
+        allowed = self.config.max_retries
         if allowed is not None and self._failures > allowed:
             failed = f"{self._failures} attempts in a row failed"
-            self._stop(f"{failed}, fault_tolerance.max_failures allows {allowed}: {why}")
+            self._stop(f"{failed}, fault_tolerance.max_retries allows {allowed}: {why}")
         elif self.heal and not self.heal.agreed:
             self._vote_on_heal("failed", why)
             self.phase, self.reason = Phase.CLOSING, why

@@ -148,7 +148,7 @@ def test_too_many_failures_in_a_row_end_it():
         manager.start_quorum()
         assert manager.should_commit(), "one that holds: they are counted anew"
         assert fails(manager) and fails(manager)
-        with pytest.raises(Stopped, match="max_failures allows 2"):
+        with pytest.raises(Stopped, match="max_retries allows 2"):
             fails(manager)
 
 
