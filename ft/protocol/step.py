@@ -787,7 +787,8 @@ class Step:
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        self._out.append(m.Stop(why, slots, clean=not self._failed))  # else the others have this rank's sums, or need none
+        clean = not self._failed  # the others have its sums, or wait for none
+        self._out.append(m.Stop(why, slots, clean))
 
 
 @lru_cache(64)  # the same for all ranks that a process drives
