@@ -273,9 +273,8 @@ def _case(
     for option in options:
         config = replace(config, **option.parallelism)
         recomputation = option.activation_checkpoint or recomputation
-    if (
-        config.pipeline_parallel_schedule_csv == BACKWARDS_CSV
-    ):  # all forwards, then the backwards from the last microbatch to the first
+    if config.pipeline_parallel_schedule_csv == BACKWARDS_CSV:
+        # All forwards, then the backwards from the last microbatch to the first.
         path = task.folder / f"backwards-{degrees.pp}-{microbatches}.csv"
         orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
         stages = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(degrees.pp))

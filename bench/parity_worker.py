@@ -97,9 +97,8 @@ class Seen:
 
     stage: int  # of the pipeline
     drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
-    steps: tuple[
-        StepSeen, ...
-    ]  # AdamW: the last step is there once more, from the weights that the truth had before it
+    # With AdamW the last step is there once more, from the weights that the truth had before it.
+    steps: tuple[StepSeen, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
 
 

@@ -72,9 +72,8 @@ class Runs:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
-        config = str(
-            shutil.copy(ROOT / "configs" / "llama.toml", folder)
-        )  # an edit meanwhile must not make it another run
+        # A copy: an edit meanwhile must not make it another run.
+        config = str(shutil.copy(ROOT / "configs" / "llama.toml", folder))
         self.steps = steps  # n: the runs have 2n
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
         self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split()]

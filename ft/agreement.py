@@ -47,10 +47,9 @@ class Agreement:
             raise GroupEnded(f"the ranks of this group vote on different things, this one on {vote.key}")
         if some_no:
             return outcome
-        whole = replace(vote, change=bool(change), whole=True)
         if vote.group_rank == 0:
             try:
-                outcome = client.vote(whole, self.whole_vote_s)
+                outcome = client.vote(replace(vote, change=bool(change), whole=True), self.whole_vote_s)
             except RuntimeError as error:  # each rank's own vote meets it, too
                 log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
             except TimeoutError:  # the server holds the commit
@@ -59,7 +58,8 @@ class Agreement:
         self._carry_out(self._group.broadcast, agreed, 0)
         if not agreed.item():
             return None
-        return outcome or Outcome("commit", *vote.key[:3], "yes", whole.change, "all ranks said yes")
+        at = (vote.quorum_id, vote.attempt, vote.step)
+        return outcome or Outcome("commit", *at, "yes", bool(change), "all ranks said yes")
 
     def _carry_out(self, collective: Callable[..., dist.Work], *arguments: object) -> None:
         try:

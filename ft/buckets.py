@@ -27,9 +27,7 @@ BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 LAST_BUCKET_BYTES = 1 << 20  # and of all of them
 QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantised
-IN_PLACE_BYTES = (
-    1 << 20
-)  # fewest bytes of a gradient that is reduced in place: below, a message costs more than the copy
+IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place; else a message costs more than the copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
 Kind = tuple[torch.dtype, torch.device]
@@ -61,10 +59,8 @@ class BucketLayout:
         self.sizes: dict[Kind, int] = {}
         device = tensors[0].device if tensors else device
         last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
-        most_bytes, left_bytes = (
-            QUANTIZED_GRADIENT_BYTES if quantized else LAST_BUCKET_GRADIENT_BYTES,
-            LAST_BUCKET_BYTES,
-        )
+        most_bytes = QUANTIZED_GRADIENT_BYTES if quantized else LAST_BUCKET_GRADIENT_BYTES
+        left_bytes = LAST_BUCKET_BYTES
         for index, tensor in enumerate(tensors):
             small = tensor.nbytes <= min(most_bytes, left_bytes)
             if small and tensor.dtype == torch.float32 and tensor.device == device:

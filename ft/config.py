@@ -298,6 +298,7 @@ class Environment:
 
     group_rank: int = _variable("RANK", _whole(0), 0)
     world_size: int = _variable("WORLD_SIZE", _whole(1), 1)  # ranks of this group
+    local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
     master_addr: str = _variable("MASTER_ADDR", str, "")  # of the group's own store
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
     # How often torchelastic has started this group's ranks again; its store lives through that.

@@ -17,7 +17,8 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator with all of the bucket at once, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user hands over.
+Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user hands over,
+and three buckets while a quantised one is summed.
 With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
 
 Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
@@ -459,7 +460,8 @@ class Gradients:
                 and gradient is not None
                 and gradient.layout is torch.strided
                 and getattr(gradient, "placements", None) == getattr(parameter, "placements", None)  # no partial sum
-            ):  # while it is in the cache
+            ):
+                # Copied while it is in the cache.
                 step.kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 attempt.copied.add(index)
                 attempt.scratch.sums[index].copy_(local)

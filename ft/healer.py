@@ -49,9 +49,8 @@ class Healer:
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
-        self.one_source = (
-            False  # fetch from one source: the sources register state in which they differ, too (LocalSGD)
-        )
+        # Fetch from one source: the sources register state in which they differ, too (LocalSGD).
+        self.one_source = False
 
     def offer(self, part: m.Part) -> None:
         """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""

@@ -67,9 +67,8 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
 }
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
-PROBE_FRACTION = (
-    0.6  # of heartbeat_timeout_s: a peer that answers no probe for that long is cut off; the rest is the probe's delay
-)
+# Of heartbeat_timeout_s: a peer that answers no probe for that long is cut off; the rest is the probe's delay.
+PROBE_FRACTION = 0.6
 # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
 CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
@@ -238,8 +237,11 @@ class Manager:
             effect = self._pump()
             assert effect is not None
             if isinstance(effect, m.Compute):
-                dealt = [*self.machine.ledger.pending]
-                self.gradients.begin([dealt.index(slot) for slot in effect.slots])
+                if self._options.deterministic_reduce:
+                    dealt = [*self.machine.ledger.pending]
+                    self.gradients.begin([dealt.index(slot) for slot in effect.slots])
+                else:
+                    self.gradients.begin()
                 self._assignment = DataAssignment(effect.step, effect.slots)
             else:
                 self._assignment = DataAssignment(

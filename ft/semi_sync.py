@@ -66,9 +66,7 @@ class Fragment:
         else:
             torch._foreach_copy_(local, outer)
             gradients = [like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
-            step_with(
-                self._optimizer, self.local, gradients
-            )  # the inner steps' gradients, which the user may read, stay
+            step_with(self._optimizer, self.local, gradients)  # the inner steps' gradients, for the user to read, stay
             torch._foreach_copy_(outer, local)
         if went:
             torch._foreach_lerp_(local, went, self._alpha)

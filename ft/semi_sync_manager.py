@@ -57,7 +57,7 @@ def _of_all(name: str) -> Any:
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
     memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
-    order. `dropped`: gradients were dropped since it was last set to False."""
+    order. `dropped`: gradients were dropped since it was last set to False. `last_pass`, `all_reduce` and `can_repeat` are not for it."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)

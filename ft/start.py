@@ -74,10 +74,25 @@ class SoloManager:
 
     is_broken = finished = False
 
-    def _nothing(self, *given: object, **named: object) -> None:
-        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
+    # There are no other groups to sum with, to wait for or to tell, no page, and nothing to close.
 
-    attach = want_to_leave = regroup = finish = tell = close = _nothing
+    def attach(self, model_parts: Sequence[Any]) -> None:
+        pass
+
+    def want_to_leave(self) -> None:
+        pass
+
+    def regroup(self, until: int) -> None:
+        pass
+
+    def finish(self, *, saved: bool) -> None:
+        pass
+
+    def tell(self, lane: str, words: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def open_manager(
@@ -176,5 +191,10 @@ def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
     from ft.process_groups.gloo import ProcessGroupGloo
     from ft.process_groups.nccl import ProcessGroupNCCL
 
-    kinds = {x.KIND: x for x in (ProcessGroupGloo, ProcessGroupNCCL, ProcessGroupBabyGloo, ProcessGroupBabyNCCL)}
-    return kinds[f"ft_{kind}"](settings.collective_s, rendezvous_s=settings.rendezvous_s)
+    kinds: dict[str, type[ProcessGroup]] = {
+        "gloo": ProcessGroupGloo,
+        "nccl": ProcessGroupNCCL,
+        "baby_gloo": ProcessGroupBabyGloo,
+        "baby_nccl": ProcessGroupBabyNCCL,
+    }
+    return kinds[kind](settings.collective_s, rendezvous_s=settings.rendezvous_s)

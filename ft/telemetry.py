@@ -82,7 +82,8 @@ class Status:
 class ManagerTelemetry:
     """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit, which the protocol counts.
     `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows a text
-    in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only reads."""
+    in a lane of the lighthouse's page, at the protocol's step. `clock`: seconds, as time.monotonic. For the trainer's thread, except
+    `report_for_ever`, which only reads."""
 
     def __init__(
         self,

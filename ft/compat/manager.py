@@ -201,9 +201,8 @@ class Manager:
             return  # nothing has happened since
         if self._body:  # should_commit was not called
             self._pass.close()
-            self._decide(
-                "the body was left before its end"
-            )  # what others sent in this generation may never be met by ours
+            # What others sent in this generation may never be met by ours.
+            self._decide("the body was left before its end")
             if self._decided is not None:
                 log.warning(
                     "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step

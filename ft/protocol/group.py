@@ -65,9 +65,8 @@ class Group:
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
         self._lighthouse_says = ""  # the reason of this group's wait
-        self._answered_calls: dict[
-            int, RankCall
-        ] = {}  # the calls answered last: with self.quorum, unless _restores or _releases is set
+        # The calls answered last: with self.quorum, unless _restores or _releases is set.
+        self._answered_calls: dict[int, RankCall] = {}
         self._restores: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
         self._releases = False  # True: the answer was Released
         self._answered_as = ""  # this group's id in that answer

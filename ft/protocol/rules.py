@@ -1,6 +1,6 @@
-"""The quorum rules: the members that continue together, their reference state, and the claims that are refused. Pure functions of the
-roster's counts. Members that cannot work together report it, and lighthouse.py keeps one of each pair out of the quorum; one report is
-enough.
+"""The quorum rules: the members that continue together, their reference state, and the claims that are refused. `decide` reads the roster
+and changes nothing; the others are pure functions. Members that cannot work together report it, and lighthouse.py keeps one of each pair
+out of the quorum; one report is enough.
 
 Where the rules leave a choice:
 - The reference state is the furthest that a member of the *previous* quorum holds. A group from elsewhere with a further one (of a job that

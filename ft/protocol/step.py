@@ -282,9 +282,8 @@ class Step:
         self._deal_returned = False  # the last step of the generation had no contribution, and its deal was returned
         self._heal_uncommitted = False  # this group heals or has healed, and its ranks have not committed a step since
         self._copied = False  # the state came from another group, and was not compared since
-        self._healed_in_generation = (
-            False  # healed in this generation: its slots of the open deal stay uncomputed until the next quorum
-        )
+        # It has healed in this generation: its slots of the open deal stay uncomputed until the next quorum.
+        self._healed_in_generation = False
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
 
@@ -531,7 +530,8 @@ class Step:
         verdict: Literal["yes", "retry", "failed"] = "failed"
         change, odd = False, tuple[str, ...]()
         if tail is None:
-            self.reason = self._failure or ""
+            assert self._failure is not None
+            self.reason = self._failure
         elif round(tail.ok) < len(part.members):
             verdict, change = "retry", tail.change > 0
             self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"

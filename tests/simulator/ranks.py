@@ -27,7 +27,7 @@ VOTE_TRIES = 20
 WATCHDOG_S = 100.0  # train_timeout_seconds
 FIRST_STEP_S = 300.0  # init_timeout_seconds
 WORD_S = 3.0  # a word of the server's is good for so long
-WHOLE_VOTE_S = 2.0  # agreement.py
+WHOLE_VOTE_S = 2.0  # ft.agreement.Agreement.whole_vote_s
 DIGEST_INTERVAL = 5  # steps between two comparisons of weights, which never go wrong here
 INITIAL = 1  # the weights before the first step, the same everywhere
 

@@ -122,6 +122,7 @@ def test_what_a_launcher_sets():
             "PHAROS_TOKEN": SECRET,
             "RANK": "3",
             "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
             "MASTER_ADDR": "10.0.0.1",
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RESTART_COUNT": "2",
@@ -132,7 +133,7 @@ def test_what_a_launcher_sets():
             "TORCHFT_MANAGER_PORT": "9",
         }
     )
-    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
+    assert read == Environment("http://head:29510", "left-2", 3, SECRET, 3, 4, 1, "10.0.0.1", 29500, 2, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_what_a_launcher_sets():
         ("NUM_REPLICA_GROUPS", "0", "NUM_REPLICA_GROUPS = 0: must be from 1 to .*; nearest: 1$"),
         ("RANK", "one", "RANK = one: must be a whole number$"),
         ("RANK", "1", "RANK = 1: must be below WORLD_SIZE = 1$"),
+        ("LOCAL_RANK", "-1", "LOCAL_RANK = -1: must be from 0 to .*; nearest: 0$"),
         ("MASTER_PORT", "65536", "MASTER_PORT = 65536: must be from 0 to 65535; nearest: 65535$"),
         ("TORCHFT_TIMEOUT_SEC", "0.5", "TORCHFT_TIMEOUT_SEC = 0.5: must be a whole number$"),
         ("PHAROS_TOKEN", "short", "the token of PHAROS_TOKEN must have at least 16"),

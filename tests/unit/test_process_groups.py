@@ -616,9 +616,7 @@ def test_a_word_that_came_before_the_formation_is_not_lost():
 
 
 @linux
-@pytest.mark.timeout(
-    240
-)  # without a core in time gloo may leave a thread behind in each round, which costs GlooEngine.end_s
+@pytest.mark.timeout(240)  # without a core in time gloo may leave a thread in each round, which costs GlooEngine.end_s
 def test_no_end_waits_for_the_backstop():
     """Each generation is given up amid small sums, by one member after the other; gloo forgot to wake someone in one of eight such ends."""
     store = serve()
