@@ -225,12 +225,14 @@ class Run(Components):
         """The error that names what is not a number, on any rank: they have agreed on the failure, so none of them is missing."""
         rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
-        named = (named for part in self.model.parts for named in part.named_parameters())
-        gradients = {name: cast("DTensor", p.grad).to_local() for name, p in named if p.grad is not None}
+        gradients = {
+            name: cast("DTensor", parameter.grad).to_local()
+            for part in self.model.parts
+            for name, parameter in part.named_parameters()
+            if parameter.grad is not None
+        }
         texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
-        return NonFinite(
-            "; ".join(filter(None, texts)) or f"step {step} not own_update: the gradient's norm is not finite"
-        )
+        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
 
     def validate(self) -> None:
         """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
@@ -240,6 +242,7 @@ class Run(Components):
             sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, valid tokens, bytes
             for batch in self.held_out.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
                 inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+                # Of the ranks that see the same sequences one counts them.
                 valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
                 count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
                 sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
@@ -265,10 +268,9 @@ class Run(Components):
                 [model], sample = self.model.parts, self.config.sample
                 prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
                 length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
-                drawn = generate(model, prompt, sample, length=length)  # none before it is asked for
-                text = sample.prompt + self.tokenizer.decode(drawn) if length > 0 else ""
-            if text:
-                self.log.info("a sample of text:\n%s", text)
+                if length > 0:
+                    text = sample.prompt + self.tokenizer.decode(generate(model, prompt, sample, length=length))
+                    self.log.info("a sample of text:\n%s", text)
 
 
 class SemiSyncRun(Run):

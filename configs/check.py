@@ -11,7 +11,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,9 +45,18 @@ def check_settings(config: Config, *, world_size: int, device_type: str | None =
     """The same without the files, which need not be there."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
-    between: list[Callable[[Config, int, str], Iterable[str] | None]] = [_check_batch, _check_tensor_parallel, _layouts]
-    between += [_check_pipeline, _schedules, _folders, _check_replica_groups, _rounds]
-    _gather(config, [partial(rule, config, world_size, device_type or type_here()) for rule in between])
+    kind = device_type or type_here()
+    between: list[Rule] = [
+        lambda: _check_batch(config, world_size),
+        lambda: _check_tensor_parallel(config),
+        lambda: _layouts(config, kind),
+        lambda: _check_pipeline(config),
+        lambda: _schedules(config),
+        lambda: _folders(config),
+        lambda: _check_replica_groups(config, kind),
+        lambda: _rounds(config),
+    ]
+    _gather(config, between)
 
 
 # A rule of one section or of several: it raises ValueError, or yields messages
@@ -69,11 +77,11 @@ def _gather(config: Config, rules: Iterable[Rule]) -> None:
 
 
 def multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`: "8 or 16"."""
+    """The multiples of `unit` next to `value`, which is none: "8 or 16"."""
     return nearest(value, range(unit, value + unit, unit))
 
 
-def _check_batch(config: Config, world_size: int, _: str) -> None:
+def _check_batch(config: Config, world_size: int) -> None:
     """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
@@ -85,7 +93,7 @@ def _check_batch(config: Config, world_size: int, _: str) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config, *_: object) -> None:
+def _check_tensor_parallel(config: Config) -> None:
     """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
@@ -105,7 +113,7 @@ def _compiled_blocks(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _layouts(config: Config, _: int, device_type: str) -> Iterator[str]:
+def _layouts(config: Config, device_type: str) -> Iterator[str]:
     """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -141,7 +149,7 @@ def _layouts(config: Config, _: int, device_type: str) -> Iterator[str]:
         )
 
 
-def _check_pipeline(config: Config, *_: object) -> None:
+def _check_pipeline(config: Config) -> None:
     """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
@@ -159,7 +167,7 @@ def _check_pipeline(config: Config, *_: object) -> None:
         )
 
 
-def _schedules(config: Config, *_: object) -> Iterator[str]:
+def _schedules(config: Config) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
@@ -180,7 +188,7 @@ def _schedules(config: Config, *_: object) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
-def _folders(config: Config, *_: object) -> Iterator[str]:
+def _folders(config: Config) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
     for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
@@ -202,7 +210,7 @@ def _folders(config: Config, *_: object) -> Iterator[str]:
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
-def _check_replica_groups(config: Config, _: int, device_type: str) -> Iterator[str]:
+def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
     """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
     if not config.fault_tolerance.enable:
         return
@@ -235,7 +243,7 @@ def gradients_lie_on(config: Config, device_type: str) -> str:
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _rounds(config: Config, *_: object) -> Iterator[str]:
+def _rounds(config: Config) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:

@@ -75,11 +75,11 @@ class Config:
         """<run>: everything the run leaves is in here."""
         return Path(self.job.dump_folder) / self.job.name
 
-    def meta_model(self, vocab_size: int) -> Model:
-        """The model on the meta device, which takes no memory."""
+    def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:
+        """The model on the meta device, which takes no memory. `max_seq_len`: 0: training.seq_len."""
         build = model_module(self.model.name).build
         with torch.device("meta"):
-            model: Model = build(self.model, vocab_size=vocab_size, max_seq_len=self.training.seq_len)
+            model: Model = build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
         return model
 
     def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:

@@ -215,11 +215,12 @@ class LayerCache:
         """Stores k and v [B, T, K, D] behind what is there and returns all of it; dtype and device are those of the first append."""
         if self._pairs is None:
             self._pairs = k.new_empty(2, *self.shape)
-        start, self.length = self.length, self.length + k.shape[1]
-        assert self.length <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {self.length} were asked for"
-        self._pairs[0, :, start : self.length] = k
-        self._pairs[1, :, start : self.length] = v
-        return self._pairs[0, :, : self.length], self._pairs[1, :, : self.length]
+        start, end = self.length, self.length + k.shape[1]
+        assert end <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {end} were asked for"
+        self._pairs[0, :, start:end] = k
+        self._pairs[1, :, start:end] = v
+        self.length = end
+        return self._pairs[0, :, :end], self._pairs[1, :, :end]
 
 
 Cache = dict[str, LayerCache]

@@ -226,7 +226,9 @@ class Output(LogsSpecs):
         return str(self._folder)
 
     def last_written(self, rank: int) -> float:
-        return self.path(rank).stat().st_mtime if self.path(rank).exists() else float("inf")
+        """When, or infinity for a rank that died before it wrote anything."""
+        path = self.path(rank)
+        return path.stat().st_mtime if path.exists() and path.stat().st_size else float("inf")
 
     def last_line(self, rank: int) -> str:
         """The last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which comes on the way out."""

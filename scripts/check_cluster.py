@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             exit_now(run_rank(settings, place))
         return start_ranks(settings, plan)
     except ValueError as error:
-        say(str(error).replace("comm.", "--", 1))  # our flags have the names of the keys in [comm]
+        say(re.sub(r"^comm\.", "--", str(error)))  # our flags have the names of the keys in [comm]
         return 2
 
 

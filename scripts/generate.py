@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
@@ -96,7 +95,7 @@ def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int,
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    model = replace(config, training=replace(config.training, seq_len=length)).meta_model(vocab_size)
+    model = config.meta_model(vocab_size, length)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):

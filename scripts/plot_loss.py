@@ -125,10 +125,13 @@ def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float)
     if panel.logarithmic:
         low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
         y_ticks = [10.0**power for power in range(low, max(high, low + 1) + 1)]
+        y_labels = [f"{value:g}" for value in y_ticks]
         x_ticks, over, up = xs, math.log2, math.log10
     else:  # losses end on a tick, so that no line touches the frame; steps end where the run ends
-        y_ticks, x_ticks = ticks(min(ys), max(ys)), [x for x in ticks(0.0, xs[-1], finest=1.0) if x <= xs[-1]]
-        over = up = float
+        y_ticks, x_ticks = ticks(min(ys), max(ys)), [x for x in ticks(xs[0], xs[-1], finest=1.0) if x <= xs[-1]]
+        digits = max(0, -math.floor(math.log10(y_ticks[1] - y_ticks[0]) + 1e-9))
+        y_labels = [f"{value:.{digits}f}" for value in y_ticks]
+        over = up = float  # the numbers as they are
     x_low, x_high = over(x_ticks[0]), over(xs[-1])
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
@@ -136,10 +139,10 @@ def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float)
         return left + (over(point[0]) - x_low) / ((x_high - x_low) or 1.0) * width, TOP + down * (bottom - TOP)
 
     parts, middle = [], (TOP + bottom) / 2
-    for value in y_ticks:
+    for value, label in zip(y_ticks, y_labels, strict=True):
         y = at((xs[-1], value))[1]
         parts.append(f'<line class="grid" x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for value in x_ticks:
         x = at((value, y_ticks[0]))[0]
         parts.append(f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.0f}</text>')

@@ -137,10 +137,12 @@ class ReplicaSupervisor:
 class LighthouseSupervisor:
     """The job's lighthouse over all its starts: it comes again at the same address, and goes on with its state file."""
 
-    def __init__(self, config: Config, env: dict[str, str], *, opens: bool = False, **addresses: str) -> None:
-        """`opens`: its page, in a browser; `addresses`: `bind` and `http`. Raises RuntimeError where it does not start."""
+    def __init__(
+        self, config: Config, env: dict[str, str], *, opens: bool = False, bind: str = ANY_PORT, http: str = ANY_PORT
+    ) -> None:
+        """`opens`: its page, in a browser. Raises RuntimeError where it does not start."""
         self._config, self._env, self._opens = config, env, opens
-        self._addresses = {"bind": ANY_PORT, "http": ANY_PORT, **addresses}
+        self._addresses = {"bind": bind, "http": http}
         self._page = ""
         self.address = self._start()
         self.port = int(self.address.rpartition(":")[2])

@@ -36,7 +36,7 @@ before_install() {
 trains_in=${PHAROS_VENV:-$root/.venv}
 case $trains_in in /*) ;; *) trains_in=$PWD/$trains_in ;; esac
 if [ "${PHAROS_NO_INSTALL:-0}" != 1 ] &&
-  "$trains_in/bin/python" "$root/scripts/lib/missing.py" requirements-lighthouse.lock 2>/dev/null </dev/null; then
+  "$trains_in/bin/python" -I "$root/scripts/lib/missing.py" requirements-lighthouse.lock 2>/dev/null </dev/null; then
   python=$trains_in/bin/python
 else
   PHAROS_VENV=$trains_in-lighthouse

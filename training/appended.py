@@ -160,7 +160,9 @@ class RunLock(AppendedFile):
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
-        if try_lock(self._fd) is False:  # without locks: better an unguarded run than none
+        locked = try_lock(self._fd)
+        self.read_size()  # another start may have written its name since the file was opened
+        if locked is False:  # without locks: better an unguarded run than none
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(

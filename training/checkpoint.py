@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,16 @@ if TYPE_CHECKING:
 
     from training.checkpoint_streamed import Streamed
 
-# One rank's result of a save: records of its files, its own error, and the error another rank told it; empty: none
-SaveReport = tuple[list[FileRecord], str, str]
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
+
+
+class SaveReport(NamedTuple):
+    """One rank's result of a save."""
+
+    records: list[FileRecord]  # of its files
+    problem: str  # of its own files; "": none
+    heard: str  # that another rank told it; "": none
 
 
 @dataclass(frozen=True)
@@ -300,7 +306,7 @@ class Checkpointer:
             problem = files.reason(error)
         except dcp.OtherRankFailed as error:
             heard = str(error)
-        reports = self._ranks.gather((records, problem, heard))
+        reports = self._ranks.gather(SaveReport(records, problem, heard))
         size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
@@ -315,7 +321,7 @@ class Checkpointer:
     def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
         """Rank 0: publishes the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. None: a later
         writer has removed them, or has saved as much."""
-        lease, records = self._lease, tuple(record for written, _, _ in reports for record in written)
+        lease, records = self._lease, tuple(record for report in reports for record in report.records)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
 
         def is_late() -> bool:
@@ -323,8 +329,9 @@ class Checkpointer:
             return lease.has_expired() and self._newest() >= step
 
         try:
-            if problems := [*(own for _, own, _ in reports if own), *(heard for _, _, heard in reports if heard)]:
-                raise OSError(problems[0])
+            problems = [report.problem for report in reports] + [report.heard for report in reports]
+            if problem := next(filter(None, problems), ""):
+                raise OSError(problem)
             if is_late():
                 raise OSError("another has saved")
             self._on_stage("publish")

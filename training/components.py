@@ -248,7 +248,7 @@ class Components:
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
             record=lambda: dump_flight_recorder(folder / TRACES, rank),
-            confirmed_s=lambda: self.manager.waits_for_others_s,
+            waits_for_others_s=lambda: self.manager.waits_for_others_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
         allocator = torch.cuda.memory if world.device.traits.has_allocator else None

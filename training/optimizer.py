@@ -71,9 +71,10 @@ def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torc
     its arguments; its state must be per parameter."""
     settings = [*config.groups, ParameterGroup("*")]
     members: list[list[nn.Parameter]] = [[] for _ in settings]
-    for name, parameter in (named for part in parts for named in part.named_parameters()):
-        first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
-        members[first].append(parameter)
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
+            members[first].append(parameter)
     groups = [
         {
             "params": parameters,

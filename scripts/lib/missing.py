@@ -1,4 +1,5 @@
-"""Says what this Python lacks to train (PHAROS_NO_INSTALL=1); run by install.sh: python missing.py LOCK...
+"""Says what this Python lacks of a lock file's list. Run by install.sh (PHAROS_NO_INSTALL=1) and by run_lighthouse.sh, to see whether a
+training environment serves: python missing.py LOCK...
 
 Reads the ranges in pyproject.toml, not the pins in the lock files: a container may bring its own versions. Nothing may be
 installed yet, so it needs nothing but the standard library, and no TOML reader, which Python 3.10 does not have.

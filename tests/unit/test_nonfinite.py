@@ -1,9 +1,13 @@
 """What is said of a loss or gradient that is not a number."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch.distributed import HashStore
 
+from train import LocalStep, Run
 from training.loss import describe_nonfinite
 
 
@@ -45,3 +49,10 @@ def test_a_long_list_is_counted_instead() -> None:
     text = describe_nonfinite(0, 7, [(n, (n,), math.nan) for n in range(4)], gradients)
     assert "loss nan at slot 2, position 2; 1 more microbatches; gradient of layers.0.w" in text
     assert text.endswith("gradient of layers.2.w (1 of 1 values: nan); 7 more parameters")
+
+
+def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
+    world = SimpleNamespace(global_rank=0, world_size=1, store=HashStore())
+    run: Any = SimpleNamespace(world=world, model=SimpleNamespace(parts=[]))
+    error = Run.nonfinite(run, LocalStep([1.0], 3.5, True, 4, []))
+    assert str(error) == "step 5 not taken: the gradient's norm is not finite"
