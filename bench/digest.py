@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench.pairs import ratio, table
+from bench.pairs import parser, ratio, table
 from bench.step import pharos
 from ft.digest import digest
 
@@ -28,6 +28,7 @@ DIMS = (192, 512)  # widths of the model; 192: that of configs/llama.toml
 
 
 def main() -> None:
+    parser(__doc__).parse_args()
     torch.set_num_threads(1)
     rows = []
     for dim in DIMS:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
+from bench.pairs import parser
 from training.metrics_writer import LeaderMetricsWriter
 from training.scribe import Scribe
 from training.sinks import METRICS, SAMPLES, Sinks, TensorBoardSink
@@ -34,6 +35,7 @@ def sample(step: int) -> dict[str, object]:
 
 
 def main() -> None:
+    parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with (folder / METRICS).open("w") as metrics, (folder / SAMPLES).open("w") as samples:

@@ -134,7 +134,7 @@ class FormingMember:
         try:
             return {"form": self.form, "drop": self.drop}[what](*about)
         except Exception as error:  # noqa: BLE001 (a row has the reason)
-            return str(error)
+            return str(error) or type(error).__name__
 
     def form(self, store: str, rank: int, size: int, delay_s: float) -> dict[str, float]:
         import torch

@@ -446,14 +446,16 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
 
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
-            """The count-th such line since then, of so many groups."""
+        def seen(
+            group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0, more_s: float = 0.0
+        ) -> DiaryLine:
+            """The count-th such line since then, of so many groups, within KILL_LIMIT_S and `more_s`."""
 
             def there() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
-            return job.until(f"{event} of group {group.name}", there, KILL_LIMIT_S + watch_s, lives=[a])[0]
+            return job.until(f"{event} of group {group.name}", there, KILL_LIMIT_S + more_s, lives=[a])[0]
 
         a.start(NCCL_HOSTID=a.name, **nccl)
         alone = seen(a, "commit", 5, of=1)
@@ -462,7 +464,7 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         b.tell(kill=victim)
         killed_s = seen(b, "kill", after_s=before.at_s).at_s
         after = seen(a, "commit", after_s=killed_s)
-        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s, more_s=watch_s)
         ends = job.finish(living)
         sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
         reference = before if victim == "child" else alone

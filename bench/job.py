@@ -115,10 +115,12 @@ class LighthouseProcess(Worker):
     address of its page, where it has one."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        super().__init__("lighthouse", command, {})
+        super().__init__("lighthouse", command, {}, cwd=ROOT)
         self.address = self.line().strip().removeprefix("http://")
         if not self.address:
-            raise Failed(f"the lighthouse did not start: {self.last_words()}")
+            words = self.last_words(lines=5)
+            self.close()
+            raise Failed(f"the lighthouse did not start: {words}")
 
 
 class Forked:

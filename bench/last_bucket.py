@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import Diary, Forked, until
+from bench.pairs import parser
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
 MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket
@@ -69,7 +70,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
 
 
 def prove(kills: int) -> int:
-    from bench.drill_faults import Incident, bitwise_equal, survivors_went_on
+    from bench.drill_faults import Incident, Verdict, bitwise_equal, survivors_went_on
     from ft.compat.lighthouse import LighthouseServer
 
     dice, lighthouse, began_s = random.Random(1), LighthouseServer("127.0.0.1:0", 1), time.monotonic()
@@ -119,9 +120,14 @@ def prove(kills: int) -> int:
     print(f"{kills} kills at the last bucket: {steps} steps in {time.monotonic() - began_s:.0f} s")
     trained = {step: set(both) for step in range(steps + 1)}
     verdicts = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
+    last = min(diaries[name].step for name in both)
+    commits = [line for name in both for line in diaries[name].since(0.0, "commit") if line.step == last]
+    ends = {(line.commit_id, line.digest) for line in commits}
+    verdicts.append(Verdict("the survivors end equal", len(commits) == 2 and len(ends) == 1, f"step {last}"))
     print(*verdicts, sep="\n")
     return 0 if all(verdict.holds for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     sys.exit(prove(200))

@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from bench.job import Forked, LighthouseProcess, cpu_s, our_lighthouse
+from bench.pairs import Failed
 from ft.protocol import messages as m
 from ft.rpc import codec
 from ft.rpc.access import Access
@@ -246,7 +247,8 @@ class LoadStream:
         if report is not None:
             await self.write(report=report)
             while not self.heard["beat_answered"]:
-                await self._hear()
+                if not await self._hear():
+                    raise Failed("the lighthouse ended the stream")
         self.tasks.append(asyncio.ensure_future(self._hear_all()))
 
     def call(self, method: str, request: bytes) -> Any:
@@ -287,10 +289,11 @@ class LoadGroup(LoadStream):
         super().__init__(channel, "pharos.Lighthouse", pharos_pb2.Up, pharos_pb2.Down, metadata)
         self.replica_id, self.beats, self._addresses = name, 1, addresses(place)
 
-    async def begin(self) -> None:
-        """Opens the stream, and beats each second."""
+    async def begin(self, *, beats: bool = True) -> None:
+        """Opens the stream; `beats`: and beats each second."""
         await self.open(pharos_pb2.Hello(replica_id=self.replica_id), self._report())
-        self.tasks.append(asyncio.ensure_future(self._beat()))
+        if beats:
+            self.tasks.append(asyncio.ensure_future(self._beat()))
 
     async def ask(self, known: int = 0, *, failed: bool = False, **state: Any) -> int:
         """The id of the quorum that it is in. `state`: fields of its Member."""

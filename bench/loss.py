@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.job import memory_bytes, reset_peak
-from bench.pairs import asking, in_turns, ratio, serve, table, workers
+from bench.pairs import asking, in_turns, parser, ratio, serve, table, workers
 from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import cross_entropy_sum
@@ -47,6 +47,7 @@ REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/dev
 def main() -> None:
     if sys.argv[1:2] == ["--variant"]:
         return serve(LossSide(sys.argv[2]))
+    parser(__doc__).parse_args()
     exact, reused = _measure(EXACT_MEMORY, 1), _measure(REUSED_MEMORY, ROUNDS)
     seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
     rows = []

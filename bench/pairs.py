@@ -66,16 +66,21 @@ class Worker:
     """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
 
     def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        limit_s: float | None = None,
+        cwd: Path | None = None,
     ) -> None:
-        """`env` is added to this process' environment, and the side begins in the repository's folder. After `limit_s` seconds it is
-        killed; None: never."""
+        """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
         self.name = name
         # not a pipe: one that nobody reads fills up and blocks the side
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
-            cwd=Path(__file__).resolve().parents[1], env={**os.environ, **env},
+            cwd=cwd, env={**os.environ, **env},
         )  # fmt: skip
         self.pid, self._limit_s, self._over = self._process.pid, limit_s, False
         self._timer = threading.Timer(limit_s or 0.0, self._end)
@@ -115,13 +120,13 @@ class Worker:
         self._process.communicate()
         self._stderr.close()
 
-    def last_words(self) -> str:
+    def last_words(self, lines: int = 1) -> str:
         self._process.communicate()
         if self._over:
             return f"killed after {self._limit_s:.0f} s"
         self._stderr.seek(0)
         said = [line for line in self._stderr if line.strip()]
-        return said[-1].strip() if said else f"exit code {self._process.returncode}"
+        return "".join(said[-lines:]).strip() or f"exit code {self._process.returncode}"
 
 
 @contextmanager

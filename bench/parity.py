@@ -31,6 +31,7 @@ from itertools import cycle, islice, product
 from math import inf, isfinite, prod
 from operator import attrgetter
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -407,7 +408,7 @@ def _facts(task: Task, ranks: Sequence[int]) -> str:
     """Facts that are needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
     facts = {
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown",
+        "commit": (which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()) or "unknown",
         "seed": task.seed,
         "torch": torch.__version__,
         "cores": os.cpu_count(),

@@ -217,11 +217,11 @@ async def churn() -> None:
         memory: list[float] = []
         try:
             stays, known = load.LoadGroup(load.connect(server.address), "stays:1"), 0
-            await stays.begin()
+            await stays.begin(beats=False)
             for change in range(1, CHANGES[-1] + 1):
                 name = f"peer_{change:06d}:0f0e0d0c-0000-4000-8000-000000000000"
                 comes = load.LoadGroup(load.connect(server.address), name)
-                await comes.begin()
+                await comes.begin(beats=False)
                 known, _ = await asyncio.gather(stays.ask(known, failed=known > 0), comes.ask())
                 await comes.close()
                 if change in CHANGES:

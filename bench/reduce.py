@@ -98,7 +98,8 @@ class ReduceMember:
     def step(self, side: str, rank: int) -> dict[str, float]:
         name, _, fused = side.partition(", ")
         before = [parameter.detach().clone() for parameter in self.parameters]
-        figures = self.timed(partial(self.one_step, *self.keepers.get(name, (None, None)), bool(fused)), STEPS)
+        group, gradients = self.keepers.get(name, (None, None))
+        figures = self.timed(group, partial(self.one_step, group, gradients, bool(fused)), STEPS)
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.testing.assert_close(parameter.detach(), old - STEPS * LR)
         return figures
@@ -106,13 +107,13 @@ class ReduceMember:
     def all_reduce(self, side: str, rank: int) -> dict[str, float]:
         group, value = self.sums[side]
         value.fill_(1.0)
-        figures = self.timed(lambda: group.allreduce([value]).wait(), 1)
+        figures = self.timed(group, lambda: group.allreduce([value]).wait(), 1)
         assert value[0] == value[-1] == MEMBERS
         return figures
 
-    def timed(self, call: Callable[[], object], count: int) -> dict[str, float]:
-        """Seconds of one call, the median, and CPU seconds with those of the child."""
-        child = self.baby.child
+    def timed(self, group: Any, call: Callable[[], object], count: int) -> dict[str, float]:
+        """Seconds of one call, the median, and CPU seconds with those of the group's child."""
+        child = getattr(group, "child", None)
         pids = [os.getpid(), *([child.pid] if child else [])]
         spent, began_s = [], sum(map(cpu_s, pids))
         for _ in range(count):

@@ -101,6 +101,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
         def where(self) -> dict[str, Any]:
             part, writes = self.manager.part, self.manager.writes is not None
             told = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
+            told["phase"] = self.manager.machine.phase.value
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 
         def held(self) -> dict[str, int]:

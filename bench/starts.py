@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 from bench.job import LOOPBACK
+from bench.pairs import parser
 
 STARTS, STEPS = 50, 20
 LIMIT_S = 180.0  # for a start on a busy machine
@@ -29,6 +30,7 @@ FIRST, KINDS = ("manager", "loader"), ("ProcessGroupGloo", "ProcessGroupBabyGloo
 
 
 def main() -> int:
+    parser(__doc__).parse_args()
     from ft import LighthouseServer
 
     ended, began_s = Counter[str](), time.monotonic()

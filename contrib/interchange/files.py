@@ -224,6 +224,8 @@ def write_file(
             stream.write(values.contiguous().flatten().view(torch.uint8).numpy().data)
             del values
             written(tensor.nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())  # a shard at a time: the progress is that of the disk
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(tensors), path
 

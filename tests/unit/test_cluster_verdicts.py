@@ -21,7 +21,7 @@ def links(names: Names, rate: float = 1e9, **bad: float) -> dict[tuple[int, int]
 def slow_links(
     names: Names, rates: dict[tuple[int, int], float], *, share: float, least: float = 0.0
 ) -> list[verdicts.Finding]:
-    rows = {link: {"bytes_s": rate, "latency_s": 0.0} for link, rate in rates.items()}
+    rows = {link: {"bytes_s": rate, "latency_s": 1e-4} for link, rate in rates.items()}
     return verdicts.bad_links(names, rows, share=share, least=least)
 
 
@@ -88,6 +88,13 @@ def test_late_links():
     [finding] = late_links(FOUR, links(FOUR, 1e-4, **late))
     assert finding.text == "rank 2 on c, what it sends: late links: 40 ms, where 0.1 is usual (3 of them)"
     assert late_links(FOUR, links(FOUR, 1e-5, _0_1=1e-4)) == []  # ten times as much, but microseconds
+
+
+def test_two_late_ranks_of_four_do_not_become_usual():
+    prompt = {"_0_1": 1e-3, "_1_0": 1e-3}
+    found = late_links(FOUR, links(FOUR, 0.1, **prompt))
+    assert {rank for finding in found for rank in finding.ranks} >= {2, 3}
+    assert all("late links: 100 ms, where 1.98 is usual" in finding.text for finding in found)
 
 
 def test_a_slow_rank_is_named():

@@ -77,8 +77,9 @@ class CheckSettings(argparse.Namespace):
         init_methods = "env:// (default), file:///path or tcp://host:port, as comm.init_method"
         add("--init_method", default="env://", help=init_methods)
         silence = "seconds within which a rank that says nothing is named (default 30)"
-        number("--timeout", dest="timeout_s", default=30, help=silence)
-        number("--start_timeout", dest="start_s", default=300, help="seconds for all ranks to arrive (default 300)")
+        number("--timeout", dest="timeout_s", metavar="TIMEOUT", default=30, help=silence)
+        arrive = "seconds for all ranks to arrive (default 300)"
+        number("--start_timeout", dest="start_s", metavar="START_TIMEOUT", default=300, help=arrive)
         sizes = "1KiB,64KiB,1MiB"
         add("--sizes", default=sizes, help=f"message sizes, the largest buffer of a rank (default {sizes})")
         folder = "folder of runs: a checkpoint is tried in it (default outputs)"

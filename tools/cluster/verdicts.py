@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -135,16 +135,16 @@ def bad_links(
         return s > max(LATENCY_TIMES * usual, usual + LATENCY_MORE_S)
 
     found = []
-    slow = ("slow link", "bytes_s", is_slow, "{:.4g} MB/s, where {:.4g} is usual", 1e6)
-    late = ("late link", "latency_s", is_late, "{:.3g} ms, where {:.3g} is usual", 1e-3)
-    for (what, key, is_bad, told, unit), on_host in product((slow, late), (True, False)):
+    # The power of a figure that is the better the larger: of four ranks two late ones must not become usual.
+    slow = ("slow link", "bytes_s", 1, is_slow, "{:.4g} MB/s, where {:.4g} is usual", 1e6)
+    late = ("late link", "latency_s", -1, is_late, "{:.3g} ms, where {:.3g} is usual", 1e-3)
+    for (what, key, power, is_bad, told, unit), on_host in product((slow, late), (True, False)):
         own = {link: row[key] for link, row in rows.items() if names.same_host(link) is on_host}
         # The median over ranks of each one's best link. Not over links: of three hosts a bad one has two of the three links.
         best: dict[int, float] = {}
-        better: Callable[[float, float], float] = max if key == "bytes_s" else min
         for link, figure in own.items():
-            best |= {rank: better(best.get(rank, figure), figure) for rank in link}
-        usual = median(best.values()) if best else 0.0
+            best |= {rank: max(best.get(rank, 0.0), figure**power) for rank in link}
+        usual = median(best.values()) ** power if best else 0.0
         for ranks, links, who in blame(names, own, {link for link, figure in own.items() if is_bad(figure, usual)}):
             text = told.format(median(own[link] for link in links) / unit, usual / unit)
             found.append(Finding(what, ranks, f"{who}: {what}s: {text} ({len(links)} of them)"))

@@ -31,7 +31,6 @@ from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
-from scripts.make_seed_checkpoint import for_any_machine
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
@@ -60,8 +59,13 @@ def main(argv: Sequence[str]) -> int:
         config = load(argv)
         world_size = n_ranks or ranks_asked(config.parallelism)
         # less what a start asks of the devices that it finds: the run will be on others
-        parallelism = without_devices(config.parallelism)
-        anywhere = replace(for_any_machine(config), parallelism=parallelism, float8=type(config.float8)())
+        anywhere = replace(
+            config,
+            parallelism=without_devices(config.parallelism),
+            training=replace(config.training, enable_cpu_offload=False),
+            fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
+            float8=type(config.float8)(),
+        )
         check_settings(anywhere, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
         beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
