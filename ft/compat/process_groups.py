@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,13 +54,19 @@ class ErrorSwallowingProcessGroup(Collectives):
         self._group = group
         self._error: Exception | None = None
         # As the group's own
-        self.abandon, self.shutdown = group.abandon, group.shutdown  # type: ignore[method-assign]
         self.rank, self.size, self.getBackendName = group.rank, group.size, group.getBackendName  # type: ignore[method-assign]
 
     def configure(self, store: str, rank: int, size: int) -> None:
         """As ProcessGroup's."""
         self._error = None
         self._group.configure(store, rank, size)
+
+    def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
+        self._group.abandon(reason, then)
+
+    def shutdown(self, limit_s: float = 30.0) -> None:
+        """As ProcessGroup's."""
+        self._group.shutdown(limit_s)
 
     def errored(self) -> Exception | None:
         return self._error or self._group.errored()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _find_tensors
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _DistributedSampler
 
@@ -47,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         outputs = self.module(*inputs, **more)
         self._in_backward = False  # one that raised has not ended
         if self._sums and torch.is_grad_enabled():
-            for tensor in _find_tensors(outputs):
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
         return outputs
@@ -72,6 +72,21 @@ class DistributedDataParallel(nn.Module):
         """Called by autograd when all gradients are there, before `backward` returns."""
         self._in_backward = False
         self._manager.backward_ended()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in the output of a module. torch's own search knows of mappings only dict."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -103,6 +118,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optim"], name)  # param_groups, state, defaults, hooks
+
+    def __repr__(self) -> str:
+        return f"Optimizer({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a managed optimizer cannot be copied: it belongs to a manager of this process")

@@ -27,7 +27,16 @@ from typing import Any
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
-from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Sources, StateSource, Transport
+from ft.healing.transport import (
+    SEAL_BYTES,
+    HealConfig,
+    HealFailed,
+    Progress,
+    Sources,
+    StateOffer,
+    StateSource,
+    Transport,
+)
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
@@ -52,8 +61,13 @@ class HttpTransport(Transport):
     def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
         self.access = access
-        self._server = HealServer(host, access, lambda: self.shown, silence_s=self.config.heal_grace_s)
+        self._shown: StateOffer | None = None  # the newest, also when it is withdrawn: its readers are told why
+        self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
+
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
+        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
+        return self._shown
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
@@ -77,7 +91,7 @@ class HttpTransport(Transport):
     def close(self) -> None:
         super().close()
         self._server.close()
-        self.shown = None
+        self._shown = None
 
 
 class SourceFailed(RuntimeError):

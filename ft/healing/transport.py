@@ -40,7 +40,8 @@ class HealFailed(RuntimeError):
 
     def __init__(self, reason: str | Mapping[str, str], *, touched: bool, unlike: bool = False) -> None:
         failed = {} if isinstance(reason, str) else reason
-        super().__init__("; ".join(f"{name}: {why}" for name, why in failed.items()) or reason)
+        text = reason if isinstance(reason, str) else "; ".join(f"{name}: {why}" for name, why in failed.items())
+        super().__init__(text)
         self.touched, self.blame, self.unlike = touched, tuple(failed), unlike
 
 
@@ -94,7 +95,6 @@ class Transport(ABC):
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
         self._offer: StateOffer | None = None
-        self.shown: StateOffer | None = None  # the newest, also when it is withdrawn: its readers are told why
         self._fetch: Fetch | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -142,7 +142,7 @@ class Transport(ABC):
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
-        self._offer = self.shown = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
         return self._offer
 
     @property

@@ -188,9 +188,9 @@ class ChildGroup(shared.SharedPoolClient):
             command, arguments = pickle.loads(message[0])
             getattr(self, command)(*arguments, *message[1])
 
-    def form(self, kind: str, device: int | None, *place: Any) -> None:
+    def form(self, kind: str, device: int | None, *arguments: Any) -> None:
         """Builds the group, of gloo or NCCL, in a thread: this one sees the end of the channel meanwhile. Answered by READY or FAILED.
-        `device`: that of NCCL; `place`: that of a Rendezvous."""
+        `device`: that of NCCL; `arguments`: those of a Rendezvous."""
 
         def build(rendezvous: Rendezvous) -> Engine:
             try:
@@ -203,7 +203,7 @@ class ChildGroup(shared.SharedPoolClient):
 
         if device is not None:
             torch.cuda.set_device(device)  # of this thread: it maps memory, and starts operations
-        Rendezvous(build, *place).start()
+        Rendezvous(build, *arguments).start()
 
     def unmap(self, numbers: list[int]) -> None:
         """Answered by DROPPED."""

@@ -243,7 +243,10 @@ class GroupWork(dist.Work):
             raise type(self._error)(*self._error.args) from self._error
         return True
 
-    synchronize = block_current_stream = wait
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
 
     def get_future(self) -> Future[Any]:
         """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
@@ -331,7 +334,10 @@ def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] |
     only.clear()  # drops the engine
     watch.join()
     if then is not None:
-        then()
+        try:
+            then()
+        except Exception:
+            log.exception("giving back the buffers of a generation that has ended failed")
 
 
 class Reaper:
@@ -382,11 +388,6 @@ class Reaper:
         with self._changed:
             del self._pending[this]
             self._changed.notify_all()
-
-
-def _text_of(name: str) -> tuple[Callable[[Any, str], None], Callable[[Any], str]]:
-    """Methods that set and get a text of torch's: torch keeps it in a backend, which a ProcessGroup has none of."""
-    return lambda self, text: setattr(self, name, text), lambda self: str(getattr(self, name))
 
 
 class ProcessGroup(Collectives):
@@ -556,8 +557,23 @@ class ProcessGroup(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return self._registered or self.KIND
 
-    setGroupName, getGroupName = _text_of("_torch_name")  # noqa: N815
-    setGroupDesc, getGroupDesc = _text_of("_torch_text")  # noqa: N815
+    # torch keeps these texts in a backend, which a ProcessGroup has none of.
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._torch_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._torch_name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._torch_text = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._torch_text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank {self._rank} of {self._size})"
+
     _get_backend_name, _set_group_name, _set_group_desc = getBackendName, setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 

@@ -27,7 +27,7 @@ from ft.protocol.rules import shape_mismatches
 # Called with the error if there was one, and with the rank that a message came from, or -1.
 Ended = Callable[[Exception | None, int], object]
 ACKNOWLEDGE_S = 1.0  # to tell the store that this member knows of its own mismatch
-VERSION = "2"  # of what members write into the store, and of what they send each other then
+VERSION = "3"  # of what members write into the store, and of what they send each other then
 
 
 class Engine(Protocol):
@@ -163,19 +163,20 @@ class Rendezvous:
         self.store.connect()
         digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
         members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders)
+        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders, told=False)
         if len({digest for _, digest, _ in members}) > 1:  # then the shapes themselves are worth their bytes
             shapes = self._exchange("shape", json.dumps(shape))
             self._compare([tuple((name, value) for name, value in json.loads(shape)) for shape in shapes], holders)
         return [more for _, _, more in members]
 
-    def _compare(self, shapes: Sequence[Shape], holders: Sequence[int]) -> None:
+    def _compare(self, shapes: Sequence[Shape], holders: Sequence[int], *, told: bool = True) -> None:
         """All members come to the same result, and none has connected to another before. A member fails only after those of another shape
-        have told the store that they know (`wait`): else a notice of the failure could end their own comparison."""
+        have told the store that they know (`wait`): else a notice of the failure could end their own comparison. `told`: they tell it, as
+        those of another version may not."""
         if found := shape_mismatches(shapes, holders):
             reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
             self.refuse(tuple(found), reason)
-            if self.rank not in found:
+            if told and self.rank not in found:
                 with suppress(OSError):
                     self.store.wait([f"mismatched/{rank}" for rank in found], timedelta(seconds=self.left_s()))
             raise RendezvousFailed(reason)

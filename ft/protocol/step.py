@@ -197,7 +197,7 @@ class Phase(Enum):
     COMPUTING = "forward, backward and reduction"
     VOTING = "waits for the commit vote"
     AWAITING = "waits for the state it heals"
-    CLOSING = "the generation failed; waits for the vote on the heal"
+    CLOSING = "waits for the vote on the heal, after the generation failed"
     STOPPED = "has stopped"
 
 

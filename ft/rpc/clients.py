@@ -79,7 +79,7 @@ class GroupProcess:
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
         given = asdict(settings) | {"parent": os.getpid() if main else 0}
-        self._process.stdin.write(json.dumps(given, default=str).encode() + b"\n")  # str: of the paths of TLS
+        self._process.stdin.write(json.dumps(given, default=os.fspath).encode() + b"\n")  # the paths of TLS
         self._process.stdin.flush()
         with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)

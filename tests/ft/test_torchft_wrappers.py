@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel.distributed import _find_tensors
 
 from ft import DistributedDataParallel, Optimizer
+from ft.compat.wrappers import tensors_in
 
 
 def calls_of(manager: Mock) -> list[str]:
@@ -61,7 +62,13 @@ class Shapes(nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda loss: loss, lambda loss: [{"a": loss}, "text"], lambda loss: Output(loss), lambda loss: (loss, loss)],
+    [
+        lambda loss: loss,
+        lambda loss: [{"a": loss}, "text"],
+        lambda loss: UserDict(a=loss),
+        lambda loss: Output(loss),
+        lambda loss: (loss, loss),
+    ],
 )
 def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor], Any]):
     manager = Mock()
@@ -70,11 +77,11 @@ def test_a_backward_is_seen_whatever_the_module_returns(make: Callable[[Tensor],
     assert set(ddp.state_dict()) == {"module.weight"}  # as torch's has it
     for _ in range(2):
         returned = ddp(2.0)
-        sum(_find_tensors(returned)).backward()
+        sum(tensors_in(returned)).backward()
     with torch.no_grad():
         ddp(2.0)
     with ddp.no_sync():
-        next(iter(_find_tensors(ddp(2.0)))).backward()
+        next(iter(tensors_in(ddp(2.0)))).backward()
     assert calls_of(manager) == ["attach", *["backward_begins", "gradient", "backward_ended"] * 2, "gradient"]
 
 

@@ -135,6 +135,11 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
 # ------------------------------------------------------------------------------------------------ who sits out for a cut
 
 
+@pytest.mark.parametrize(("pairs", "cover"), [("ab", "b"), ("ab ac ad", "a"), ("ab cd", "bd"), ("ab bc cd de", "bd")])
+def test_smallest_cover(pairs: str, cover: str):
+    assert smallest_cover(frozenset(map(frozenset, pairs.split()))) == set(cover)
+
+
 def test_smallest_cover_of_many_pairs_covers_them():
     pairs = [frozenset((f"x{i}", f"x{i + 1}")) for i in range(200)]
     cover = smallest_cover(frozenset(pairs))
