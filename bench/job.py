@@ -393,7 +393,9 @@ class RecoveryJob:
             outs[f"{group.name} {state} at step {group.step}"] = group.out
         return failure(what, outs)
 
-    def steps(self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None) -> None:
+    def steps(
+        self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None, limit_s: float = 120.0
+    ) -> None:
         """Waits until each of `groups` (all) has committed so many more steps, of so many groups each."""
         since_s, watched = time.monotonic(), self.groups if groups is None else groups
 
@@ -401,7 +403,7 @@ class RecoveryJob:
             seen = ([line.contributors for line in group.since(since_s, "commit")] for group in watched)
             return all(of.count(contributors) >= count for of in seen)
 
-        self.until(f"{count} steps of {contributors} groups", done, lives=watched)
+        self.until(f"{count} steps of {contributors} groups", done, limit_s, lives=watched)
 
     def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[DiaryLine]:
         """Lets `groups` (all) train to one and the same step and end. Returns their last lines."""

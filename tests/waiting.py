@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def in_time(true: Callable[[], object], limit_s: float = 60.0) -> bool:
-    """Returns True once `true` holds, False after `limit_s`, which leaves room for a busy machine."""
+def in_time(true: Callable[[], object], limit_s: float = 30.0) -> bool:
+    """Returns True once `true` holds, False after `limit_s`, which leaves room for a busy machine, and is below pytest's own limit."""
     until_s = time.monotonic() + limit_s
     while not true():
         if time.monotonic() > until_s:

@@ -66,13 +66,14 @@ def _chromium() -> str:
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip("no chromium here, and this user cannot install Debian's")
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = "apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core"
-    try:
-        done = subprocess.run(["sh", "-c", command], env=env, capture_output=True, text=True, timeout=INSTALL_S)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"no chromium here: apt-get took more than {INSTALL_S} s")
-    if done.returncode:
-        pytest.skip(f"no chromium here, and apt-get cannot bring it: {done.stderr.strip()[-300:]}")
+    for command in ("update -qq", "install -qq -y --no-install-recommends chromium fonts-dejavu-core"):
+        words = ["apt-get", *command.split()]  # no shell: at the limit apt-get itself is killed, which has dpkg's lock
+        try:
+            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=INSTALL_S)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"no chromium here: apt-get {command.split()[0]} took more than {INSTALL_S} s")
+        if done.returncode:
+            pytest.skip(f"no chromium here, and apt-get cannot bring it: {done.stderr.strip()[-300:]}")
     found = shutil.which("chromium")
     assert found, "installed, and not to be found"
     return found

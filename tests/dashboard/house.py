@@ -22,7 +22,6 @@ from ft.rpc.lighthouse_service import LighthouseService
 TOKEN = "0123456789abcdef"
 THREE = ("0:a", "1:b", "2:c")
 WAIT_S = 30.0
-THREE = ("0:a", "1:b", "2:c")
 
 
 class House:
@@ -57,7 +56,9 @@ class House:
         async with serve(LighthouseOptions(config, [Endpoint("127.0.0.1", 0)], access)) as (self.service, grpc_port):
             self.address = f"http://127.0.0.1:{grpc_port}"
             async with serve_http(self.service, access, [Endpoint("127.0.0.1", port)], must=True) as self.port:
-                vars(self.feed).update(self._limits)
+                for name, value in self._limits.items():
+                    assert hasattr(self.feed, name), name
+                    setattr(self.feed, name, value)
                 self._started.set()
                 await until_stopped(self.service.driver, self._stop)
 

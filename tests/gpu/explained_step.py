@@ -17,8 +17,10 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
 from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import build_mesh
+from parallelisms.parallelize import parallelize
 from tests.multiproc.test_explain import explained
 from tools.explain.rank import ranks
+from training.loss import cross_entropy_sum
 
 SIZES = {  # GPU: 0.2 B parameters, so that weights, gradients, states and activations all count
     "cuda": (llama.Config(dim=1024, n_layers=12, n_heads=16, n_kv_heads=8, hidden_dim=2816), 32000, 4, 2048),
@@ -35,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     [said] = ranks(job)
     with process_group(CommConfig()) as world:
         device = world.device.torch_device
-        parallel = job.parallelize(build_mesh(job.degrees, kind), job.model(), layout, str(device))
+        mesh, shapes = build_mesh(job.degrees, kind), {"local_batch_size": batch, "seq_len": seq_len}
+        parallel = parallelize(job.model(), mesh, cross_entropy_sum, layout, **shapes, device=device, seed=0)
         optimizer = job.optimizer(parallel.parts)
         tokens = torch.randint(0, vocab_size, (batch, seq_len), device=device)
         for _ in range(3):  # the optimizer's state comes with the first

@@ -14,8 +14,10 @@ from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
+from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
 from tools.explain.rank import DeviceType, ExplainedJob, MeasuredStep, RankProfile, by_axis, join, measure, ranks
+from training.loss import cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer
 
 V, T, BATCH = 96, 64, 4
@@ -75,7 +77,10 @@ def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> 
     """What this rank took in its first step."""
     wanted = job(layout, checkpoint, chunk_tokens, passes)
     mesh = build_mesh(wanted.degrees, "cpu")
-    parallel = wanted.parallelize(mesh, wanted.model(), wanted.layout)
+    cpu = torch.device("cpu")  # not by the job's own method: what it is told is to be compared
+    parallel = parallelize(
+        wanted.model(), mesh, cross_entropy_sum, wanted.layout, local_batch_size=BATCH, seq_len=T, device=cpu, seed=0
+    )
     tokens = torch.randint(0, V, (BATCH, T), generator=torch.Generator().manual_seed(dist.get_rank()))
     return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), mesh)
 

@@ -183,7 +183,9 @@ def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any], **opti
     async def run() -> None:
         owner = state_file.take_over(path) if path.parent.exists() else ""
         keeper = state_file.StateFileWriter(path, owner)
-        vars(keeper).update(options)
+        for name, value in options.items():
+            assert hasattr(keeper, name), name
+            setattr(keeper, name, value)
         await story(keeper)
         await keeper.close()
 

@@ -13,6 +13,8 @@ import pytest
 from bench.job import JobSide, RecoveryJob, our_lighthouse
 from tests.rpc.peer import ROOT
 
+LOAD_S = 150.0  # on a busy machine torch takes a minute to load
+
 
 def environment(torchft: Path) -> dict[str, str]:
     return {
@@ -42,12 +44,12 @@ def test_a_killed_group_heals_from_the_other(torchft: Path, monkeypatch: pytest.
     with RecoveryJob(side, 2, step_ms=20) as job:
         a, b = job.groups
         job.start()
-        job.steps(1, 2)
+        job.steps(1, 2, limit_s=LOAD_S)
         killed_s = b.kill()
-        job.steps(1, 1, [a])
+        job.steps(1, 1, [a], limit_s=LOAD_S)
         at = next(line for line in a.since(killed_s, "commit") if line.contributors == 1)
         b.start(SEED="3")
-        job.steps(1, 2)
+        job.steps(1, 2, limit_s=LOAD_S)
         first = next(line for line in b.since(b.started_s, "commit") if line.contributors == 2)
         assert first.step > at.step, "it goes on where the other is, not at its own step 0"
         last = job.finish()[0].step

@@ -1,4 +1,4 @@
-"""Models that transformers itself has made and written, for tests of scripts/hf.py."""
+"""A folder with a tiny job, and models that transformers itself has made, for scripts that tests run in their own process."""
 
 from __future__ import annotations
 

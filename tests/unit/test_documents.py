@@ -48,8 +48,9 @@ def test_links_lead_somewhere(page: Path):
         name, _, fragment = link.partition("#")
         target = page.parent / name if name else page
         assert target.exists(), f"{link}: no such file"
-        there = anchors(target) if fragment else [""]
-        assert fragment in there, f"{link}: no such heading; there are {sorted(there)}"
+        if fragment:
+            there = anchors(target)
+            assert fragment in there, f"{link}: no such heading; there are {sorted(there)}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -684,10 +685,13 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
         return made
 
     reaper, freed = Reaper(), [threading.Event(), threading.Event()]
+
+    def then(end: Callable[[], None], is_free: threading.Event) -> None:
+        end()
+        is_free.set()
+
     for each in freed:
-        end = engine().end
-        reaper.take(lambda end=end, each=each: (end(), each.set()), "a generation")  # type: ignore[misc]
-    del end
+        reaper.take(partial(then, engine().end, each), "a generation")
     assert not freed[0].wait(2.5), "the thread runs: it may be at work on the tensors"
     awake.set()
     assert asleep.wait(60)
