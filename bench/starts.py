@@ -74,10 +74,10 @@ def train(first: str, kind: str) -> None:
     from torch.utils.data import DataLoader
 
     import ft
-    from examples.train_ddp import Images, Net
+    from examples.train_ddp import Images, net
 
     torch.manual_seed(0)
-    model = Net()
+    model = net()
     adam = torch.optim.AdamW(model.parameters())
 
     def make_manager() -> Any:
