@@ -119,20 +119,25 @@ class Roster:
         alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.odd
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
-        _keep(self._healthy, replica_id, counts)
-        _keep(self.reachable, replica_id, alive and was_in)
         call = peer.call if peer and alive else None
         if call:
             self.candidates[replica_id] = call.member
         else:
             self.candidates.pop(replica_id, None)
         away = call is not None or sits or replica_id in self.gone
-        _keep(self.missing, replica_id, was_in and not away)
-        _keep(self.present, replica_id, call is not None and was_in)
         may_shrink = was_in or theirs  # a newcomer would bar itself
-        _keep(self.shrinkers, replica_id, call is not None and call.member.shrink_only and may_shrink)
-        holds = call is not None and self.was_in(replica_id) and not call.member.void
-        _keep(self.heirs, replica_id, holds)
+        for ids, inside in (
+            (self._healthy, counts),
+            (self.reachable, alive and was_in),
+            (self.missing, was_in and not away),
+            (self.present, call is not None and was_in),
+            (self.shrinkers, call is not None and call.member.shrink_only and may_shrink),
+            (self.heirs, call is not None and self.was_in(replica_id) and not call.member.void),
+        ):
+            if inside:
+                ids.setdefault(replica_id)  # at the end; one that is in keeps its place
+            else:
+                ids.pop(replica_id, None)
 
     # ---- one id
 
@@ -402,11 +407,3 @@ def takeover_order_s(takeover_s: float | None) -> float:
 
 def rest_s(times: int) -> float:
     return min(MOST_REST_S, REST_S * 2 ** min(times - 1, 16))
-
-
-def _keep(ids: dict[str, None], replica_id: str, inside: bool) -> None:
-    """Adds the id at the end, or removes it; one that is in keeps its place."""
-    if inside:
-        ids.setdefault(replica_id)
-    else:
-        ids.pop(replica_id, None)
