@@ -94,13 +94,13 @@ class Lighthouse:
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
         match event:
+            case Call():
+                self._on_call(event, now_s)
             case m.Report():
                 self._on_report(event, now_s)
             case m.Beat(replica_id, kind):
                 if not self._turn_away(replica_id, kind, now_s):
                     self.roster.see(replica_id, kind, now_s)
-            case Call():
-                self._on_call(event, now_s)
             case m.Tick():
                 self._on_tick(now_s)
             case m.CallCancelled(replica_id) if replica_id in self.roster.peers:

@@ -105,6 +105,8 @@ class Roster:
 
     def healthy(self) -> int:
         """Number of groups that could be candidates, with those that are just returning: each counts under its new id."""
+        if not self.returning:
+            return len(self._healthy)
         return len(self._healthy) + sum(self.live.get(name) not in self._healthy for name in self.returning)
 
     def waited(self, now_s: float) -> float:

@@ -106,8 +106,9 @@ def _differ(shape: Shape, job: Mapping[str, str]) -> list[str]:
 def unlike(event: Call, ours: Shape) -> Problem:
     """Refuses a caller whose job differs from ours (its layout, dtypes, buckets ...)."""
     differ = _differ(event.shape, dict(ours)) if event.shape else []
-    why = f"{event.member.replica_id} has another {' and '.join(differ)} than the job"
-    return ("FAILED_PRECONDITION", why) if differ else None
+    if not differ:
+        return None
+    return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
 
 
 # ---- members that cannot work together
