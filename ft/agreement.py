@@ -39,8 +39,8 @@ class Agreement:
         outcome = None
         if vote.verdict == "failed":  # the first decides, and ranks that still wait for sums are told
             outcome = client.outcome(vote)
-        yes, ballot = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
-        votes = torch.tensor([not yes, vote.change, ballot, -ballot], dtype=torch.int64)
+        yes, vote_key = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
+        votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
         self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()
         if highest != -lowest:

@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -33,7 +34,7 @@ BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
 _FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
 log = logging.getLogger("pharos.group")
-Waiting = list[tuple[int, Pending]]  # calls that wait for an answer, each with its rank
+Waiting = list[list[Pending]]  # calls that wait for an answer, by rank; of each rank the newest last
 
 
 class TorchftGroup:
@@ -53,10 +54,9 @@ class TorchftGroup:
         self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
         self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
         self._metadata: dict[int, str] = {}
-        # By round (None: a quorum; a number: the votes on that step) and rank, of those that wait. Who stops waiting before a round is full
-        # was never in it.
-        self._asked: dict[tuple[int | None, int], Any] = {}
-        self._pending = PendingCalls(self._asked.pop)
+        # By round (None: a quorum; a number: the votes on that step) and rank. A rank that stops waiting before a round is full was never
+        # in it; of one that calls twice the newest call that still waits counts.
+        self._pending = PendingCalls(lambda key: None)
         self.routes = {
             "/torchft.ManagerService/Quorum": unary(self._on_quorum),
             "/torchft.ManagerService/CheckpointMetadata": unary(self._on_metadata),
@@ -71,36 +71,33 @@ class TorchftGroup:
             raise ValueError("missing timeout")
         self._metadata[self._rank(request.group_rank)] = request.checkpoint_metadata
         return await self._join(
-            None, request, context, lambda *full: self._spawn(self._ask(*full, step=request.step, left_s=left_s))
+            None, request, context, lambda waiting: self._spawn(self._ask(waiting, step=request.step, left_s=left_s))
         )
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
         request = codec.parse(torchft_pb2.ShouldCommitRequest, data)
 
-        def decide(asked: list[Any], waiting: Waiting) -> None:
-            commit = all(one.should_commit for one in asked)
-            for _, pending in waiting:
+        def decide(waiting: Waiting) -> None:
+            commit = all(calls[-1].request.should_commit for calls in waiting)
+            for pending in chain(*waiting):
                 pending.give(torchft_pb2.ShouldCommitResponse(should_commit=commit).SerializeToString())
 
         return await self._join(request.step, request, context, decide)
 
-    async def _join(
-        self, round_: int | None, request: Any, context: Any, full: Callable[[list[Any], Waiting], object]
-    ) -> bytes:
-        """Waits for the answer of a round. The last rank to ask calls `full` with the requests, by rank, and the ranks' waiting calls."""
+    async def _join(self, round_: int | None, request: Any, context: Any, full: Callable[[Waiting], object]) -> bytes:
+        """Waits for the answer of a round. The last rank to ask calls `full` with the waiting calls, by rank."""
         keys = [(round_, rank) for rank in range(self.config.world_size)]
         mine = keys[self._rank(request.group_rank)]
 
         def feed() -> None:
-            self._asked[mine] = request
-            if all(key in self._asked for key in keys):
-                waiting = [(key[1], pending) for key in keys for pending in self._pending.pop(key)]
-                full([self._asked.pop(key) for key in keys], waiting)
+            if all(key in self._pending for key in keys):
+                full([self._pending.pop(key) for key in keys])
 
-        return await self._pending.wait(mine, f"rank {mine[1]}", Pending(), feed, context)
+        return await self._pending.wait(mine, f"rank {mine[1]}", Pending(request=request), feed, context)
 
-    async def _ask(self, asked: list[Any], waiting: Waiting, *, step: int, left_s: float) -> None:
+    async def _ask(self, waiting: Waiting, *, step: int, left_s: float) -> None:
         """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
+        asked = [calls[-1].request for calls in waiting]
         member = m.Member(
             self.config.replica_id,
             self.config.address,
@@ -112,20 +109,25 @@ class TorchftGroup:
             reconfigure_handles=tuple(one.reconfigure_handle for one in asked),
         )
         try:
-            quorum, me = await self._ask_lighthouse(member, left_s), self.config.replica_id
-            replies = [torchft_reply(quorum, me, i, init_sync=one.init_sync) for i, one in enumerate(asked)]
-            for rank, pending in waiting:
-                pending.give(replies[rank].SerializeToString())
+            quorum = await self._ask_lighthouse(member, left_s)
+            if self.config.replica_id not in quorum.ids:
+                raise CallRefused(
+                    grpc.StatusCode.NOT_FOUND, f"{self.config.replica_id} is not in quorum {quorum.quorum_id}"
+                )
+            for rank, calls in enumerate(waiting):
+                reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=asked[rank].init_sync)
+                for pending in calls:
+                    pending.give(reply.SerializeToString())
             return
-        except ValueError as error:
-            refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
-        except KeyError as error:
-            refused = CallRefused(grpc.StatusCode.NOT_FOUND, str(error.args[0]))
+        except CallRefused as error:
+            refused = error
         except grpc.RpcError as error:
             refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
             if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        for _, pending in waiting:
+        except Exception as error:  # noqa: BLE001 (it ends this round, not the group: its ranks may ask again)
+            refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
+        for pending in chain(*waiting):
             pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:

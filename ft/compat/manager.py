@@ -167,10 +167,14 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        given = (use_async_quorum, connect_timeout, enable_error_bus)
-        for value, (name, why) in zip(given, CHANGE_NOTHING.items(), strict=True):
+        given = {
+            "use_async_quorum": use_async_quorum,
+            "connect_timeout": connect_timeout,
+            "enable_error_bus": enable_error_bus,
+        }
+        for name, value in given.items():
             if value is not None:
-                say_once(f"Manager({name}={value}) changes nothing: {why}")
+                say_once(f"Manager({name}={value}) changes nothing: {CHANGE_NOTHING[name]}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
         self._batches = 0  # that are in the weights

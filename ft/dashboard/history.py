@@ -111,7 +111,8 @@ class History:
         """A pharos_pb2.Report."""
         now_s, step = self._wall_clock(), report.step
         if not self.recent_steps or step > self.recent_steps[-1][1]:
-            self.last_step_s = now_s if self.recent_steps else self.last_step_s
+            if self.recent_steps:
+                self.last_step_s = now_s
             self.recent_steps.append((now_s, step))
             while not 0 <= now_s - self.recent_steps[0][0] <= RATE_S:  # below 0: the clock was set back
                 self.recent_steps.popleft()

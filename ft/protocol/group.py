@@ -23,7 +23,7 @@ from typing import Any, Literal
 from ft.protocol import messages as m
 from ft.protocol.messages import Effect, Event, Notice, Outcome, Part, Quorum, RankCall, Source, Times, Vote, VoteKey
 
-OUTCOMES_KEPT = 16  # of the last ballots; a rank repeats its vote on the newest few at most
+OUTCOMES_KEPT = 16  # of the last votes; a rank repeats its vote on the newest few at most
 LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
 _WORST = {"yes": 0, "retry": 1, "failed": 2}
 

@@ -57,7 +57,7 @@ class Settings:
     parent: int = 0  # pid; 0: nobody's child
 
 
-CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, ballot; None: a call for a quorum)
+CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vote.key; None: a call for a quorum)
 
 
 class RankReports:
@@ -215,22 +215,22 @@ class GroupService:
         vote = codec.from_bytes(m.Vote, data)
         return await self.ask((vote.group_rank, vote.key), vote)
 
-    async def ask(self, place: CallKey, event: m.Event) -> bytes:
+    async def ask(self, key: CallKey, event: m.Event) -> bytes:
         """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
         pending = Pending()
 
         def feed() -> None:
-            self._feeding = place, pending
+            self._feeding = key, pending
             try:
                 self.driver.feed(event)
             finally:
                 self._feeding = None
 
-        return await self._pending.wait(place, f"rank {place[0]}", pending, feed)
+        return await self._pending.wait(key, f"rank {key[0]}", pending, feed)
 
-    def _on_cancelled(self, place: CallKey) -> None:
-        if place[1] is None:  # a vote is simply cast again
-            self.driver.feed(m.RankCancelled(place[0]))
+    def _on_cancelled(self, key: CallKey) -> None:
+        if key[1] is None:  # a vote is simply cast again
+            self.driver.feed(m.RankCancelled(key[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
         rank = codec.parse(pharos_pb2.AskMetadata, data).group_rank

@@ -139,7 +139,7 @@ class LighthouseService:
 
     def _check_id(self, quorum_id: int) -> None:
         """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
-        if MAX_KNOWN < quorum_id > self._newest_id:
+        if quorum_id > MAX_KNOWN and quorum_id > self._newest_id:
             raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
 
     async def _on_event(self, event_type: type[m.Event], data: bytes, context: Any) -> bytes:
@@ -251,10 +251,8 @@ class LighthouseService:
     def _short_or_full(self, roster: str) -> str:
         if self._static_quorum_of is not self._answered:  # not at each quorum: the fields of all groups are compared
             assert self._answered is not None
-            self._static_quorum_of, self._static_quorum = (
-                self._answered,
-                codec.StaticQuorum.of(self._answered, self._static_quorum),
-            )
+            self._static_quorum = codec.StaticQuorum.of(self._answered, self._static_quorum)
+            self._static_quorum_of = self._answered
         return "short" if roster == self._static_quorum.id else "full"
 
     def _form(self, name: str) -> bytes:

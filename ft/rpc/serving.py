@@ -188,10 +188,10 @@ def room_for_connections(
 
 class Pending:
     """A call whose answer comes later, from an effect. size: of the call, in bytes. roster: id of the roster that the caller has; None: a
-    caller of torchft's."""
+    caller of torchft's. request: for its owner."""
 
-    def __init__(self, size: int = 0, roster: str | None = "") -> None:
-        self.size, self.roster = size, roster
+    def __init__(self, size: int = 0, roster: str | None = "", request: Any = None) -> None:
+        self.size, self.roster, self.request = size, roster, request
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.due_s = math.inf  # on the loop's clock
 

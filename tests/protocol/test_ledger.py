@@ -22,7 +22,9 @@ def test_a_retry_keeps_the_deal_and_the_dead_groups_slot_becomes_a_hole():
     ledger = Ledger(8)
     ledger.deal(("a", "b", "c"))
     assert ledger.deal(("a", "c")) == {0: "a", 8: "b", 16: "c"}
-    assert ledger.commit((10, 0, 10)) == ((0, 16), ()) and ledger.holes == [8]
+    contributed, exhausted = ledger.commit((10, 0, 10))
+    assert (contributed, exhausted) == ((0, 16), ())
+    assert ledger.holes == [8]
     assert ledger.deal(("a", "c")) == {8: "a", 24: "c"}  # holes first, then new positions
 
 
@@ -94,7 +96,8 @@ def test_the_third_time_a_slot_is_of_no_use():
     ledger = Ledger(8)
     for time in (1, 2, 3):
         ledger.deal(("a", "b"))
-        assert ledger.commit((UNABLE, 10))[1] == ((0,) if time == 3 else ())
+        _, exhausted = ledger.commit((UNABLE, 10))
+        assert exhausted == ((0,) if time == 3 else ())
     assert ledger.holes == [0]
     ledger.deal(("a", "b"))
     ledger.commit((UNABLE, 10), skip=True)
@@ -143,6 +146,7 @@ def test_every_slot_is_in_exactly_one_commit(history: list[tuple[int, int, bool]
         if dropped:
             ledger.drop()
             continue
-        done += ledger.commit([10.0 if contributes >> i & 1 else 0.0 for i in range(len(slots))])[0]
+        contributed, _ = ledger.commit([10.0 if contributes >> i & 1 else 0.0 for i in range(len(slots))])
+        done += contributed
     assert len(done) == len(set(done))
     assert sorted([*done, *ledger.holes]) == list(range(0, ledger.position, 8))

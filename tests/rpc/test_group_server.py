@@ -204,7 +204,8 @@ def test_bad_words_from_a_rank_are_refused(team: Callable[..., Team]):
     assert wire.code("/pharos.Group/CheckpointMetadata", b"")[1] == "rank not found"
     assert wire.code("/torchft.ManagerService/CheckpointMetadata", b"")[1] == "rank not found"
     with pytest.raises(TimeoutError):
-        a.ranks[0].quorum(m.RankCall(0, m.Member("")), 0.3)
+        a.ranks[0].quorum(m.RankCall(0, m.Member(""), checkpoint_metadata="here"), 0.3)
+    assert a.ranks[0].checkpoint_metadata(0, WAIT_S) == "here", "as soon as a rank has asked, whoever else has not"
     wire.close()
 
 

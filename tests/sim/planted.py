@@ -76,9 +76,9 @@ class StaleVote(Group):
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.Vote) and (self._stale(event) or event.key in self._outcomes):
-            open_ballots = [key for key in self._votes if key[3] == event.kind]
-            if open_ballots:
-                quorum_id, attempt, step, _ = open_ballots[-1]
+            open_keys = [key for key in self._votes if key[3] == event.kind]
+            if open_keys:
+                quorum_id, attempt, step, _ = open_keys[-1]
                 event = replace(event, quorum_id=quorum_id, step=step, attempt=attempt)
         return super().handle(event, now_s)
 

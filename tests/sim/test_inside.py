@@ -12,7 +12,7 @@ from tests.simulator.inside import Inside, check
 from tests.simulator.invariants import Truth, Violation
 from tests.simulator.world import Process, World
 
-BALLOT = (1, 0, 0, "commit")
+VOTE_KEY = (1, 0, 0, "commit")
 
 
 class Ranks:
@@ -22,7 +22,8 @@ class Ranks:
         self.world = World(1)
         self.votes: dict[tuple[str, Any], dict[int, str]] = {}
         self.truth: Any = SimpleNamespace(
-            enters=lambda *what: Truth.enters(self.truth, *what), said=lambda group, ballot: self.votes.get(ballot, {})
+            enters=lambda *what: Truth.enters(self.truth, *what),
+            said=lambda group, vote_key: self.votes.get(vote_key, {}),
         )
         self.asked: dict[int, None] = {}
         self.group: Any = SimpleNamespace(process=Process("g", "g", "g"), inside=Inside(self.world, size))
@@ -59,11 +60,11 @@ class Ranks:
         self.group.machine.absent = [rank for rank in range(len(self.group.ranks)) if rank not in self.asked]
 
     def votes_on(self, place: int, verdict: str, *, aside: bool = False) -> None:
-        self.votes.setdefault(BALLOT, {})[place] = verdict  # type: ignore[arg-type]
+        self.votes.setdefault(VOTE_KEY, {})[place] = verdict  # type: ignore[arg-type]
         if aside:
-            self.group.ranks[place].trainer.aside.add(BALLOT)
+            self.group.ranks[place].trainer.aside.add(VOTE_KEY)
         else:
-            self.at(place, "vote", BALLOT)
+            self.at(place, "vote", VOTE_KEY)
 
     def check(self) -> None:
         check(self.group)
@@ -95,7 +96,7 @@ def test_a_rank_in_a_collective_and_one_that_waits_for_its_vote_wait_for_ever():
         Violation, match=r"rank 0 waits for inside \('update', 1\); rank 1 waits for vote \(1, 0, 0, 'commit'\)"
     ):
         ranks.check()
-    ranks.votes[BALLOT][1] = "failed"  # type: ignore[index]  # the first no decides
+    ranks.votes[VOTE_KEY][1] = "failed"  # type: ignore[index]  # the first no decides
     ranks.check()
 
 

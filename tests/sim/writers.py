@@ -555,10 +555,10 @@ class Job:
             part.withheld = set()
             for member in part.members:
                 member.manager.finished = True
-        self.is_gone(group, lost=not clean or not finished)
+        self.forget(group, lost=not clean or not finished)
 
-    def is_gone(self, group: Group, *, lost: bool = True) -> None:
-        """And all know it."""
+    def forget(self, group: Group, *, lost: bool = True) -> None:
+        """All know that this group is gone: the others form another quorum. `lost`: it did not leave with a finished run."""
         self.known.discard(group)
         self.asking.discard(group)
         self.disturbed_s = self.baton.now_s
@@ -577,7 +577,7 @@ class Job:
         self.alive.discard(group)
         self.disturbed_s = self.baton.now_s
         self.look_at_folders()
-        gone = partial(self.is_gone, group)
+        gone = partial(self.forget, group)
         self.baton.spawn(f"loss of {group.name}", gone, after_s=self.random.uniform(0, KNOWN_S))
         self.comes_back(group)
 
@@ -597,7 +597,7 @@ class Job:
         self.ended_as[word] += 1
         self.seen[f"a group ends: {word}"] += 1
         if word == "failed":
-            self.is_gone(group)
+            self.forget(group)
             if not group.was_asked:
                 self.seen["a start fails"] += 1
                 self.must(

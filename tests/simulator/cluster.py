@@ -159,7 +159,8 @@ class Cluster:
         self.names: list[Name] = [Name(f"g{i}") for i in range(setting.groups)]
         self.nodes: dict[str, GroupNode] = {}  # by address
         self.calm_since_s = 0.0
-        self.stopped_because, self._over = "", False
+        self.stopped_because = ""
+        self._over = False
         self.transitions: Counter[tuple[type, tuple[type, ...]]] = Counter()
         self.reasons: Counter[str] = Counter()
         self._reason = ""

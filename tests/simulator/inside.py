@@ -85,11 +85,11 @@ def _ends(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
 def _machine_goes_on(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
     if rank.trainer.queue or rank.fetches or rank.machine.phase is Phase.AWAITING:
         return True
-    return any(_is_decided(rank, ballot, stuck) for ballot in rank.trainer.aside)
+    return any(_is_decided(rank, vote_key, stuck) for vote_key in rank.trainer.aside)
 
 
-def _is_decided(rank: RankNode, ballot: m.VoteKey, stuck: dict[int, RankNode]) -> bool:
-    said = rank.truth.said(rank.group, ballot)
+def _is_decided(rank: RankNode, vote_key: m.VoteKey, stuck: dict[int, RankNode]) -> bool:
+    said = rank.truth.said(rank.group, vote_key)
     silent = [other.group_rank for other in rank.group.ranks if other.group_rank not in said]
     return not silent or "failed" in said.values() or any(place not in stuck for place in silent)
 

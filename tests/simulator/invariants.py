@@ -70,7 +70,7 @@ class Truth:
         # (quorum_id, step) -> the one commit_id that its members go on from
         self._base: dict[tuple[str, int, int], str] = {}
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
-        self._votes: dict[tuple[str, m.VoteKey], dict[int, str]] = {}  # (group, ballot) -> what each rank has said
+        self._votes: dict[tuple[str, m.VoteKey], dict[int, str]] = {}  # (group, vote_key) -> what each rank has said
         self._deals: dict[tuple[Any, ...], tuple[str, int]] = {}  # of each group in each quorum: the deal, and the step
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
         self._audited: set[str] = set()  # ledgers, with the history that they belong to: most are alike
@@ -168,12 +168,12 @@ class Truth:
     def votes(self, rank: RankNode, vote: m.Vote) -> None:
         self._votes.setdefault((rank.group.process.name, vote.key), {})[rank.group_rank] = vote.verdict
 
-    def said(self, group: GroupNode, ballot: m.VoteKey) -> dict[int, str]:
+    def said(self, group: GroupNode, vote_key: m.VoteKey) -> dict[int, str]:
         """What the ranks of a group have said on it."""
-        return self._votes.get((group.process.name, ballot), {})
+        return self._votes.get((group.process.name, vote_key), {})
 
     def decided(self, group: GroupNode, outcome: m.Outcome) -> None:
-        """All ranks have said yes on this very ballot, or there is no yes."""
+        """All ranks have said yes on this very vote, or there is no yes."""
         if outcome.verdict == "yes":
             key = outcome.key
             said = self.said(group, key)

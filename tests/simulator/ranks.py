@@ -167,7 +167,7 @@ class RankNode:
         for effect in out.effects:
             if isinstance(effect, m.InterruptCollectives):  # who would take it may be the one who waits
                 self._interrupted_quorum = effect.quorum_id
-                self._is_stopped(effect.quorum_id)
+                self._give_up_if_interrupted(effect.quorum_id)
             else:
                 self.trainer.queue.append(effect)
         self.trainer.run()
@@ -297,7 +297,7 @@ class RankNode:
             lambda given: end(True) if given is not None else self.prober.look(lambda: end(False, "rendezvous broke")),
             store=self.cluster.nodes[f"http://{part.store_address.partition(':')[0]}"].site,
         )
-        self._is_stopped(part.quorum_id)
+        self._give_up_if_interrupted(part.quorum_id)
 
     def _generation(self, quorum_id: int) -> tuple[Any, ...]:
         assert self._part is not None
@@ -363,7 +363,7 @@ class RankNode:
             end,
             add,
         )
-        self._is_stopped(effect.quorum_id)
+        self._give_up_if_interrupted(effect.quorum_id)
 
     def _with_digest(self, effect: m.LaunchTail) -> tuple[float, ...]:
         at = effect.digest_at
@@ -373,8 +373,8 @@ class RankNode:
         figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES))
         return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
 
-    def _is_stopped(self, quorum_id: int) -> None:
-        """Also what is launched after that was said."""
+    def _give_up_if_interrupted(self, quorum_id: int) -> None:
+        """Gives up what waits on an interrupted quorum, also what is launched after the interrupt."""
         give_up = self._pending.get(quorum_id)
         if give_up is not None and quorum_id == self._interrupted_quorum:  # the sockets are shut, then the error comes
             self.world.after(0.01, self.process, give_up)

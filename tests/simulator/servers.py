@@ -75,14 +75,14 @@ class LighthouseNode:
         effects = deque(out.effects)
         while effects and self.process.alive:  # it may die between two of them
             effect = effects.popleft()
+            # Nothing overtakes what waits for the state file; without it no quorum is answered.
             if self._unwritten or (isinstance(effect, m.Persist) and self._waits_for_disk(effect.saved)):
                 self._unwritten += (effect, *effects)
                 return
             self._do[type(effect)](effect)
 
     def _waits_for_disk(self, saved: m.Saved) -> bool:
-        """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later. Nothing
-        overtakes what waits."""
+        """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later."""
         known = self.cluster.state_file
         same = known is not None and known.quorum and saved.quorum and known.quorum.quorum_id == saved.quorum.quorum_id
         return self.disk_s > self.world.now_s and not same
@@ -277,7 +277,9 @@ class GroupNode:
         self._stream: End | None = None
         self._stream_id = ""
         self._asked = 0
-        self._waiting: dict[tuple[int, m.VoteKey | None], list[Call]] = {}  # (group_rank, ballot, or None for a quorum)
+        self._waiting: dict[
+            tuple[int, m.VoteKey | None], list[Call]
+        ] = {}  # (group_rank, vote_key, or None for a quorum)
         self._newest: tuple[int, m.VoteKey | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
@@ -359,8 +361,8 @@ class GroupNode:
                 del self._waiting[place]
                 self.feed(m.RankCancelled(place[0]))
 
-    def _answer(self, group_rank: int, ballot: m.VoteKey | None, reply: Any) -> None:
-        for call in self._waiting.pop((group_rank, ballot), []):
+    def _answer(self, group_rank: int, vote_key: m.VoteKey | None, reply: Any) -> None:
+        for call in self._waiting.pop((group_rank, vote_key), []):
             call.answer(reply)
 
     def _answer_vote(self, effect: m.AnswerVote) -> None:
@@ -368,8 +370,8 @@ class GroupNode:
         self._answer(effect.group_rank, effect.outcome.key, effect.outcome)
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        ballot = self._newest[1] if effect.code == "STALE" else None
-        self._answer(effect.group_rank, ballot, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
+        vote_key = self._newest[1] if effect.code == "STALE" else None
+        self._answer(effect.group_rank, vote_key, m.QuorumFailed(f"{effect.code}: {effect.reason}"))
 
     def _opened(self, hello: m.RankStream, end: End) -> None:
         end.closed = lambda: self.feed(m.RankStream(hello.group_rank, open=False))
@@ -402,11 +404,14 @@ class GroupNode:
             self._tell_wish()
         return OPTIMIZER_S
 
-    def agree(self, ballot: m.VoteKey) -> float:
+    def agree(self, vote_key: m.VoteKey) -> float:
         for known in (self.agreed, self.told):
             while len(known) > 1:
                 del known[next(iter(known))]
-        self.agreed[ballot] = all(yes for yes, _ in self.says.values()), any(change for _, change in self.says.values())
+        self.agreed[vote_key] = (
+            all(yes for yes, _ in self.says.values()),
+            any(change for _, change in self.says.values()),
+        )
         return 0.001
 
     def _tell_wish(self) -> None:
