@@ -90,8 +90,12 @@ class TorchftGroup:
         mine = keys[self._rank(request.group_rank)]
 
         def feed() -> None:
-            if all(key in self._pending for key in keys):
-                full([self._pending.pop(key) for key in keys])
+            # A call whose time is over leaves a moment later.
+            waiting = [[one for one in self._pending.get(key, ()) if not one.answer.done()] for key in keys]
+            if all(waiting):
+                for key in keys:
+                    del self._pending[key]
+                full(waiting)
 
         return await self._pending.wait(mine, f"rank {mine[1]}", Pending(request=request), feed, context)
 
@@ -125,8 +129,11 @@ class TorchftGroup:
             refused = CallRefused(grpc.StatusCode.UNAVAILABLE, f"the lighthouse did not answer: {error.details()}")
             if error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
-        except Exception as error:  # noqa: BLE001 (it ends this round, not the group: its ranks may ask again)
+        except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
+        except Exception as error:  # it ends this round, not the group: its ranks may ask again
+            log.exception("a round of torchft's calls failed")
+            refused = CallRefused(grpc.StatusCode.INTERNAL, repr(error))
         for pending in chain(*waiting):
             pending.fail(refused)
 

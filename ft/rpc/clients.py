@@ -191,7 +191,8 @@ class GroupClient:
 
     def leave(self, *, clean: bool, reason: str, finished: bool = False, timeout_s: float = 5.0) -> None:
         """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
-        self._call("Leave", pharos_pb2.Leave(clean=clean, reason=reason, finished=finished), pharos_pb2.Done, timeout_s)
+        leave = pharos_pb2.Leave(clean=clean, reason=codec.words(reason, codec.MAX_REASON), finished=finished)
+        self._call("Leave", leave, pharos_pb2.Done, timeout_s)
 
     def watch(
         self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None

@@ -74,7 +74,7 @@ class Trained:
         assert server
         os.kill(server.pid, signal.SIGKILL)
         # Where the trainer waits for an answer of the server, it may close before the stream says that the server is gone.
-        assert in_time(lambda: self.core.client.gone.is_set() or self.core.closed.is_set(), LIMIT_S)
+        assert in_time(lambda: self.core.client.gone.is_set() or self.core.closed.is_set())
 
     def run(self) -> None:
         try:
