@@ -142,7 +142,7 @@ class Seam(Protocol):
 
     @property
     def is_broken(self) -> bool:
-        """True when a member of the newest quorum is lost: a new quorum decides which group writes."""
+        """True when a member of the newest quorum is lost, or the writer's weights went wrong: a new quorum decides which group writes."""
 
     @property
     def finished(self) -> bool:
