@@ -232,7 +232,8 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.machine.phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
-        assert caplog.text.count("rank 2 has another optimizer.lr than the job: they are left out") == 2
+        # Of the two the one that sees it first reports it, and its report may end the other's comparison: one is enough.
+        assert caplog.text.count("rank 2 has another optimizer.lr than the job: they are left out") in (1, 2)
 
 
 def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
