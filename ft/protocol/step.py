@@ -588,7 +588,8 @@ class Step:
             self._on_begin(now_s)
         else:
             self._commit(tail)
-        if any(writer in outcome.blame for writer in part.participants[:1]):  # after the last step no other would write
+        if part.participants and part.participants[0] in outcome.blame:
+            # The writer: after the last step no other group would save it, unless a quorum names another.
             self.abort_reason = self.abort_reason or "the weights of the group that writes are not those of the others"
         if part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
             self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
