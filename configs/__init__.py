@@ -1,1 +1,1 @@
-"""The place where all sections meet: TOML and overrides into one frozen Config; errors that teach, before anything starts."""
+"""The place where all sections meet: TOML and overrides into one frozen RunConfig; errors that teach, before anything starts."""

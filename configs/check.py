@@ -29,19 +29,19 @@ from training.optimizer import check_patterns
 from training.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 SMALL_BYTES = 1 << 20
 
 
-def check(config: Config, *, world_size: int, device_type: str | None = None) -> None:
+def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
     """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
     ranks'; None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
 
-def check_settings(config: Config, *, world_size: int, device_type: str | None = None) -> None:
+def check_settings(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
     """The same without the files, which need not be there."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
@@ -63,7 +63,7 @@ def check_settings(config: Config, *, world_size: int, device_type: str | None =
 Rule = Callable[[], Iterable[str] | None]
 
 
-def _gather(config: Config, rules: Iterable[Rule]) -> None:
+def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
     """Asks all rules and raises what they found, each with the place where its key was written."""
 
     def messages(rule: Rule) -> Iterator[str]:
@@ -81,7 +81,7 @@ def multiples(value: int, unit: int) -> str:
     return nearest(value, range(unit, value + unit, unit))
 
 
-def _check_batch(config: Config, world_size: int) -> None:
+def _check_batch(config: RunConfig, world_size: int) -> None:
     """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
@@ -93,7 +93,7 @@ def _check_batch(config: Config, world_size: int) -> None:
         )
 
 
-def _check_tensor_parallel(config: Config) -> None:
+def _check_tensor_parallel(config: RunConfig) -> None:
     """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
@@ -109,11 +109,11 @@ def _check_tensor_parallel(config: Config) -> None:
             raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; set it to false")
 
 
-def _compiled_blocks(config: Config) -> bool:
+def _compiled_blocks(config: RunConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _layouts(config: Config, device_type: str) -> Iterator[str]:
+def _layouts(config: RunConfig, device_type: str) -> Iterator[str]:
     """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -149,7 +149,7 @@ def _layouts(config: Config, device_type: str) -> Iterator[str]:
         )
 
 
-def _check_pipeline(config: Config) -> None:
+def _check_pipeline(config: RunConfig) -> None:
     """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
@@ -167,7 +167,7 @@ def _check_pipeline(config: Config) -> None:
         )
 
 
-def _schedules(config: Config) -> Iterator[str]:
+def _schedules(config: RunConfig) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
@@ -188,7 +188,7 @@ def _schedules(config: Config) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
-def _folders(config: Config) -> Iterator[str]:
+def _folders(config: RunConfig) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
     for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
@@ -210,7 +210,7 @@ def _folders(config: Config) -> Iterator[str]:
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
-def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
+def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
     """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
     if not config.fault_tolerance.enable:
         return
@@ -228,7 +228,7 @@ def _check_replica_groups(config: Config, device_type: str) -> Iterator[str]:
     config.fault_tolerance.group_kind(gradients_lie_on(config, device_type))
 
 
-def check_offloaded_gradients(config: Config, version: str) -> None:
+def check_offloaded_gradients(config: RunConfig, version: str) -> None:
     """Raises ValueError where a hook on a gradient would see memory that the GPU still copies to: torch before 2.13 calls it then, later
     ones wait where there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
     if config.training.enable_cpu_offload and TorchVersion(version) < "2.13":
@@ -238,12 +238,12 @@ def check_offloaded_gradients(config: Config, version: str) -> None:
         )
 
 
-def gradients_lie_on(config: Config, device_type: str) -> str:
+def gradients_lie_on(config: RunConfig, device_type: str) -> str:
     """The type of the device that has the gradients of a run whose forward pass is on `device_type`."""
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _rounds(config: Config) -> Iterator[str]:
+def _rounds(config: RunConfig) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
@@ -269,7 +269,7 @@ def _rounds(config: Config) -> Iterator[str]:
             )
 
 
-def _check_model(config: Config, world_size: int) -> None:
+def _check_model(config: RunConfig, world_size: int) -> None:
     """Tokenizer, vocabulary and corpus fit each other; the optimizer's patterns and the plan of tensor parallelism fit the model."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size

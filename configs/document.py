@@ -1,4 +1,4 @@
-"""A TOML file as it was read, with the line of every key; and Origin, what a Config keeps of it for messages."""
+"""A TOML file as it was read, with the line of every key; and Origin, what a RunConfig keeps of it for messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
 
 @dataclass(frozen=True)
 class Origin:
-    """The file of a Config's settings, the line of each key, and the keys set by overrides."""
+    """The file of a RunConfig's settings, the line of each key, and the keys set by overrides."""
 
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)

@@ -65,5 +65,5 @@ def sentence(name: str, kind: type) -> str:
 def all_sections() -> dict[str, type]:
     from configs import load, schema  # brings torch with it
 
-    sections = load.section_types(schema.Config)
+    sections = load.section_types(schema.RunConfig)
     return {**sections, "model": schema.model_module("llama").Config}

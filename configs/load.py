@@ -1,4 +1,4 @@
-"""From the command line to a Config: TOML, overrides on top, every value checked, every problem reported at once. check.py checks sections
+"""From the command line to a RunConfig: TOML, overrides, every value checked, every problem reported at once. check.py checks sections
 against each other, and files."""
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from configs.errors import ConfigError, nearest_key, nearest_section, raise_prob
 from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
 Overrides = Mapping[str, str | None]  # as typed. None: no value was given, which means true to a flag
 
 
-def load(argv: Sequence[str]) -> Config:
-    """The Config of `CONFIG.toml --section.key value ...`. Raises ConfigError with all that is wrong."""
+def load(argv: Sequence[str]) -> RunConfig:
+    """The RunConfig of `CONFIG.toml --section.key value ...`. Raises ConfigError with all that is wrong."""
     file, given = parse_argv(argv)
     tables, origin = document.read(file)
     from configs import schema  # brings torch with it, two seconds: not before the file has been read
 
-    sections = section_types(schema.Config)
+    sections = section_types(schema.RunConfig)
     # model.name decides the class of [model]; a value of a wrong type is reported later
     default, table = keys_of(sections["model"])["name"].default, tables.get("model")
     name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
@@ -41,7 +41,7 @@ def load(argv: Sequence[str]) -> Config:
     values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
-    return schema.Config(**values, origin=origin)
+    return schema.RunConfig(**values, origin=origin)
 
 
 def section_types(root: type) -> dict[str, type]:

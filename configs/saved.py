@@ -19,7 +19,7 @@ from parallelisms.mesh import degrees
 from training.appended import replace_file
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 FILE_NAME = "config.toml"
 BATCH = "training.global_batch_size"
@@ -50,8 +50,8 @@ _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
-def to_toml(config: Config) -> str:
-    """Every setting, defaults included, as TOML that loads back as an equal Config. Lists of tables are written inline."""
+def to_toml(config: RunConfig) -> str:
+    """Every setting, defaults included, as TOML that loads back as an equal RunConfig. Lists of tables are written inline."""
     tables = dict[str, str]()
     for key, text in _texts(_tables(config)):
         table, _, name = key.rpartition(".")
@@ -59,7 +59,7 @@ def to_toml(config: Config) -> str:
     return "\n".join(tables.values())
 
 
-def _tables(config: Config) -> dict[str, dict[str, Any]]:
+def _tables(config: RunConfig) -> dict[str, dict[str, Any]]:
     return {name: asdict(getattr(config, name)) for name in section_types(type(config))}
 
 
@@ -70,7 +70,7 @@ def _texts(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str
         yield from _texts(value, f"{full}.") if isinstance(value, dict) else [(full, to_text(value))]
 
 
-def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
+def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
     """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. `batch`: sequences of a step, saved in place
     of -1. An equal file is not written again, so a group that starts anew on a full disk needs no room. Raises OSError."""
     if batch is not None:
@@ -81,7 +81,7 @@ def save(config: Config, folder: Path, *, batch: int | None = None) -> None:
         replace_file(path, content)
 
 
-def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
+def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -90,7 +90,7 @@ def what_groups_share(config: Config) -> tuple[tuple[str, str], ...]:
     )
 
 
-def check_saved(config: Config, folder: Path, *, world_size: int | None = None) -> None:
+def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> None:
     """Raises ConfigError if `folder` holds a run that this config would falsify instead of continue it. `world_size`: ranks of this start;
     None: nothing is trained, and what a step is made of is not compared."""
     saved = folder / FILE_NAME
@@ -110,7 +110,9 @@ def check_saved(config: Config, folder: Path, *, world_size: int | None = None) 
     raise_problems(problems, config.origin.file)
 
 
-def _differences(config: Config, before: Mapping[str, Any], world_size: int | None) -> Iterator[tuple[str, str, str]]:
+def _differences(
+    config: RunConfig, before: Mapping[str, Any], world_size: int | None
+) -> Iterator[tuple[str, str, str]]:
     """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
     saved, now = dict(_texts(before)), dict(_texts(_tables(config)))
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
@@ -138,7 +140,7 @@ def _differences(config: Config, before: Mapping[str, Any], world_size: int | No
             yield key, old[key], now[key]
 
 
-def _matters(key: str, config: Config) -> bool:
+def _matters(key: str, config: RunConfig) -> bool:
     if key == "training.local_batch_size":
         # -1: it says how many sequences a step has; otherwise only how they are cut.
         return config.training.global_batch_size == -1

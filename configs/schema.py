@@ -1,4 +1,4 @@
-"""Config: every part's own section, composed. Each dataclass stands beside the code that obeys it."""
+"""RunConfig: every part's own section, composed. Each dataclass stands beside the code that obeys it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class JobConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class RunConfig:
     """All settings of a run, one attribute per section. Frozen, and equal to another if all settings are."""
 
     job: JobConfig = field(default_factory=JobConfig)

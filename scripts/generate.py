@@ -17,7 +17,7 @@ import torch
 
 from configs.keys import keys_of
 from configs.load import load
-from configs.schema import Config
+from configs.schema import RunConfig
 from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
@@ -91,7 +91,7 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
     raise ValueError(f"{folder} holds no whole checkpoint")
 
 
-def load_model(config: Config, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
+def load_model(config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size

@@ -28,7 +28,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 from scripts.plan import Plan, say  # noqa: E402
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 # What the user gave
 
 
-def check(config: Config, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
+def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raises ValueError. With one rank train.py does the same, in this process."""
     from configs.check import check
     from configs.saved import check_saved

@@ -26,7 +26,7 @@ import torch
 from configs.check import check_settings
 from configs.load import load
 from configs.saved import check_saved, save
-from configs.schema import Config
+from configs.schema import RunConfig
 from models.contract import Model
 from models.init import draw
 from parallelisms.mesh import ParallelismConfig
@@ -61,14 +61,14 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
     return 0
 
 
-def for_any_machine(config: Config) -> Config:
+def for_any_machine(config: RunConfig) -> RunConfig:
     """Without what says how many ranks and which devices the run will have: the seed is the same for all."""
     training = replace(config.training, enable_cpu_offload=False)
     fault_tolerance = replace(config.fault_tolerance, process_group="auto")
     return replace(config, parallelism=ParallelismConfig(), training=training, fault_tolerance=fault_tolerance)
 
 
-def make_seed(config: Config, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
+def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
     """Writes it. Raises ValueError where a run has begun, OSError or CheckpointFailed where it could not be written."""
     model = config.meta_model(config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size)
     for parameter in model.parameters():  # buffers keep a dtype of their own

@@ -30,7 +30,7 @@ from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa:
 from scripts.plan import RESTARTS_WITHIN_S, Plan, forget_old, how_ended, say  # noqa: E402
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 RESTART_S = 1.0  # before a group starts again; twice as long after each life that was short
 SHORT_LIFE_S, SHORT_LIVES = 30.0, 6  # so many of them in a row are no accident
@@ -138,7 +138,7 @@ class LighthouseSupervisor:
     """The job's lighthouse over all its starts: it comes again at the same address, and goes on with its state file."""
 
     def __init__(
-        self, config: Config, env: dict[str, str], *, opens: bool = False, bind: str = ANY_PORT, http: str = ANY_PORT
+        self, config: RunConfig, env: dict[str, str], *, opens: bool = False, bind: str = ANY_PORT, http: str = ANY_PORT
     ) -> None:
         """`opens`: its page, in a browser. Raises RuntimeError where it does not start."""
         self._config, self._env, self._opens = config, env, opens
@@ -303,7 +303,7 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
     return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
 
 
-def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[Config, int, float]:
+def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[RunConfig, int, float]:
     """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
     group alone would have). Raises ValueError."""
     from configs.load import load
@@ -326,7 +326,7 @@ def environment(run_folder: Path, groups: int) -> dict[str, str]:
 
 
 def start_lighthouse(
-    config: Config,
+    config: RunConfig,
     env: dict[str, str],
     *,
     bind: str = ANY_PORT,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from configs.check import gradients_lie_on
 from configs.saved import save, to_toml, what_groups_share
-from configs.schema import Config
+from configs.schema import RunConfig
 from ft.agreement import Agreement
 from ft.config import Environment, group_folder
 from ft.seam import BadInput
@@ -55,7 +55,7 @@ class Components:
     HEALED: tuple[str, ...] = ("model", "optimizer")  # states that a healing group receives
 
     def __init__(
-        self, config: Config, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
+        self, config: RunConfig, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
     ) -> None:
         """`cleanup` closes what is opened here, last first."""
         self.config, self.environment, self.world = config, environment, world

@@ -26,7 +26,7 @@ from configs.check import check_settings
 from configs.keys import to_text
 from configs.load import load
 from configs.saved import FILE_NAME, to_toml
-from configs.schema import Config
+from configs.schema import RunConfig
 from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models import llama, llama_hf
@@ -154,7 +154,7 @@ def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
     return PublishedWeights(published, entries, weights, getattr(torch, dtype or stored))
 
 
-def settings(source: PublishedWeights, out: Path, config_file: Path) -> Config:
+def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfig:
     """Settings of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name

@@ -41,7 +41,7 @@ from scripts.replicas import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from configs.schema import Config
+    from configs.schema import RunConfig
 
 PORTS = range(20000, 32000)  # below those that Linux gives away by itself
 # As run_train.sh is started on each node of a step; Slurm alone knows which of them this is.
@@ -209,14 +209,14 @@ def again(job: str, before: int, now: int) -> int:
     return 1 if subprocess.run(["scontrol", "requeue", job], check=False).returncode else 0
 
 
-def saved(config: Config) -> int:
+def saved(config: RunConfig) -> int:
     """The step of the newest checkpoint; 0: there is none."""
     from training.checkpoint_files import newest
 
     return newest(config.run_folder / config.checkpoint.folder) or 0
 
 
-def finished(config: Config) -> bool:
+def finished(config: RunConfig) -> bool:
     """True when the last step is made, by the samples that the groups say they trained on."""
     from scripts.samples import FILE_NAME
 

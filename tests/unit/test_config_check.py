@@ -12,7 +12,7 @@ import pytest
 from configs.check import check, check_offloaded_gradients
 from configs.errors import ConfigError
 from configs.load import load
-from configs.schema import Config
+from configs.schema import RunConfig
 from parallelisms.float8 import Float8Config
 
 TOML = """\
@@ -29,7 +29,7 @@ enable_tensorboard = false
 """
 
 
-def configured(folder: Path, *argv: str) -> Config:
+def configured(folder: Path, *argv: str) -> RunConfig:
     (folder / "run.toml").write_text(TOML, encoding="utf-8")
     given = argv if "--job.dump_folder" in argv else ("--job.dump_folder", "outputs", *argv)
     return load(["run.toml", *given])

@@ -12,10 +12,10 @@ from configs.errors import ConfigError
 from configs.help import COLUMNS, help_text
 from configs.keys import walk
 from configs.load import section_types
-from configs.schema import Config
+from configs.schema import RunConfig
 from tools.config_docs import docs_markdown
 
-SECTIONS = {**section_types(Config), "model": models.llama.Config}
+SECTIONS = {**section_types(RunConfig), "model": models.llama.Config}
 
 
 @dataclass(frozen=True)

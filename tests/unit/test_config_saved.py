@@ -11,7 +11,7 @@ import models.llama
 from configs.errors import ConfigError
 from configs.load import load, section_types
 from configs.saved import FILE_NAME, check_saved, save, to_toml
-from configs.schema import Config
+from configs.schema import RunConfig
 from training.optimizer import ParameterGroup
 
 TOML = """\
@@ -23,13 +23,13 @@ lr = 3e-3
 """
 
 
-def configure(folder: Path, *argv: str, toml: str = TOML) -> Config:
+def configure(folder: Path, *argv: str, toml: str = TOML) -> RunConfig:
     file = folder / "run.toml"
     file.write_text(toml, encoding="utf-8")
     return load([str(file), "--job.dump_folder", str(folder), *argv])
 
 
-def refusal(config: Config) -> list[str]:
+def refusal(config: RunConfig) -> list[str]:
     """The lines of the message without the last, which names the ways out."""
     with pytest.raises(ConfigError) as error:
         check_saved(config, config.run_folder)
@@ -56,7 +56,7 @@ def test_every_setting_is_written_and_reads_back_equal(tmp_path: Path) -> None:
     save(config, tmp_path / "there")
     assert load([str(tmp_path / "there" / FILE_NAME)]) == config
     written = to_toml(config)
-    for name, section in {**section_types(Config), "model": models.llama.Config}.items():
+    for name, section in {**section_types(RunConfig), "model": models.llama.Config}.items():
         body = written.split(f"[{name}]\n")[1].split("\n[")[0]
         for key in fields(section):
             assert f"{key.name} = " in body or f"[{name}.{key.name}]" in written

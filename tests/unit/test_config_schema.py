@@ -1,4 +1,4 @@
-"""The real Config: its sections, its defaults, what `load` makes of a file, and which model a name means."""
+"""The real RunConfig: its sections, its defaults, what `load` makes of a file, and which model a name means."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from configs.check import check
 from configs.errors import GONE, OTHER_NAMES, ConfigError, unknown_key
 from configs.keys import convert, walk
 from configs.load import load, section_types
-from configs.schema import Config, JobConfig
+from configs.schema import JobConfig, RunConfig
 
-SECTIONS = {**section_types(Config), "model": models.llama.Config}
+SECTIONS = {**section_types(RunConfig), "model": models.llama.Config}
 KEYS = {path: key for name, section in SECTIONS.items() for path, key in walk(section, name)}
 
 

@@ -10,12 +10,12 @@ import pytest
 import ft
 from configs.keys import walk
 from configs.load import section_types
-from configs.schema import Config
+from configs.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")])
 GENERATED = ("parity.md", "parity_8_ranks.md", "config.md")
-SECTIONS = section_types(Config)
+SECTIONS = section_types(RunConfig)
 
 
 @pytest.fixture(scope="module")

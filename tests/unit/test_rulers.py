@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from configs.schema import Config
+from configs.schema import RunConfig
 from tools import size
 from tools.one_step import TracedCall, Tracer, digest_of, tree
 from training.checkpoint import survey
@@ -14,7 +14,7 @@ from training.checkpoint_files import read_manifest
 
 
 def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
-    tracer, checkpoint = Tracer(), Config().checkpoint
+    tracer, checkpoint = Tracer(), RunConfig().checkpoint
     sys.setprofile(tracer)
     try:
         sorted([2, 1], key=lambda value: value)  # of this file

@@ -24,7 +24,7 @@ import torch
 
 from configs.check import check_settings, gradients_lie_on
 from configs.load import load
-from configs.schema import Config, model_module
+from configs.schema import RunConfig, model_module
 from ft.config import Environment
 from ft.memory import memory
 from parallelisms.device import DEVICE_TRAITS, Device
@@ -104,7 +104,7 @@ def ranks_asked(config: ParallelismConfig) -> int:
     return shards * replicas * prod(others)
 
 
-def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
+def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
     """Memory of a rank that groups take. Raises ValueError where the environment has no number of groups, or the process group is of
     another device."""
     settings = config.fault_tolerance
@@ -120,7 +120,7 @@ def fault_tolerance(config: Config, job: ExplainedJob) -> Callable[[RankProfile]
     return beside
 
 
-def job_of(config: Config, *, world_size: int, device: str) -> ExplainedJob:
+def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     """Builds the job as train.py does. Raises ValueError: no such tokenizer, where no setting has the vocabulary size."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
