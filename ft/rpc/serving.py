@@ -89,6 +89,9 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
+            # All may call at once while the loop is busy; of more than 1,000 that wait for it, grpc would cancel some.
+            ("grpc.server.max_pending_requests", MAX_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
             ("grpc.server_handshake_timeout_ms", int(self.hello_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
             # for a host that vanished; beats show it long before where there is a stream

@@ -295,6 +295,48 @@ def test_addresses_share_the_room():
 # ------------------------------------------------------------------------------------------------ calls and streams
 
 
+def test_thousands_call_at_once_while_the_loop_is_busy():
+    """grpc by itself lets 1,000 calls wait for the loop, and cancels some of those beyond."""
+    calls = 5000
+    started, held, one_ended, go, stop = (threading.Event() for _ in range(5))
+
+    async def hold(data: bytes, _: object) -> bytes:
+        held.set()
+        assert go.wait(WAIT_S)  # and nothing else runs on this loop
+        return data
+
+    async def answer(data: bytes, _: object) -> bytes:
+        return data
+
+    async def serve() -> None:
+        nonlocal server
+        routes = {"/test/Hold": serving.unary(hold), "/test/Answer": serving.unary(answer)}
+        server = serving.Server(Access(), routes, [Endpoint("127.0.0.1", 0)])
+        await server.start()
+        started.set()
+        await asyncio.to_thread(stop.wait)
+        await server.stop()
+
+    server: serving.Server
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(WAIT_S)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            first = channel.unary_unary("/test/Hold").future(b"", timeout=WAIT_S)
+            assert held.wait(WAIT_S)
+            found = [channel.unary_unary("/test/Answer").future(b"%d" % i, timeout=2 * WAIT_S) for i in range(calls)]
+            for call in found:
+                call.add_done_callback(lambda _: one_ended.set())
+            assert not one_ended.wait(1.0), "a call ends while nothing can answer it"
+            go.set()
+            assert first.result() == b"" and [call.result() for call in found] == [b"%d" % i for i in range(calls)]
+    finally:
+        go.set()
+        stop.set()
+        thread.join(WAIT_S)
+
+
 def test_a_stream_whose_reader_is_too_slow_is_dropped_with_the_reason(lighthouse: LighthouseServer):
     """It sends and does not read, so beats' answers pile up; gRPC itself holds no more than a small window of them here."""
     place = lighthouse.address().removeprefix("http://")
