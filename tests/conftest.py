@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SEEDS_OUTPUT = pytest.StashKey[str]()
 _seconds: Counter[str] = Counter()
 
 # The first tier is what a contributor runs before each commit (10 minutes on two cores): all tests but these, by the beginning of their
@@ -43,7 +47,7 @@ ONLY_WITH_ALL = {
 }
 # While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
 # They come last, so that no worker waits for its turn while there is something else to do.
-ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_seeds.py::test_many_seeds")
+ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_many_seeds.py")
 IN_BOTH = (
     "e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
@@ -88,6 +92,34 @@ def _first_tier(config: pytest.Config) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["first_tier"] = _first_tier(node.config)
+    node.workerinput["many_seeds"] = node.config.stash.get(SEEDS_OUTPUT, "")
+
+
+def many_seeds_command(config: pytest.Config) -> list[str]:
+    """tests/sim/test_many_seeds.py: all cores, for some minutes."""
+    count = os.environ.get("PHAROS_SEEDS", "1000" if config.option.all else "100")
+    return [sys.executable, "-m", "tests.simulator", "--seeds", count]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Plays the many seeds beside a whole tier: they wait for nothing, and take what the tests leave of the cores. Their test reads the end
+    of their output, which is locked until then."""
+    config = session.config
+    tier = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.keyword
+    if not tier or not config.getoption("numprocesses", None):
+        return
+    with tempfile.NamedTemporaryFile(prefix="pharos-seeds-", delete=False) as output:
+        fcntl.flock(output, fcntl.LOCK_EX)  # shared with the process, and so held until it ends
+        command = [*many_seeds_command(config), "--background", str(os.getpid())]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    config.stash[SEEDS_OUTPUT] = output.name
+
+    def end() -> None:
+        process.kill()  # its own processes end with it
+        process.wait()
+        Path(output.name).unlink()
+
+    config.add_cleanup(end)
 
 
 def _runs_alone(item: pytest.Item) -> bool:
