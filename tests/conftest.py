@@ -10,12 +10,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ft.children import die_with
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS_OUTPUT = pytest.StashKey[str]()
@@ -101,6 +104,15 @@ def many_seeds_command(config: pytest.Config) -> list[str]:
     return [sys.executable, "-m", "tests.simulator", "--seeds", count]
 
 
+def _yield_to_others(parent: int) -> None:
+    """Gives a new process the lowest priority, and the end of its parent."""
+    die_with(parent)
+    os.setsid()
+    os.nice(19)
+    with suppress(OSError):  # on Linux, where a session has as large a share as each other one
+        Path("/proc/self/autogroup").write_text("19", encoding="utf-8")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Plays the many seeds beside a whole tier: they wait for nothing, and take what the tests leave of the cores. Their test reads the end
     of their output, which is locked until then."""
@@ -110,8 +122,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     with tempfile.NamedTemporaryFile(prefix="pharos-seeds-", delete=False) as output:
         fcntl.flock(output, fcntl.LOCK_EX)  # shared with the process, and so held until it ends
-        command = [*many_seeds_command(config), "--background", str(os.getpid())]
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            many_seeds_command(config),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=partial(_yield_to_others, os.getpid()),
+        )
     config.stash[SEEDS_OUTPUT] = output.name
 
     def end() -> None:

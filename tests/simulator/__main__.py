@@ -7,13 +7,9 @@ many seeds one hardly had an event.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
-from ft.children import die_with
 from tests.simulator import faults, runs
 
 EVENTS = 500  # that a run of 200 steps has at least, unless the job stopped by rule
@@ -30,16 +26,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=["", *faults.CLASSES], help="class of faults; default: as the seed has it")
     parser.add_argument("--trace", action="store_true", help="tell every event (one seed)")
     parser.add_argument("--workers", type=int, help="processes; default: the cores")
-    parser.add_argument(
-        "--background", type=int, metavar="PARENT", help="at the lowest priority, and until this process ends"
-    )
     args = parser.parse_args()
-    if args.background:
-        die_with(args.background)
-        os.nice(19)
-        os.setsid()
-        with suppress(OSError):  # Linux: else a session has as large a share as each other session
-            Path("/proc/self/autogroup").write_text("19", encoding="utf-8")
     if args.trace and args.seeds > 1:
         parser.error("--trace is for one seed")
     started_s = time.monotonic()
