@@ -75,8 +75,6 @@ def keys_of(section: type) -> Mapping[str, Key]:
     """The keys of a section's dataclass, in its order. TypeError: a field that cannot be read from TOML."""
     hints, keys = typing.get_type_hints(section, include_extras=True), {}
     for field in dataclasses.fields(section):
-        if not field.init:
-            continue
         kind, notes = hints[field.name], []
         if typing.get_origin(kind) is Annotated:
             kind, *notes = typing.get_args(kind)
@@ -169,7 +167,7 @@ def to_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(to_text(item) for item in value) + "]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {to_text(item)}" for name, item in value.items()) + "}"
     return str(value)  # dates: TOML has them, no key takes them, and an error message still has to name them

@@ -20,6 +20,14 @@ ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DERIVED = ".self_attn.rotary_emb.inv_freq"  # in files of 2023: frequencies, which rope_theta gives
 
+_SIZES = {  # ours -> theirs, in config.json
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "hidden_dim": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+}
 _LAYER = {  # ours -> theirs, in each layer
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
@@ -106,17 +114,8 @@ def read_config(body: Mapping[str, Any]) -> Published:
         raise ValueError(
             f"head_dim = {head_dim}: here a head has hidden_size / num_attention_heads = {dim} / {heads} = {dim // heads} features"
         )
-    config = Config(
-        name="llama",
-        vocab_size=_number(body, "vocab_size"),
-        dim=dim,
-        n_layers=_number(body, "num_hidden_layers"),
-        n_heads=heads,
-        n_kv_heads=_number(body, "num_key_value_heads", heads),
-        hidden_dim=_number(body, "intermediate_size"),
-        norm_eps=_number(body, "rms_norm_eps", 1e-6),
-        **_rope(body),
-    )
+    sizes = {ours: _number(body, key, heads if ours == "n_kv_heads" else None) for ours, key in _SIZES.items()}
+    config = Config(**sizes, norm_eps=_number(body, "rms_norm_eps", 1e-6), **_rope(body))
     tied = body.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ValueError(f"tie_word_embeddings = {_shown(tied)}: must be true or false")
@@ -133,12 +132,8 @@ def write_config(
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden_dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "vocab_size": vocab_size,  # with 0 in `config`: the tokenizer's
         "head_dim": config.dim // config.n_heads,
         "hidden_act": "silu",
         "max_position_embeddings": max_positions,
@@ -170,9 +165,8 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False, None), "there is no encoder here"),
 }
 # What changes no logit: who made it and how it was trained, how text is drawn, how it is computed.
-_KNOWN = frozenset(_NEUTRAL) | {
-    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+_KNOWN = frozenset(_NEUTRAL) | frozenset(_SIZES.values()) | {
+    "architectures", "model_type", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range",
     "use_cache", "pretraining_tp", "transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash",
 }  # fmt: skip

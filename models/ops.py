@@ -71,11 +71,6 @@ def aligns_last_rows(device_type: str, dtype: torch.dtype, head_dim: int) -> boo
     return device_type != "cpu" and dtype in (torch.bfloat16, torch.float16) and kernel
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv 2002.05202)."""
-    return F.silu(gate) * up
-
-
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, fp32 scalar. logits [..., V] of any float dtype,
     labels [...] int64. The upcast to fp32 is in here: compiled, or by blocks on a CPU, no fp32 copy of the logits exists."""

@@ -492,10 +492,8 @@ class Ranks:
     rank waits for the slowest one's files."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if several else 0
-        self.world_size = dist.get_world_size() if several else 1
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
@@ -584,32 +582,29 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
         materialise(self._optimizer)
-        entries: dict[str, Any] = {}
-        for name, group, state in self._walk():
-            entries.update({f"state.{name}.{key}": value for key, value in state.items()})
-            entries.update({f"param_groups.{name}.{key}": v for key, v in group.items() if key not in self._NOT_STATE})
-        return entries
+        entries = ((place, key, value) for place, values in self._walk() for key, value in values.items())
+        return {f"{place}.{key}": value for place, key, value in entries if key not in self._NOT_STATE}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As ModelState's."""
-        for name, group, own in self._walk():
-            for target, prefix in ((own, "state"), (group, "param_groups")):
-                for key in target.keys() - self._NOT_STATE:
-                    if (full := f"{prefix}.{name}.{key}") not in state:
-                        continue
-                    if not isinstance(target[key], torch.Tensor):
-                        target[key] = state[full]
-                    elif target[key] is not state[full]:  # it keeps its identity: it may be live in a compiled step
-                        target[key].copy_(state[full])
+        for place, target in self._walk():
+            for key in target.keys() - self._NOT_STATE:
+                if (full := f"{place}.{key}") not in state:
+                    continue
+                if not isinstance(target[key], torch.Tensor):
+                    target[key] = state[full]
+                elif target[key] is not state[full]:  # it keeps its identity: it may be live in a compiled step
+                    target[key].copy_(state[full])
 
-    def _walk(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """Name, group and state of every parameter that is optimized."""
+    def _walk(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The state and the group of every parameter that is optimized, each with the beginning of its names."""
         names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 # optimizer.state is a defaultdict: looking up would make an entry
-                yield names[parameter], group, self._optimizer.state.get(parameter, {})
+                yield f"state.{names[parameter]}", self._optimizer.state.get(parameter, {})
+                yield f"param_groups.{names[parameter]}", group
 
 
 def plain_name(name: str) -> str:

@@ -143,8 +143,8 @@ class Digest:
         self._values.clear()
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
+def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
+    return folder / f"step-{step}{suffix}"
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -200,7 +200,8 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
     """An empty folder to write a checkpoint of `step` into; leftovers of an earlier failed save are removed. `name`: the writer's."""
-    partial, replaced, final = _partial(folder, step, name), _replaced(folder, step), step_folder(folder, step)
+    partial, replaced = (step_folder(folder, step, suffix) for suffix in (f".partial{name}", ".replaced"))
+    final = step_folder(folder, step)
     if not folder.exists():
         folder.mkdir(parents=True)
         sync_path(folder.parent)
@@ -215,7 +216,8 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     """Gives the folder that `begin` made, with its files on the disk, its final name. A checkpoint of the same step is replaced, at no
     instant are both gone; but one that is not settled replaces none. Raises OSError."""
-    partial, final = _partial(folder, manifest.step, name), step_folder(folder, manifest.step)
+    partial, replaced = (step_folder(folder, manifest.step, suffix) for suffix in (f".partial{name}", ".replaced"))
+    final = step_folder(folder, manifest.step)
     for file in manifest.files:
         if not (partial / file.name).exists():
             raise OSError(
@@ -224,7 +226,6 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
     (partial / MANIFEST).write_text(manifest.to_json())
     for path in (partial / MANIFEST, partial):
         sync_path(path)
-    replaced = _replaced(folder, manifest.step)
     if manifest.settled and final.exists():
         final.rename(replaced)
     try:
@@ -240,7 +241,7 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
 
 def discard(folder: Path, step: int, name: str = "") -> None:
     """Removes the files of a failed save, as far as that is possible; never raises."""
-    shutil.rmtree(_partial(folder, step, name), ignore_errors=True)
+    shutil.rmtree(step_folder(folder, step, f".partial{name}"), ignore_errors=True)
 
 
 def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], bool] = lambda name: True) -> list[str]:
@@ -273,7 +274,7 @@ def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = (
     doomed = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
     for step in doomed:  # under its own name each is whole until it is gone
         discard(folder, step)
-        shutil.rmtree(step_folder(folder, step).rename(_partial(folder, step)))
+        shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
     return doomed
 
 
@@ -310,11 +311,3 @@ def _hash_coefficients() -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 def checksum(body: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _partial(folder: Path, step: int, name: str = "") -> Path:
-    return folder / f"step-{step}.partial{name}"
-
-
-def _replaced(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}.replaced"

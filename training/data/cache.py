@@ -20,8 +20,8 @@ import shutil
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -126,7 +126,8 @@ class _Cache:
 
     def make(self) -> Corpus:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(self._folder / "lock", self._log, until=self.find) as lock:
+        with closing(_BuildLock(self._folder / "lock", self._log)) as lock:
+            lock.wait(until=self.find)
             if (corpus := self.find()) is not None:  # whoever held the lock may have made it
                 return corpus
             if lock.held:
@@ -297,20 +298,29 @@ class _Writer:
 
 
 class _BuildLock:
-    """The right to build in the cache folder. Its file holds the builder's progress, for the processes that wait."""
+    """The right to build in the cache folder, until `close`; the kernel frees the lock of a killed process. Its file has the builder's
+    progress, for the processes that wait."""
 
-    def __init__(self, descriptor: int, log: Log) -> None:
-        self._descriptor, self._log, self._noted_s = descriptor, log, 0.0
-        self.held = False
+    def __init__(self, path: Path, log: Log) -> None:
+        self._path, self._log, self._noted_s = path, log, 0.0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self.held = False  # stays so where the file system has no locks
         self.bar = Bar(0, "", log=log)
 
-    def acquire(self) -> bool:
-        """True when held, or when this file system has no locks; False while another process holds it."""
-        is_locked = try_lock(self._descriptor)
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns when this process may build, or `until()` holds."""
+        progress, changed_s = b"", time.monotonic()
+        while (is_locked := try_lock(self._descriptor)) is False and not until():
+            before, progress = progress, os.pread(self._descriptor, PROGRESS_BYTES, 0)
+            changed_s = changed_s if progress == before else time.monotonic()
+            if progress:
+                self.bar.show(progress.decode().rstrip())
+            if time.monotonic() - changed_s > STUCK_S:
+                raise RuntimeError(f"the process that holds {self._path} has shown no progress for {STUCK_S:.0f} s")
+            time.sleep(POLL_S)
         self.held = bool(is_locked)
         if self.held:
             os.ftruncate(self._descriptor, 0)
-        return is_locked is not False
 
     def begin(self, label: str, total_bytes: int) -> None:
         self.bar.close()
@@ -323,26 +333,9 @@ class _BuildLock:
             self._noted_s = now_s
             os.pwrite(self._descriptor, self.bar.text().ljust(PROGRESS_BYTES).encode(), 0)
 
-
-@contextmanager
-def _only_one(path: Path, log: Log, until: Callable[[], object]) -> Iterator[_BuildLock]:
-    """Waits until this process may build, or `until()` holds; the kernel frees the lock of a killed process."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    lock = _BuildLock(descriptor, log)
-    try:
-        progress, changed_s = b"", time.monotonic()
-        while not lock.acquire() and not until():
-            before, progress = progress, os.pread(descriptor, PROGRESS_BYTES, 0)
-            changed_s = changed_s if progress == before else time.monotonic()
-            if progress:
-                lock.bar.show(progress.decode().rstrip())
-            if time.monotonic() - changed_s > STUCK_S:
-                raise RuntimeError(f"the process that holds {path} has shown no progress for {STUCK_S:.0f} s")
-            time.sleep(POLL_S)
-        yield lock
-    finally:
-        lock.bar.close()
-        os.close(descriptor)
+    def close(self) -> None:
+        self.bar.close()
+        os.close(self._descriptor)
 
 
 def _remove_leftovers(folder: Path, log: Log) -> None:

@@ -45,14 +45,10 @@ Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, a
 class MicrobatchSampler:
     """The rows of a slot that this rank computes, in microbatches."""
 
-    slot_size: int
+    slot_size: int  # a multiple of local_batch_size * dp_size: configs/check.py
     local_batch_size: int
     dp_rank: int
     dp_size: int
-
-    def __post_init__(self) -> None:
-        assert self.slot_size % (self.local_batch_size * self.dp_size) == 0, "configs/check.py refuses it"
-        assert 0 <= self.dp_rank < self.dp_size, f"rank {self.dp_rank} of {self.dp_size}"
 
     def tasks(self, slot: int) -> list[Task]:
         """One per microbatch; the positions of all ranks together are exactly slot .. slot + slot_size - 1."""

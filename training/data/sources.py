@@ -108,33 +108,27 @@ class TextSource(_Files):
                 at += len(line)
                 if not line.strip():
                     continue
-                place = f"file {file.path} line {number}"
+                place = f"{self.setting}: file {file.path} line {number}"
                 try:
                     record = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{self.setting}: {place} is not JSON: {error}") from error
+                    raise ValueError(f"{place} is not JSON: {error}") from error
                 except RecursionError:
-                    raise ValueError(f"{self.setting}: {place} is nested too deeply") from None
-                yield self._text_of(record, place)
-
-    def _text_of(self, record: Any, place: str) -> bytes:
-        if not isinstance(record, dict):
-            raise ValueError(f'{self.setting}: {place} is not an object like {{"{self.text_key}": "..."}}')
-        return text_of_record(record, self.text_key, f"{self.setting}: {place}")
+                    raise ValueError(f"{place} is nested too deeply") from None
+                yield text_of_record(record, self.text_key, place)
 
     def _read_parquet(self, file: SourceFile) -> Iterator[bytes]:
         from pyarrow import ArrowInvalid, parquet
 
+        key, place = self.text_key, f"{self.setting}: file {file.path}"
         try:
             table = parquet.ParquetFile(file.path)
         except ArrowInvalid as error:
-            raise ValueError(f"{self.setting}: file {file.path} is not parquet: {error}") from error
+            raise ValueError(f"{place} is not parquet: {error}") from error
         with table:
-            self._text_of(dict.fromkeys(table.schema_arrow.names, ""), f"file {file.path}")
-            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[self.text_key]):
-                for row in batch.to_pylist():
-                    if row[self.text_key] is not None:
-                        yield self._text_of(row, f"file {file.path}")
+            text_of_record(dict.fromkeys(table.schema_arrow.names, ""), key, place)
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
+                yield from (text_of_record(row, key, place) for row in batch.to_pylist() if row[key] is not None)
 
     def _checked(self, data: bytes, file: SourceFile, *, at: int) -> bytes:
         try:
@@ -246,8 +240,10 @@ def find_source(config: TrainingConfig) -> Source:
     return TextSource("files", setting, files, config.dataset_text_key)
 
 
-def text_of_record(record: dict[str, Any], key: str, place: str) -> bytes:
+def text_of_record(record: Any, key: str, place: str) -> bytes:
     """record[key] as UTF-8; raises ValueError that begins with `place` when there is none or it is not text."""
+    if not isinstance(record, dict):
+        raise ValueError(f'{place} is not an object like {{"{key}": "..."}}')
     if key not in record:
         near = difflib.get_close_matches(key, record, n=1) or list(record)[:1]
         hint = f'; nearest: training.dataset_text_key = "{near[0]}"' if near else ""
