@@ -8,8 +8,6 @@ Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads,
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -78,27 +76,6 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
     if _in_blocks(logits):
         return cast(Tensor, cpu_kernels.BlockedCrossEntropySum.apply(logits, labels, ignore_index))
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignore_index)
-
-
-def cross_entropy_sum_of_part(
-    logits: Tensor, labels: Tensor, ignore_index: int, *, first: int, gather: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """cross_entropy_sum of a vocabulary that is cut over ranks, the same on each, with the gradient of this rank's logits [..., V of this
-    rank] of the tokens `first`, `first` + 1, ... `gather` stacks the values of all ranks along a new dim 0. A label that no rank holds
-    makes the loss infinite."""
-    logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
-    valid, column = labels != ignore_index, labels - first
-    here = (column >= 0) & (column < logits.shape[-1])
-    log_sum = logits.logsumexp(-1)  # [N], of this part
-    target = logits.gather(-1, column.where(here, 0).unsqueeze(-1)).squeeze(-1)  # [N]
-    with torch.no_grad():
-        log_sums, targets = gather(torch.stack((log_sum, target.where(here, -math.inf)))).unbind(1)  # [ranks, N] each
-        total_log_sum = log_sums.logsumexp(0)
-        loss = (total_log_sum - targets.amax(0)).where(valid, 0.0).sum()
-        share = (log_sum - total_log_sum).exp()  # of this part in the softmax's sum
-    # The loss's slope in these logits: d log(sum of all) is a part's share of d log(sum of the part). Its value is taken off again.
-    slope = (share * log_sum - target.where(here, 0.0)).where(valid, 0.0).sum()
-    return loss + (slope - slope.detach())
 
 
 def _in_blocks(x: Tensor) -> bool:

@@ -128,7 +128,6 @@ class World:
 
     global_rank: int
     world_size: int
-    local_rank: int
     device: Device
     store: dist.Store
     watch_store: dist.Store  # a connection of its own, for the thread that watches while the loop waits in `store`
@@ -149,8 +148,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
     """Joins the process group that the launcher's variables describe (alone, without any network, where there are none). The group's own
     timeout is a backstop: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = pick_device(local_rank)
+    device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
@@ -161,7 +159,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
     join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
     try:
         store = dist.PrefixStore("pharos", store)
-        yield World(global_rank, world_size, local_rank, device, store, store.clone())  # type: ignore[attr-defined]
+        yield World(global_rank, world_size, device, store, store.clone())  # type: ignore[attr-defined]
     finally:
         dist.destroy_process_group()
 

@@ -64,7 +64,7 @@ class Pipeline:
         """`hidden_tokens`: of the hidden state [B, T, C] that travels between stages, whose dtype is `dtype`."""
         self.parts = parts
         self._mesh, self._shard_sequence, self._adds_loss, self._device = mesh, shard_sequence, adds_loss, device
-        self._local_batch_size, self._microbatch_size = local_batch_size, config.pipeline_parallel_microbatch_size
+        self._microbatch_size = config.pipeline_parallel_microbatch_size
         self._hidden = torch.empty(
             self._microbatch_size, hidden_tokens, parts[0].dim, dtype=dtype, device="meta", requires_grad=True
         )
@@ -76,30 +76,24 @@ class Pipeline:
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
-        assert inputs.shape[0] == self._local_batch_size, "the table was made for this many microbatches"
         if self._training is None:
             self._training = self._runtime(inputs, self._table)
-        losses: list[Tensor] = []
-        self._training.step(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
-        return self._share(losses)
+        return self._loss_sum(self._training.step, inputs, labels)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """For any number of microbatches, by stages of its own for one call, over the same modules."""
         inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
-        n_microbatches, rest = divmod(inputs.shape[0], self._microbatch_size)
-        assert rest == 0, "whole microbatches"
+        microbatches = range(inputs.shape[0] // self._microbatch_size)
         rows: Table = [
-            [(Action(stage, "F", m),) for stage in stages for m in range(n_microbatches)]
-            for stages in self._stages_by_rank
+            [(Action(stage, "F", m),) for stage in stages for m in microbatches] for stages in self._stages_by_rank
         ]
-        runtime = self._runtime(inputs, rows, backward=False)
-        losses: list[Tensor] = []
-        runtime.eval(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
-        return self._share(losses)
+        return self._loss_sum(self._runtime(inputs, rows, backward=False).eval, inputs, labels)
 
-    def _share(self, losses: list[Tensor]) -> Tensor:
-        """`losses`: one per microbatch where the last stage is, else none."""
+    def _loss_sum(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share of the loss sum of `run`, a runtime's method."""
+        losses: list[Tensor] = []  # one per microbatch where the last stage is, else none
+        run(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
         if not (losses and self._adds_loss):
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()

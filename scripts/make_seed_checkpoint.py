@@ -32,8 +32,8 @@ from models.init import draw
 from parallelisms.mesh import ParallelismConfig
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
+from training.checkpoint_dcp import CHUNK_BYTES, Streamed
 from training.checkpoint_files import list_steps, step_folder
-from training.checkpoint_streamed import CHUNK_BYTES, Streamed
 from training.log import Log
 from training.progress import duration
 from training.tokenizer import build_tokenizer

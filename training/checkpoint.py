@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
-    from training.checkpoint_streamed import Streamed
+    from training.checkpoint_dcp import Streamed
 
 RETRY_S = 30.0  # from a save that failed to the next try
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Checkpointer:
         return time.perf_counter() - began
 
     def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_streamed.py."""
+        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
         self.wait()
         self._lease = SoleWriter()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)

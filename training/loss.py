@@ -4,8 +4,9 @@ a loss or a gradient that is NaN or infinite: rank, parameter, position in the d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 
+import torch
 from torch import Tensor
 
 from models import ops
@@ -28,8 +29,21 @@ class CrossEntropySum:
 
     def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
-        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients."""
-        return ops.cross_entropy_sum_of_part(logits, labels, ignore_index=IGNORED, first=first, gather=gather)
+        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients. A label
+        that no rank holds makes the loss infinite."""
+        logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
+        valid, column = labels != IGNORED, labels - first
+        here = (column >= 0) & (column < logits.shape[-1])
+        log_sum = logits.logsumexp(-1)  # [N], of this part
+        target = logits.gather(-1, column.where(here, 0).unsqueeze(-1)).squeeze(-1)  # [N]
+        with torch.no_grad():
+            log_sums, targets = gather(torch.stack((log_sum, target.where(here, -inf)))).unbind(1)  # [ranks, N] each
+            total_log_sum = log_sums.logsumexp(0)
+            loss = (total_log_sum - targets.amax(0)).where(valid, 0.0).sum()
+            share = (log_sum - total_log_sum).exp()  # of this part in the softmax's sum
+        # The loss's slope in these logits: d log(sum of all) is a part's share of d log(sum of the part). Its value is taken off again.
+        slope = (share * log_sum - target.where(here, 0.0)).where(valid, 0.0).sum()
+        return loss + (slope - slope.detach())
 
 
 cross_entropy_sum = CrossEntropySum()

@@ -34,8 +34,8 @@ from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Publi
 from scripts.generate import checkpoint_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_machine
 from training import checkpoint_dcp, checkpoint_files
+from training.checkpoint_dcp import Streamed
 from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
-from training.checkpoint_streamed import Streamed
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 

@@ -23,7 +23,7 @@ from tests.multiproc.pool import Pool
 from tests.multiproc.test_layouts import on_cpu
 from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
-from training.checkpoint_streamed import Streamed
+from training.checkpoint_dcp import Streamed
 from training.config import TrainingConfig
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress

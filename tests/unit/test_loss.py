@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models import ops
 from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
 from training.loss import IGNORED, cross_entropy_sum
@@ -185,12 +184,9 @@ def by_parts(logits: Tensor, labels: Tensor, cuts: list[int]) -> list[Tensor]:
         return values[None]
 
     for part, first in parts:
-        ops.cross_entropy_sum_of_part(part, labels, IGNORED, first=first, gather=collect)
+        cross_entropy_sum.of_part(part, labels, first=first, gather=collect)
     everyone = torch.stack(shown)
-    return [
-        ops.cross_entropy_sum_of_part(part, labels, IGNORED, first=first, gather=lambda _: everyone)
-        for part, first in parts
-    ]
+    return [cross_entropy_sum.of_part(part, labels, first=first, gather=lambda _: everyone) for part, first in parts]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

@@ -48,41 +48,31 @@ def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream
 
 
 class PackedStream(IterableDataset[np.ndarray]):
-    """Rows [seq_len + 1] int64 out of a stream, endless; the documents whose bucket is in `buckets`."""
+    """Rows [seq_len + 1] int64 out of a stream, endless; the documents whose bucket is in `buckets`. Its state is the place in the stream,
+    and the tokens that were read but not yet returned."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, buckets: range) -> None:
-        self.stream, self.tokenizer, self.buckets = stream, tokenizer, buckets
-        self.text_key, self.seq_len = config.dataset_text_key, config.seq_len
-
-    def __iter__(self) -> _Packer:
-        return _Packer(self)
-
-
-class _Packer:
-    """The place in a stream, and the tokens that were read but not yet returned."""
-
-    def __init__(self, source: PackedStream) -> None:
-        self._source = source
+        self._stream, self._tokenizer, self._buckets = stream, tokenizer, buckets
+        self._text_key, self._seq_len = config.dataset_text_key, config.seq_len
         self._waiting = np.empty(0, dtype=np.int64)
         self._records: Iterator[dict[str, Any]] | None = None
         self._start: dict[str, Any] = {}  # the place of the next iterator over the records
         self._found = False  # a document of the split, in this pass over the records or one before
 
-    def __iter__(self) -> _Packer:
+    def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     def __next__(self) -> np.ndarray:
-        length = self._source.seq_len
         pieces, count = [self._waiting], len(self._waiting)
-        while count <= length:
+        while count <= self._seq_len:
             pieces.append(self._next_document())
             count += len(pieces[-1])
         tokens = np.concatenate(pieces)
-        self._waiting = tokens[length:]  # the last target is the next row's first input
-        return tokens[: length + 1]
+        self._waiting = tokens[self._seq_len :]  # the last target is the next row's first input
+        return tokens[: self._seq_len + 1]
 
     def state_dict(self) -> dict[str, Any]:
-        place = self._start if self._records is None else self._source.stream.state_dict()
+        place = self._start if self._records is None else self._stream.state_dict()
         return {"found": self._found, "waiting": self._waiting.tolist(), "stream": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -92,16 +82,15 @@ class _Packer:
 
     def _next_document(self) -> np.ndarray:
         """Tokens of the split's next document. Ends when no record has one (a worker without a shard)."""
-        source = self._source
         while True:
             if self._records is None:
-                source.stream.load_state_dict(self._start)
-                self._records = iter(source.stream)
+                self._stream.load_state_dict(self._start)
+                self._records = iter(self._stream)
             for record in self._records:
-                text = text_of_record(record, source.text_key, "training.dataset_path: a record of the stream")
-                if text and bucket_of(text) in source.buckets:
+                text = text_of_record(record, self._text_key, "training.dataset_path: a record of the stream")
+                if text and bucket_of(text) in self._buckets:
                     self._found = True
-                    return source.tokenizer.encode_documents([text])[0].astype(np.int64)
+                    return self._tokenizer.encode_documents([text])[0].astype(np.int64)
             if not self._found:
                 raise StopIteration
             self._start, self._records = {}, None
