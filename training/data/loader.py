@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing import resource_tracker
@@ -133,34 +131,28 @@ class ThreadLoader(BatchSource):
         self._reader, self._depth = reader, config.prefetch_factor
         # The thread must pin on this rank's device: by itself it would open a context on device 0.
         self._device = torch.accelerator.current_device_index() if pin_memory else None
-        self._asked = SimpleQueue[tuple[Task, Future[Batch]] | None]()
-        self._ahead = deque[Future[Batch]]()  # of the newest run
+        self._asked = SimpleQueue[tuple[int, Task, SimpleQueue[Batch | Exception]] | None]()
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        for abandoned in self._ahead:
-            abandoned.cancel()
-        ahead, left = deque[Future[Batch]](), iter(tasks)
-        self._ahead = ahead
+        run, left, ready = self._run, iter(tasks), SimpleQueue[Batch | Exception]()
 
-        def ask() -> None:
-            for task in islice(left, self._depth - len(ahead)):
-                ahead.append(Future())
-                self._asked.put((task, ahead[-1]))
+        def ask(count: int) -> None:
+            for task in islice(left, count):
+                self._asked.put((run, task, ready))
 
         def read() -> Batch:
-            batch = ahead[0].result()
-            ahead.popleft()
-            ask()
+            if isinstance(batch := ready.get(), Exception):
+                raise batch
+            ask(1)
             return batch
 
-        ask()
+        ask(self._depth)
         return read
 
     def close(self) -> None:
         super().close()
-        self.start([])
         self._asked.put(None)
         self._thread.join(timeout=10)
 
@@ -168,14 +160,14 @@ class ThreadLoader(BatchSource):
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)
         while (asked := self._asked.get()) is not None:
-            task, future = asked
-            if not future.set_running_or_notify_cancel():
+            run, task, ready = asked
+            if run != self._run:  # abandoned
                 continue
             try:
                 batch = self._reader[task]
-                future.set_result(batch if self._device is None else pinned(batch))
+                ready.put(batch if self._device is None else pinned(batch))
             except Exception as error:  # noqa: BLE001 - handed to the consumer, whose loop it must end
-                future.set_exception(error)
+                ready.put(error)
 
 
 class WorkerLoader(BatchSource):
