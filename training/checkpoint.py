@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -206,10 +206,10 @@ class Checkpointer:
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
                 self._write(step, "model", {"model": converted})
             elif last or not settled or self._config.async_mode == "disabled":
-                self._write(step, "full", self._live_states())
+                self._write(step, "full", self._live_states(self._states))
             else:
                 stager, background = self._prepared()
-                states = cast("dict[str, Any]", stager.stage(self._live_states()))
+                states = cast("dict[str, Any]", stager.stage(self._live_states(self._states)))
                 self.saving = background.submit(self._write, step, "full", states)
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
@@ -267,8 +267,8 @@ class Checkpointer:
 
     # ------------------------------------------------------------------------------------------------ saving
 
-    def _live_states(self) -> dict[str, dict[str, Any]]:
-        return {name: values for name, state in self._states.items() if (values := state.state_dict())}
+    def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {name: values for name in names if (values := self._states[name].state_dict())}
 
     def _prepared(self) -> tuple[DefaultStager, ThreadPoolExecutor]:
         """Memory and a thread for saves in the background."""
@@ -278,7 +278,7 @@ class Checkpointer:
             accelerator = torch.accelerator.is_available()
             pinned = accelerator and self._config.async_mode == "async_with_pinned_mem"
             self._stager = DefaultStager(StagingOptions(pinned, False, False, accelerator))
-            self._stager.stage(self._live_states())  # allocates its memory, which later saves use again
+            self._stager.stage(self._live_states(self._states))  # allocates its memory, which later saves use again
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
             self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
         return self._stager, self._background
@@ -454,8 +454,7 @@ class Checkpointer:
                 problem = str(damage)
             if problem := ranks.problem(problem):
                 return problem
-        began, stateful = time.perf_counter(), {name: self._states[name] for name in names}
-        live = {name: values for name, state in stateful.items() if (values := state.state_dict())}
+        began, live = time.perf_counter(), self._live_states(names)
         try:
             metadata, problem = dcp.read_metadata(path), ""
         except Exception as error:  # noqa: BLE001 (an unverified pickle can raise anything, and the ranks must agree on it)
@@ -476,7 +475,7 @@ class Checkpointer:
         if problem := dcp.read(filled, path, group=ranks.group):
             return problem
         for name, values in filled.items():
-            stateful[name].load_state_dict(values)
+            self._states[name].load_state_dict(values)
         size = "" if found is None else f"{found.size_bytes / 1e6:.1f} MB "
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: %s loaded from %s, %sin %.2f s", ", ".join(names), path, size, seconds)

@@ -142,11 +142,8 @@ class Meter:
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
             }
-            self._write(
-                "charts",
-                step,
-                {**scalars, **rates, **(self._group_times() if groups else {}), **events, **self._memory.scalars},
-            )
+            times = self._group_times() if groups else {}
+            self._write("charts", step, {**scalars, **rates, **times, **events, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
