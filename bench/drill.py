@@ -208,30 +208,26 @@ def open_job(
 
 def finish(asked: DrillRequest) -> Verdict:
     """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
-    early, problem = list[str](), ""  # groups that said so too early
+    name = "nobody finished before the last checkpoint stood"
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
-        whole_then = job.has(step)  # it was too late, and shows nothing
-        job.gone |= set(job.groups)  # they may end
 
         def over() -> bool:
-            said = [
-                n for n, one in job.groups.items() if one.code == 0 or "finished" in one.log.read_text(errors="replace")
-            ]
-            early.extend([] if job.has(step) else said)
+            for group, one in job.groups.items():
+                finished = one.code == 0 or "finished" in one.log.read_text(errors="replace")
+                if finished and not job.has(step):
+                    raise Failed(f"group {group} says that it has finished, and there is no checkpoint of step {step}")
             return job.over
 
         try:
+            if job.has(step):  # it was too late, and shows nothing
+                raise Failed("the checkpoint stood before its writer was killed: try again")
+            job.gone |= set(job.groups)  # they may end
             job.until("the end of all groups", over)
         except Failed as why:
-            problem = str(why)
-    if early:
-        problem = f"group {early[0]} says that it has finished, and there is no checkpoint of step {step}"
-    if whole_then:
-        problem = "the checkpoint stood before its writer was killed: try again"
-    words = problem or f"of step {step}, by another group than the one that was killed in it"
-    return Verdict("nobody finished before the last checkpoint stood", not problem, words)
+            return Verdict(name, False, str(why))
+    return Verdict(name, True, f"of step {step}, by another group than the one that was killed in it")
 
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:

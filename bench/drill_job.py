@@ -34,7 +34,6 @@ SUBNET = "10.77.0"  # seen by nobody outside these namespaces
 NOBODY = "02:00:00:00:00:01"  # a card that is nowhere
 HUB, HUB_ADDRESS = "hub", f"{SUBNET}.254"
 DISK_MB = 256  # of each, in memory
-NO_ROOT = "needs root on Linux"
 
 
 class DevicePool:
@@ -64,7 +63,7 @@ class DrillJob:
         self._argv = [*argv, ENABLED]
         self._devices = DevicePool(devices_of_groups(groups))
         ranks = len(self._devices.of("0"))
-        self.config, self._restarts, self.grace_s = prepare(self._argv, groups, ranks=ranks or None)
+        self.config, self._restarts, _ = prepare(self._argv, groups, ranks=ranks or None)
         self.ranks = ranks or ranks_here(Plan.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
@@ -254,11 +253,9 @@ def _command(pid: int) -> bytes:
 # ------------------------------------------------------------------------------------------------ machines
 
 
-def _root() -> bool:
-    return sys.platform == "linux" and os.geteuid() == 0
-
-
 def _run(*command: str) -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise RuntimeError("needs root on Linux")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -271,8 +268,6 @@ class Network:
     """Raises RuntimeError where this machine makes no namespaces, or cannot narrow a link. To be closed when no process of it lives."""
 
     def __init__(self) -> None:
-        if not _root():
-            raise RuntimeError(NO_ROOT)
         self._prefix = f"pharos-{os.getpid()}-"
         self.addresses: dict[str, str] = {}  # of those that have a cable
         self._spaces: list[str] = []
@@ -299,7 +294,7 @@ class Network:
 
     def cut(self, name: str, down: bool) -> None:
         """Cuts its cable: nothing gets to it or from it."""
-        self._at(HUB, f"ip link set {_cable(name)} {'down' if down else 'up'}")
+        self._at(HUB, f"ip link set to-{name} {'down' if down else 'up'}")
 
     def blind(self, name: str, on: bool) -> None:
         """Cuts one direction: all that it sends is lost, what others send arrives."""
@@ -316,7 +311,7 @@ class Network:
 
     def narrow(self, name: str, megabits: float | None) -> None:
         """Limits a cable, in megabits per second each way; None: no limit."""
-        for space, device in ((HUB, _cable(name)), (name, "eth0")):
+        for space, device in ((HUB, f"to-{name}"), (name, "eth0")):
             what = f"del dev {device} root" if megabits is None else f"add dev {device} root {_shape(megabits)}"
             self._at(space, f"tc qdisc {what}")
 
@@ -333,11 +328,11 @@ class Network:
     def _plug(self, name: str) -> None:
         address = self.addresses[name] = f"{SUBNET}.{len(self.addresses) + 1}"
         self._make(name)
-        self._at(
+        self._at(  # an interface's name has at most 15 characters
             HUB,
-            f"ip link add {_cable(name)} type veth peer name eth0 netns {self._prefix + name}",
-            f"ip link set {_cable(name)} master bridge",
-            f"ip link set {_cable(name)} up",
+            f"ip link add to-{name} type veth peer name eth0 netns {self._prefix + name}",
+            f"ip link set to-{name} master bridge",
+            f"ip link set to-{name} up",
         )
         self._at(name, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up")
 
@@ -346,19 +341,12 @@ class Network:
             _run("ip", "netns", "exec", self._prefix + name, *command.split())
 
 
-def _cable(name: str) -> str:
-    """Name of a cable's end in the hub; an interface's name has at most 15 characters."""
-    return f"to-{name}"
-
-
 def _shape(megabits: float) -> str:
     return f"tbf rate {round(megabits * 1000)}kbit burst 32kbit latency 400ms"
 
 
 def no_disk() -> str:
     """The reason why this machine mounts nothing; "": it does."""
-    if not _root():
-        return NO_ROOT
     with tempfile.TemporaryDirectory() as folder:
         try:
             _mount(Path(folder))

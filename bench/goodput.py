@@ -55,13 +55,15 @@ Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups th
 
 @dataclass
 class GoodputRun:
-    """The result of one turn of a way."""
+    """The outcome of a time of kills."""
 
     seconds: float
     tokens: float
     kills: int
     ended: int = 0  # processes that ended by themselves
     redone: int = 0  # steps that were taken back, or whose gradients were dropped
+    steps: int = 0
+    began_s: float = 0.0  # when all have committed some steps together
 
     @property
     def rate(self) -> float:
@@ -78,32 +80,31 @@ class Storm:
     checkpoint_s: float = 0.0
     due: dict[ReplicaGroup, float] = field(default_factory=dict)
     starts: int = 0
-    kills: int = 0
-    own: int = 0  # processes that ended by themselves
-    began_s: float = 0.0  # when all have committed some steps together
-    first: int = 0  # the newest step then
 
     def start(self) -> None:
         self.due = dict.fromkeys(self.job.groups, 0.0)
         self.restart()
 
-    def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> None:
+    def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> GoodputRun:
         """Starts all; then kills one of the victims every so often, the first after `first_s`, the last half such a time before the end."""
         self.start()
-        self.job.steps(STEADY, len(self.job.groups))
-        self.began_s, self.first = time.monotonic(), max(group.step for group in self.job.groups)
-        draw, due_s = random.Random(SEED), first_s
-        while (now_s := time.monotonic() - self.began_s) < seconds:
+        groups = self.job.groups
+        self.job.steps(STEADY, len(groups))
+        began_s, first = time.monotonic(), max(group.step for group in groups)
+        draw, due_s, kills, ended = random.Random(SEED), first_s, 0, 0
+        while (now_s := time.monotonic() - began_s) < seconds:
             if due_s <= min(now_s, seconds - every_s / 2):
                 due_s += every_s
-                if may := victims(self.job.groups):
+                if may := victims(groups):
                     self.kill(draw.choice(may))
-                    self.kills += 1
+                    kills += 1
             for group in self.ended()[:1]:  # of a restart all begin again
                 self.kill(group)
-                self.own += 1
+                ended += 1
             self.restart()
             self.job.wait(0.02)
+        steps, seconds = max(group.step for group in groups) - first, time.monotonic() - began_s
+        return GoodputRun(seconds, self.tokens(first), kills, ended, self.redone(began_s), steps, began_s)
 
     def kill(self, victim: ReplicaGroup) -> None:
         killed = self.job.groups if self.checkpoint_s else [victim]
@@ -149,9 +150,7 @@ def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> Goodp
     """One turn of a way. Raises Failed."""
     with RecoveryJob(side, PROCESSES, megabytes=megabytes) as job:
         made = Storm(job, options.startup_s, side.checkpoint_s)
-        made.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running)
-        seconds, redone = time.monotonic() - made.began_s, made.redone(made.began_s)
-        return GoodputRun(seconds, made.tokens(made.first), made.kills, made.own, redone)
+        return made.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running)
 
 
 def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:

@@ -58,7 +58,6 @@ asyncio.run(main())
 """
 NEVER_MS = "3600000"
 BEAT_S = 0.1  # how often groups of torchft beat
-TORCHFT_QUORUM, TORCHFT_BEAT = "/torchft.LighthouseService/Quorum", "/torchft.LighthouseService/Heartbeat"
 # Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
 FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
 NUMBERS = itertools.count(1)  # of the calls of all LoadGroups
@@ -121,7 +120,7 @@ def torchft_side(server: LighthouseProcess, groups: int) -> LoadSide:
         members = (codec.torchft_member(member) for member in members_at(groups, step))
         return [torchft_pb2.LighthouseQuorumRequest(requester=member).SerializeToString() for member in members]
 
-    return LoadSide(server, TORCHFT_QUORUM, requests)
+    return LoadSide(server, "/torchft.LighthouseService/Quorum", requests)
 
 
 async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
@@ -209,7 +208,8 @@ def beat(address: str, groups: int, pipe: Any) -> None:
 
 
 async def _beat(address: str, groups: int, pipe: Any) -> None:
-    calls, answered = [connect(address).unary_unary(TORCHFT_BEAT) for _ in range(8)], [0] * groups
+    method, answered = "/torchft.LighthouseService/Heartbeat", [0] * groups
+    calls = [connect(address).unary_unary(method) for _ in range(8)]
 
     async def group(i: int) -> None:
         await asyncio.sleep(BEAT_S * i / groups)
@@ -400,17 +400,15 @@ class Herd:
     async def _form(self, failed: bool) -> int:
         groups = list(self.streams.values())
         heals = any(group.member for group in groups)
-        answers = await asyncio.gather(*(self._ask(group, failed, heals) for group in groups))
+        state = {"commit_id": f"c{self.step}", "commit_quorum_id": self.quorum_id, "step": self.step}
+        calls = []
         for group in groups:
-            group.member = True
-        return max(answers)
-
-    async def _ask(self, group: LoadGroup, failed: bool, heals: bool) -> int:
-        if group.member:
-            state = {"commit_id": f"c{self.step}", "commit_quorum_id": self.quorum_id, "step": self.step}
-            return await group.ask(self.quorum_id, failed=failed, world_size=8, **state)
-        group.healed_bytes = 0 if heals else -1
-        return await group.ask(world_size=8)
+            if group.member:
+                calls.append(group.ask(self.quorum_id, failed=failed, world_size=8, **state))
+            else:
+                group.member, group.healed_bytes = True, 0 if heals else -1
+                calls.append(group.ask(world_size=8))
+        return max(await asyncio.gather(*calls))
 
     async def _beat(self, figures: dict[str, Any]) -> None:
         wall_s = 60.0 + self.step * STEP_S

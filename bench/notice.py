@@ -12,8 +12,8 @@ import os
 import queue
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -45,10 +45,8 @@ def measure(lighthouse: str, kills: int) -> list[float]:
         name = f"victim:{number}"
         victim = NoticeGroup(name, lighthouse)
         # Both at once: the first may have had a quorum alone, and then the other waits for it, since it sends heartbeats
-        thread = threading.Thread(target=victim.until_both, args=(0,))
-        thread.start()
-        known = stays.until_both(known)
-        thread.join()
+        with ThreadPoolExecutor(2) as threads:
+            known, _ = threads.map(NoticeGroup.until_both, (stays, victim), (known, 0))
         began = time.monotonic()
         os.kill(victim.server.pid, signal.SIGKILL)
         while True:

@@ -9,7 +9,6 @@ Debian's chromium, headless. What the page costs the lighthouse: bench/quorum.py
 
 from __future__ import annotations
 
-import http.client
 import io
 import os
 import secrets
@@ -17,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -147,28 +147,22 @@ def _seen(page: Any) -> float:
 
 def _bytes(job: PageJob) -> tuple[int, int, int]:
     """Sizes of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
-    host, _, port = job.page.removeprefix("http://").rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=60)
-    connection.request("GET", "/events", headers={"Authorization": f"Bearer {job.token}"})
-    answer = connection.getresponse()
-    sizes: list[int] = []
+    stream = urllib.request.Request(f"{job.page}/events", headers={"Authorization": f"Bearer {job.token}"})
+    sizes: list[int] = []  # of events
+    with urllib.request.urlopen(stream, timeout=60) as answer:
 
-    def until_id() -> int:
-        """Bytes up to the end of an update."""
-        total, size, ends = 0, 0, False
-        while True:
-            line = answer.readline()
-            size, ends = size + len(line), ends or line.startswith(b"id: ")
-            if line == b"\n":
-                sizes.append(size)
-                total, size = total + size, 0
-                if ends:
-                    return total
+        def update() -> int:
+            """Bytes of an update: events up to one with an id."""
+            before, ends = len(sizes), False
+            while not ends:
+                lines = list(iter(answer.readline, b"\n"))  # an event ends with an empty line
+                sizes.append(sum(map(len, lines)) + 1)
+                ends = any(line.startswith(b"id: ") for line in lines)
+            return sum(sizes[before:])
 
-    begin = until_id()
-    job.beat(1000)
-    step = max(until_id() for _ in range(3))
-    connection.close()
+        begin = update()
+        job.beat(1000)
+        step = max(update() for _ in range(3))
     return begin, max(sizes), step
 
 

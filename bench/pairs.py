@@ -178,14 +178,9 @@ def spread(figures: Sequence[float], form: str, scale: float = 1.0) -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns padded to their widest cell; all but the first are flush right."""
     lines = [list(header), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(form.format(*line) for line in lines)
 
 
 def machine() -> str:

@@ -28,11 +28,10 @@ from functools import partial
 from itertools import pairwise
 from math import inf, nan
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
-from bench.goodput import SEED, STEADY, Storm, Victims
+from bench.goodput import SEED, STEADY, GoodputRun, Storm, Victims
 from bench.job import Diary, DiaryLine, JobSide, RecoveryJob, ReplicaGroup, gaps, longest_gap
 from bench.pairs import Failed, in_turns, machine, parser, table
 
@@ -175,10 +174,11 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
     def row(side: JobSide) -> list[str]:
-        calm, seen = stormy(side, options, 3, 120, 20, lambda groups: []), stormy(side, options, 3, 120, 20, list)
-        good, end = seen.steps / calm.steps, weights(seen.ends)
-        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (seen.lost, 0), **same(end)}
-        figures = [str(calm.steps), str(seen.steps), str(seen.storm.kills), f"{good:.2f}", str(seen.lost), end]
+        calm, *_ = stormy(side, options, 3, 120, 20, lambda groups: [])
+        seen, ends, _ = stormy(side, options, 3, 120, 20, list)
+        good, end = seen.steps / calm.steps, weights(ends)
+        bounds = {"1 - goodput": (1 - good, 0.07), "lost": (seen.redone, 0), **same(end)}
+        figures = [str(calm.steps), str(seen.steps), str(seen.kills), f"{good:.2f}", str(seen.redone), end]
         return [*figures, verdict(side, bounds)]
 
     header = ["", "steps, calm", "with kills", "kills", "goodput", "lost", "weights", "bounds"]
@@ -197,41 +197,29 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
     print(table(header, rows))
 
 
-class StormCase(NamedTuple):
-    """Outcome of a time of kills. Steps and lost ones are of that time."""
-
-    storm: Storm
-    steps: int
-    lost: int
-    ends: list[DiaryLine]
-    seconds: float
-
-
 def stormy(
     side: JobSide, options: argparse.Namespace, groups: int, seconds: float, every_s: float, victims: Victims
-) -> StormCase:
+) -> tuple[GoodputRun, list[DiaryLine], list[ReplicaGroup]]:
+    """A time of kills: its outcome; the groups, which have ended at one step since, and their last lines."""
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
-        made = Storm(job)
-        made.rage(seconds, every_s, every_s, victims)
-        if made.own:
+        seen = Storm(job).rage(seconds, every_s, every_s, victims)
+        if seen.ended:
             raise job.failure("a group ended by itself")
-        steps, lost = max(group.step for group in job.groups) - made.first, refused(job.groups, made.began_s)
         job.steps(STEADY, groups)
-        return StormCase(made, steps, lost, job.finish(), time.monotonic() - made.began_s)
+        return seen, job.finish(), job.groups
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Four groups and no rest; then every step must be committed, once, and all weights be equal and right."""
 
     def row(side: JobSide) -> list[str]:
-        seen = stormy(side, options, 4, 180, 6, expendable)
-        groups, last, end = seen.storm.job.groups, seen.ends[0].step, weights(seen.ends)
-        wrong = unaccounted(groups, seen.ends)
+        seen, ends, groups = stormy(side, options, 4, 180, 6, expendable)
+        last, end, wrong = ends[0].step, weights(ends), unaccounted(groups, ends)
         for words in wrong[:20]:
             print(f"{side.name}: {words}", file=sys.stderr)
-        commits = sorted(line.at_s for group in groups for line in group.since(seen.storm.began_s, "commit"))
-        longest_s = max(b - a for a, b in pairwise(commits))
-        figures = [str(seen.storm.kills), str(last), f"{last / seen.seconds:.1f}", f"{longest_s:.2f}", str(seen.lost)]
+        commits = sorted(line.at_s for group in groups for line in group.since(seen.began_s, "commit"))
+        longest_s, speed = max(b - a for a, b in pairwise(commits)), last / (ends[0].at_s - seen.began_s)
+        figures = [str(seen.kills), str(last), f"{speed:.1f}", f"{longest_s:.2f}", str(seen.redone)]
         bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})
         return [*figures, str(len(wrong)), end, bounds]
 

@@ -133,11 +133,6 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoint" / f"step-{step}"
 
 
-def differences(expected: Mapping[Any, Any], found: Mapping[Any, Any]) -> list[Any]:
-    """Keys whose values differ, or that one of the two lacks, sorted."""
-    return [key for key in sorted(expected.keys() | found.keys()) if expected.get(key) != found.get(key)]
-
-
 def checkpoint_values(folder: Path) -> dict[str, Any]:
     """Every entry of a DCP checkpoint, whole, by name; read by DCP itself, by this one process."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -177,8 +172,10 @@ def compare(
     in `checkpoint_digests`; keys: of each step's line."""
     digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in (one, other)]
     lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
-    differing = differences(*digests) + [f"logged step {at}" for at in differences(*lines)]
-    return f"{len(digests[0])} entries, {len(lines[0])} steps", differing
+    entries = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
+    steps = sorted({at for at, _ in lines[0].items() ^ lines[1].items()})
+    compared = f"{len(digests[0])} entries, {len(lines[0])} steps"
+    return compared, [*entries, *(f"logged step {at}" for at in steps)]
 
 
 def apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> float:
