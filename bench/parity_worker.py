@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
+from ft.buckets import local_of
 from models.contract import ModelConfig
 from parallelisms.layout import Layout
 from parallelisms.mesh import Degrees, build_mesh, degrees
@@ -149,10 +150,10 @@ def beside(task: Task, case: ParityCase) -> Seen:
     step is taken once more from the truth's weights, where gradients must be as near as under SGD.
     """
     rank = Rank(task, case)
-    drawn = {name: local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
+    drawn = {name: local_of(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
     rank.load_weights(0)
     loaded = ModelState(rank.parallel.parts).state_dict()
-    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local(value), drawn[name]))
+    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local_of(value), drawn[name]))
     steps = list[StepSeen]()
     for step in range(len(rank.truth)):
         steps.append(rank.forward_backward(step))
@@ -199,7 +200,7 @@ class Rank:
         state = ModelState(self.parallel.parts)
         live = state.state_dict()
         for value in live.values():
-            local(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
+            local_of(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
         folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
@@ -234,12 +235,7 @@ class Rank:
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
-
-
-def local(value: Tensor) -> Tensor:
-    """This rank's piece, the same memory."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    torch._foreach_mul_([local_of(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def _whole(value: Tensor) -> Tensor:

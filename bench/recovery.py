@@ -309,14 +309,9 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
                 group.start()
             job.until("the start of all", lambda: all(group.since(0.0, "start") for group in job.groups))
             started_s = max(group.since(0.0, "start")[0].at_s for group in job.groups)
-
-            def whole() -> list[float]:
-                """Times of the first commit of each group with all others; empty until the last group has one."""
-                commits = [group.since(started_s, "commit") for group in job.groups]
-                firsts = [[line.at_s for line in of if line.contributors == count][:1] for of in commits]
-                return [at_s for [at_s] in firsts] if all(firsts) else []
-
-            return max(job.until(f"a step of {count} groups", whole, 60)) - started_s
+            job.steps(1, count, limit_s=60)
+            commits = (group.since(started_s, "commit") for group in job.groups)
+            return max(next(line.at_s for line in of if line.contributors == count) for of in commits) - started_s
     except Failed as error:
         print(f"{side.name}: {error}", file=sys.stderr)
         return inf

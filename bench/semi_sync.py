@@ -30,7 +30,6 @@ MODEL = """
 """
 CONFIG = ROOT / "bench" / "drill.toml"
 GROUPS, MEGABITS = 2, 20.0
-LIMIT_S = 1800.0
 
 
 class Result(NamedTuple):
@@ -96,8 +95,7 @@ def run(way: str, extra: Sequence[str], folder: str, steps: int) -> Result:
     with closing(Network()) as network, DrillJob(argv, GROUPS, network=network, drilled=False) as job:
         for group in job.groups:
             network.narrow(group, MEGABITS)
-        job.gone |= set(job.groups)  # they end by themselves
-        job.until(f"the end of {way}", lambda: all(group.code is not None for group in job.groups.values()), LIMIT_S)
+        job.ended()
         lines = [row for row in rows(job.run) if "loss" in row]
         _, validation = read(job.run / "metrics.jsonl")
     first, last = lines[0], lines[-1]

@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import Partial
 
 from bench import parity, parity_worker
-from bench.parity_worker import ParityCase, Seen, Task, beside, local
+from bench.parity_worker import ParityCase, Seen, Task, beside
+from ft.buckets import local_of
 from models import llama, ops
 from parallelisms import context, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
@@ -63,7 +64,7 @@ def sum_over_tp_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def one_gradient_doubled(patch: pytest.MonkeyPatch) -> None:
     def double(model: Any) -> None:
-        local(model.layers["1"].attention.wk.weight.grad).mul_(2)
+        local_of(model.layers["1"].attention.wk.weight.grad).mul_(2)
 
     _after_backward(patch, double)
 
