@@ -62,8 +62,8 @@ class GoodputRun:
     kills: int
     ended: int = 0  # processes that ended by themselves
     redone: int = 0  # steps that were taken back, or whose gradients were dropped
-    steps: int = 0
-    began_s: float = 0.0  # when all have committed some steps together
+    steps: int = field(default=0, repr=False)
+    began_s: float = field(default=0.0, repr=False)  # when all have committed some steps together
 
     @property
     def rate(self) -> float:
