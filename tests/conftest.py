@@ -50,7 +50,8 @@ ONLY_WITH_ALL = {
 }
 # While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
 # They come last, so that no worker waits for its turn while there is something else to do.
-ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py", "sim/test_many_seeds.py")
+ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py")
+MANY_SEEDS = "sim/test_many_seeds.py"  # comes last of all, and in a tier only waits
 IN_BOTH = (
     "e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
@@ -77,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=_runs_alone)
+    items.sort(key=lambda item: (_is_in(item, MANY_SEEDS), _is_in(item, ALONE)))
     if not _first_tier(config):
         return
     later = [item for item in items if is_only_with_all(item.nodeid.removeprefix("tests/"))]
@@ -140,17 +141,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.add_cleanup(end)
 
 
-def _runs_alone(item: pytest.Item) -> bool:
-    return item.nodeid.removeprefix("tests/").startswith(ALONE)
+def _is_in(item: pytest.Item, beginnings: str | tuple[str, ...]) -> bool:
+    return item.nodeid.removeprefix("tests/").startswith(beginnings)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout's clock starts
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    if not hasattr(item.config, "workerinput"):
+    if not hasattr(item.config, "workerinput") or _is_in(item, MANY_SEEDS):
         return (yield)
     lock = Path(tempfile.gettempdir(), f"pharos-tests-{item.config.workerinput['testrunuid']}")
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if _runs_alone(item) else fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_EX if _is_in(item, ALONE) else fcntl.LOCK_SH)
         return (yield)
 
 
