@@ -21,7 +21,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft.healing.capture import StagingBuffer
@@ -241,16 +241,14 @@ class _Connection:
             with offer.reading():
                 memory = offer.read(chunk, staging)
                 mark = offer.digest_of(chunk, memory)
-            self._send(memory)
-            self._send(mark)
+            self._send(memory, mark)
             offer.sent(asked.reader, [chunk])
         self._send_seal(offer)
 
     def _send_checked(self, offer: StateOffer, data: bytes) -> None:
         """`data`, its digest and the seal."""
         self._reply(200, len(data) + DIGEST_BYTES + SEAL_BYTES)
-        self._send(data)
-        self._send(digest(0, memoryview(data)))
+        self._send(data, digest(0, memoryview(data)))
         self._send_seal(offer)
 
     def _send_seal(self, offer: StateOffer) -> None:
@@ -263,8 +261,16 @@ class _Connection:
         phrase = _PHRASES.get(status, "Refused")
         self._send(f"HTTP/1.1 {status} {phrase}\r\nContent-Length: {length}\r\n{field}\r\n".encode())
 
-    def _send(self, data: bytes | memoryview) -> None:
+    def _send(self, *parts: bytes | memoryview) -> None:
         """Raises TimeoutError, an OSError, where the reader takes nothing for too long."""
-        view = memoryview(data)
-        while len(view):
-            view = view[self._sock.send(view) :]
+        views = [memoryview(part) for part in parts]
+        while views:
+            views = after(self._sock.sendmsg(views), views)
+
+
+def after(count: int, views: Sequence[memoryview]) -> list[memoryview]:
+    """What is left of these after their first `count` bytes."""
+    left = list(views)
+    while left and count >= len(left[0]):
+        count -= len(left.pop(0))
+    return [left[0][count:], *left[1:]] if left else []

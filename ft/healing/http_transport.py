@@ -26,7 +26,7 @@ from typing import Any
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.http_server import MAX_HEAD_BYTES, HealServer
+from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
 from ft.healing.transport import (
     SEAL_BYTES,
     HealConfig,
@@ -147,14 +147,15 @@ class SourceConnection:
         self.fill(memoryview(data))
         return bytes(data)
 
-    def fill(self, view: memoryview) -> None:
+    def fill(self, *parts: memoryview) -> None:
         """Raises OSError where the connection ends before, or is silent too long."""
         assert self._sock is not None
-        while len(view):
-            count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+        views = after(0, parts)
+        while views:
+            count = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError(self.ended or "it closed the connection before the end")
-            view = view[count:]
+            views = after(count, views)
 
     def read_checked(self, length: int, what: str) -> bytes:
         """Data that its digest and the seal follow. Raises SourceFailed, OSError."""
@@ -364,13 +365,13 @@ class HttpFetch:
             start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
             if length != end - start + DIGEST_BYTES * len(stripe) + SEAL_BYTES:
                 raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
-            got = []
+            got, mark = [], bytearray(DIGEST_BYTES)
             for chunk in stripe:
                 memory = body.direct(chunk, chunk)
                 start, end = body.manifest.span(chunk)
                 view = staging.view[: end - start] if memory is None else memory
-                one.fill(view)  # what is wrong may lie in place: the state is void until all is right
-                if hmac.compare_digest(digest(chunk, view), one.read(DIGEST_BYTES)):
+                one.fill(view, memoryview(mark))  # what is wrong may lie in place: the state is void until all is right
+                if hmac.compare_digest(digest(chunk, view), mark):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)
