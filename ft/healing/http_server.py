@@ -269,7 +269,7 @@ class _Connection:
 
 
 def after(count: int, views: Sequence[memoryview]) -> list[memoryview]:
-    """What is left of these after their first `count` bytes."""
+    """The rest of these parts after their first `count` bytes."""
     left = list(views)
     while left and count >= len(left[0]):
         count -= len(left.pop(0))

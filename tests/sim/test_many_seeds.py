@@ -16,7 +16,7 @@ from tests.conftest import ROOT, many_seeds_command
 
 @pytest.mark.timeout(1800)
 def test_many_seeds(request: pytest.FixtureRequest):
-    """Where a whole tier runs, they are played beside it from its first test on, and this waits for their end."""
+    """Waits for their end in a whole tier, which plays them beside its tests; by its path, plays them."""
     command = many_seeds_command(request.config)
     if output := getattr(request.config, "workerinput", {}).get("many_seeds"):
         with Path(output).open(encoding="utf-8") as file:
