@@ -161,7 +161,8 @@ class ThreadLoader(BatchSource):
             torch.accelerator.set_device_index(self._device)
         while (asked := self._asked.get()) is not None:
             run, task, ready = asked
-            if run != self._run:  # abandoned
+            if run != self._run:
+                ready.put(RuntimeError("abandoned"))  # for a thread that waits for it yet
                 continue
             try:
                 batch = self._reader[task]
