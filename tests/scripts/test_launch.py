@@ -29,13 +29,17 @@ from pathlib import Path
 signals = {signal.SIGTERM, signal.SIGUSR1}
 signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 rank, how = int(os.environ.get("RANK", "0")), sys.argv[2]
-last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
+last_rank = int(os.environ.get("WORLD_SIZE", "1")) - 1
 Path("outputs/job").mkdir(parents=True, exist_ok=True)
 print(f"rank {rank} is {os.getpid()} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
 if how == "bad":
     print("pharos: training.steps = 0: must be > 0", file=sys.stderr)
     sys.exit(2)
-if how == "crash" and last:
+if how == "crash" and rank != last_rank:
+    Path("started").write_text("")  # a pipe: returns once the last rank reads it
+if how == "crash" and rank == last_rank:
+    if rank:  # SIGTERM must find the other rank past its first lines
+        Path("started").read_text()
     raise RuntimeError("the disk is full")
 while how != "finish":
     if signal.sigwait(signals) == signal.SIGTERM and how != "deaf":
@@ -78,6 +82,7 @@ def tree(tmp_path: Path) -> Path:
     for package in ("training", "ft"):
         (tmp_path / package).symlink_to(ROOT / package)
     (tmp_path / "configs").mkdir()
+    os.mkfifo(tmp_path / "started")
     for name, text in {
         "train.py": TRAIN,
         "configs/__init__.py": "",
