@@ -97,7 +97,6 @@ class BucketLayout:
     def _add_bucket(
         self, members: Sequence[int], tensors: Sequence[Tensor], kind: Kind, *, in_place: bool = False
     ) -> None:
-        """Adds the next bucket."""
         align = ALIGN_BYTES // kind[0].itemsize
         start = place = self.sizes.setdefault(kind, 0)
         for index in members:

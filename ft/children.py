@@ -19,8 +19,7 @@ def unsignalled() -> Iterator[None]:
     A terminal and a scheduler send these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
     The rank answers, by saving; a child that died of it meanwhile would be the end of what is to be saved. Blocked and not ignored: a
     blocked signal stays blocked across fork and exec, so there is no moment at which the child is not safe. Such a child is ended by
-    whatever it waits at (a pipe, a socket), by the death of its parent, or by SIGKILL.
-    """
+    whatever it waits at (a pipe, a socket), by the death of its parent, or by SIGKILL."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
         yield

@@ -214,8 +214,7 @@ class FaultTolerance:
         cannot sum them.
 
         "auto" on CUDA is NCCL in this process: unless MPS runs, a child and this process have the GPU by turns, and a sum that waits for
-        peers may take turns from the backward pass. A child by default needs a measurement first.
-        """
+        peers may take turns from the backward pass. A child by default needs a measurement first."""
         kinds = _KINDS[device_type]
         for kind in kinds:
             if self.process_group in ("auto", kind):
@@ -229,7 +228,6 @@ class FaultTolerance:
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule of the sums of groups that step by themselves."""
         return Schedule(self.sync_steps, self.num_fragments, self.fragment_sync_delay, self.fragment_update_alpha)
 
     @property
@@ -250,9 +248,6 @@ _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), 
 
 _SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
 _SEMI_SYNC = _SEMI_SYNC[_SEMI_SYNC.index("semi_sync_method") + 1 :]
-
-
-# ------------------------------------------------------------------------------------------------ the environment
 
 
 def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
@@ -315,7 +310,6 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Name of this group."""
         return self.replica_group_id or "0"
 
     @staticmethod

@@ -22,8 +22,7 @@ def streams_of(device: torch.device) -> Any:
 def device_thread(target: Callable[..., object], *args: Any, name: str, device: int | None) -> threading.Thread:
     """A daemon thread, not yet started, that calls `target` with `args` on the CUDA device of that number; None: it touches none.
 
-    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context: some hundred megabytes of another
-    rank's GPU."""
+    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context, in another rank's memory."""
 
     def run() -> None:
         if device is not None:

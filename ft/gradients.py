@@ -87,8 +87,7 @@ class Gradients:
     summed one by one and added in their order; 0: a group adds up its slots first. `quantized`: sums in int8; with `keep`, without `slots`.
     `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
 
-    Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns.
-    """
+    Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns."""
 
     def __init__(
         self,
@@ -119,8 +118,6 @@ class Gradients:
         self._made = 0  # sets, those in use included
         self._delivered: GradBuffers | None = None  # may be in .grad
         self._held: dict[int, _Attempt] = {}
-
-    # ------------------------------------------------------------------------------------------------ before the first step
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Registers the parameters that are trained. Their order is part of the layout and must be the same in each group. Once per part of
@@ -172,8 +169,7 @@ class Gradients:
                 self._free_sets.append(buffers)
 
     def prepare(self) -> None:
-        """Allocates and touches the sets that `open` takes, so that members of a generation do not wait for it. Free from the second call
-        on."""
+        """Allocates and touches the sets that `open` takes, so that members of a generation do not wait for it. Free the second time."""
         _ = self._free_sets
 
     def close(self) -> None:
@@ -295,8 +291,7 @@ class Gradients:
         return tuple(attempt.tail.cpu().tolist())  # the host decides by it what comes next
 
     def give_up(self) -> Callable[[], None]:
-        """Abandons the attempt. Returns a callable that gives its memory back, for when nothing writes to it any more. Kept gradients
-        stay."""
+        """Abandons the attempt; kept gradients stay. Returns a callable that gives its memory back, once nothing writes to it any more."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:
@@ -548,8 +543,6 @@ class Gradients:
         if attempt.queue is None:
             attempt.queue = CollectiveQueue(attempt.group, shared=self._shared)
         return attempt.queue
-
-    # ------------------------------------------------------------------------------------------------ helpers
 
     def _end_step(self) -> _Attempt:
         attempt, self._attempt = self._attempt, None

@@ -83,7 +83,6 @@ class Healer:
         self._fetching.start()
 
     def load(self) -> None:
-        """Loads the state that has arrived."""
         assert self._arrived is not None, "a state that has not arrived"
         self._state.load(self._arrived)
         self._arrived, self.progress = None, (0, 0)

@@ -79,8 +79,7 @@ TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes,
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a manager and its machine, beside those of its group (membership.ReplicaGroupConfig), from which the manager takes
-    group_rank, every_step and heal_grace_s."""
+    """Settings of a manager and its machine. Its group's (membership.ReplicaGroupConfig) set group_rank, every_step, heal_grace_s."""
 
     init_sync: bool = True
     slot_size: int = 1  # sequences of one group's batch
@@ -103,8 +102,7 @@ class Manager:
     `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
     `machine`, `client`, `closed`: to be read from any thread.
 
-    Raises RuntimeError where the group's server does not start.
-    """
+    Raises RuntimeError where the group's server does not start."""
 
     def __init__(
         self,
@@ -316,7 +314,6 @@ class Manager:
         return self.client.heard_s
 
     def leave(self) -> None:
-        """Announces with the next step that this group leaves; then `left` is True. Called by all its ranks at the same step."""
         self._feed(m.Leaving())
 
     @property
@@ -337,7 +334,6 @@ class Manager:
         self._saved = saved
 
     def tell(self, lane: str, words: str) -> None:
-        """Shows a line on the live page. From any thread; it may get lost."""
         self.client.happened(lane, max(0, self.step), words)
 
     def close(self) -> None:
@@ -389,8 +385,7 @@ class Manager:
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect, or until `enough` holds after an event; True: there is an effect. Raises the error that `_fail` was
-        given."""
+        """Waits for an effect, or until `enough` holds after an event; True: there is an effect. Raises the error of `_fail`."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -563,7 +558,6 @@ class Manager:
 
     @property
     def _blame(self) -> tuple[str, ...]:
-        """Members that this rank cannot work with now."""
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
     def _cut(self, members: tuple[str, ...]) -> None:
@@ -584,8 +578,8 @@ class Manager:
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches at once, except zeros of a group that has computed nothing: once per quorum and step it waits for the heal to end, and
-        leaves the launch to `reduce`."""
+        """Launches at once, except zeros of a group that has computed nothing: once per quorum and step it awaits the heal, and leaves the
+        launch to `reduce`."""
         machine = self.machine
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
@@ -653,8 +647,6 @@ class Manager:
             self._feed_from_thread(self.client.outcome(vote))
         except RuntimeError as error:
             self._fail(error)
-
-    # ---- state
 
     def _load_state(self, step: int) -> None:
         assert self.part is not None

@@ -12,9 +12,7 @@ def materialise(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Ten
     into; changes no bit of a weight. One that has stepped, or holds gradients, is left alone. `parameters`: these alone get a state, and
     all gradients are put back.
 
-    A step with zero gradients, at rate 0 and without weight decay, makes the tensors; the step counters go back to 0, lest they bend Adam's
-    bias correction.
-    """
+    A step with zero gradients, rate 0 and no weight decay makes the tensors; its count goes back to 0, for Adam's bias correction."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     own = trained if parameters is None else parameters
     if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):

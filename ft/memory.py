@@ -1,8 +1,7 @@
 """Memory that fault tolerance takes of a rank, on top of the same training without it: a formula, for --explain and for docs.
 
-Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py then takes it. Tensors
-that autograd makes are not in it: kept gradients are those, and live until the step holds where they would otherwise live until the
-optimizer has run."""
+Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py then takes it. Tensors that autograd makes
+are not in it: kept gradients are those, and live until the step holds, else until the optimizer has run."""
 
 from __future__ import annotations
 

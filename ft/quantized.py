@@ -53,8 +53,7 @@ class CollectiveQueue:
     """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
     when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
-    No wait is longer than one on the group itself: when that is given up, so are the works. `shared`: messages lie in a child's memory,
-    too."""
+    No wait is longer than one on the group itself: when that is given up, so are the works. `shared`: a child maps the messages, too."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared

@@ -28,8 +28,6 @@ from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
-    """A Manager that writes a record of its steps."""
-
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)

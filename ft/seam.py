@@ -84,8 +84,7 @@ class Seam(Protocol):
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps. Moved by `commit`, by `load_state_dict`, and by a heal, which begin_step, reduce or commit may
-        complete."""
+        """Committed optimizer steps. Moved by commit, load_state_dict, and a heal, which begin_step, reduce or commit may complete."""
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""

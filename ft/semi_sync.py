@@ -47,8 +47,7 @@ class Fragment:
 
     @torch.no_grad()
     def pseudo_gradients(self) -> list[Tensor]:
-        """This group's contribution to the mean, one tensor for each local shard: outer minus local weights; without an outer optimizer the
-        local weights themselves."""
+        """This group's share of the mean, by local shard: outer minus local weights; without an outer optimizer the local ones."""
         local = _shards(self.local)
         if self._optimizer is None:
             return [shard.clone() for shard in local]
@@ -56,8 +55,7 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, means: Sequence[Tensor]) -> None:
-        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Afterwards local = (1 - alpha) * outer + alpha * what it
-        was."""
+        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Then local = (1 - alpha) * outer + alpha * local."""
         local, outer = _shards(self.local), _shards(self.outer)
         went = [shard.clone() for shard in local] if self._alpha else []
         if self._optimizer is None:

@@ -154,7 +154,6 @@ class SemiSyncManager:
         return DataAssignment(deal.step * self.inner_steps, slots)
 
     def on_inner_step(self) -> None:
-        """The inner optimizer has made a step of this round."""
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
             fragment = self.fragments[self._round % len(self.fragments)]
@@ -169,7 +168,6 @@ class SemiSyncManager:
         return self._manager.reduce(tokens, loss_sum, finite)
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        """With the outer step."""
         commit = self._manager.commit(sums)
         if commit is None:
             return None

@@ -82,8 +82,7 @@ class Status:
 class ManagerTelemetry:
     """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit, which the protocol counts.
     `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows a text
-    in a lane of the lighthouse's page, at the protocol's step. `clock`: seconds, as time.monotonic. For the trainer's thread, except
-    `report_for_ever`, which only reads."""
+    in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only reads."""
 
     def __init__(
         self,
@@ -111,7 +110,6 @@ class ManagerTelemetry:
 
     @property
     def median_step_s(self) -> float:
-        """Median length of the newest steps; 0: there is none."""
         return statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
     @contextmanager
@@ -124,7 +122,6 @@ class ManagerTelemetry:
             self._sends = None
 
     def lost(self) -> None:
-        """Counts what was computed for this step as lost."""
         self.phase_timer.lose()
         self.event("lost work")
 
@@ -161,8 +158,6 @@ class ManagerTelemetry:
         words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
         self._tell("corruption", effect.step, words)
         log.error("%s", words)
-
-    # ---- once a beat
 
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""

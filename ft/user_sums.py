@@ -55,12 +55,10 @@ class ManagedAllreduce:
 
     @property
     def sent(self) -> bool:
-        """True once this attempt has sent it."""
         return self._sum is not None
 
     def send(self, by: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
-        """Reduces the values that the tensor had when it was handed over, or zeros. The first attempt ends `work`; the result of a retry is
-        written by `finish`."""
+        """Reduces the values that the tensor was handed over with, or zeros. The first attempt ends `work`; `finish` writes a retry's."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)

@@ -63,8 +63,6 @@ class StateSnapshot:
 
 
 class State:
-    """The registered pairs."""
-
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 

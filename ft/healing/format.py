@@ -213,8 +213,7 @@ def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int
 
 
 def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
-    """The value that `to_json` was given, with `tensors` by their numbers. Raises FormatError for an unknown kind, and what Python raises
-    for a tree that `to_json` has not made."""
+    """The value that `to_json` was given, with `tensors` by their numbers. Raises FormatError for an unknown kind, else as Python does."""
     if isinstance(tree, list):
         return [from_json(item, tensors) for item in tree]
     if not isinstance(tree, dict):

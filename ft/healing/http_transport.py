@@ -52,8 +52,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: the address of the interface that others reach. `replica_id`: this rank's group. Raises ValueError where others could reach
-    it without a token."""
+    """`host`: of the interface to others. `replica_id`: of this group. Raises ValueError where others could reach it without a token."""
 
     least_stripe = LEAST_STRIPE
     tell_s = 1.0  # for a source to hear that its reader is done
@@ -73,8 +72,7 @@ class HttpTransport(Transport):
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
     def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """On connections of their own, as a source may have been slow or have failed. One that does not hear it fences as if something were
-        missing."""
+        """On new connections, as a source may have been slow or have failed. One that does not hear it fences as if chunks were missing."""
 
         def tell(source: StateSource) -> None:
             connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
@@ -294,8 +292,7 @@ class HttpFetch:
         return one.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """The first source's header decides. Raises SourceFailed where this one has another state, FormatError where it has one that is not
-        like ours."""
+        """The first source's header decides. Raises SourceFailed where this one has another state, FormatError for one unlike ours."""
         with self._lock:
             if self._body is None:
                 self._body = self._into.body_for(StateManifest.parse(header))
@@ -401,6 +398,5 @@ class HttpFetch:
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
     """True when a connection with a stripe of that many chunks holds up another that has had nothing to take for so long: at `chunk_s` for
-    a chunk that one would have had them long ago; or, where it may not take any yet (0), none has come for a third of a source's longest
-    silence."""
+    a chunk that one would have had them long ago; or, where it may not take any yet (0), none has come for a third of `grace_s`."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

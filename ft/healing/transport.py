@@ -243,7 +243,6 @@ class StateOffer:
         return place
 
     def digest_of(self, chunk: int, memory: memoryview) -> bytes:
-        """The digest of the chunk, which lies in `memory`."""
         return self.digests.get(chunk) or self.digests.setdefault(chunk, digest(chunk, memory))
 
     @property

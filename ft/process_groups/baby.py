@@ -34,8 +34,6 @@ READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
 
 
 class ProcessGroupBaby(ProcessGroup):
-    """Base of both kinds."""
-
     NATIVE = ""
     IN_CHILD = True
     empty = staticmethod(shared.empty)  # the child uses such a tensor where it is, without a copy
@@ -169,9 +167,6 @@ def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, by
     event.record(torch.cuda.current_stream(device))
     lease.kept.append(event)
     return device.index, event.ipc_handle()
-
-
-# ------------------------------------------------------------------------------------------------ in the child
 
 
 class ChildGroup(shared.SharedPoolClient):

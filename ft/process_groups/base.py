@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class Signature(NamedTuple):
-    """A collective of torch's: `name` in errors; `options`: their type, if it takes any; positions of arguments that are read, and
-    written."""
+    """A collective of torch's: `name` in errors; `options`: their type, if it takes any; positions of arguments read and written."""
 
     name: str
     options: type[Any] | None
@@ -230,8 +229,7 @@ class GroupWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's own limit), unless that is
-        reported: then False."""
+        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's limit). False: reported."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
             late = TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
@@ -295,8 +293,7 @@ class Generation:
         work.end(error, source)
 
     def interrupt(self, error: Exception) -> None:
-        """Wakes everybody. What is under way ends, and nothing can be started; the engine, which may still be at work on the tensors, stays
-        until it is given up."""
+        """Wakes everybody. What is under way ends, and nothing can be started; the engine, which may be at work on tensors yet, stays."""
         with self.lock:
             engine, self.error = self.engine, self.error or error
             works, self.works = list(self.works), {}
@@ -351,8 +348,7 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], object], what: str) -> None:
-        """Calls `end` in a thread. `what` names it in errors. Returns at once. The caller keeps no reference to the group: the last one is
-        dropped in that thread."""
+        """Calls `end` in a thread, and returns at once. `what` names it in errors. That thread is to drop the last reference to a group."""
         thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
@@ -512,8 +508,7 @@ class ProcessGroup(Collectives):
 
     @property
     def waits_since_s(self) -> float | None:
-        """time.monotonic() at which the wait for other members began that goes on now: to form, or for the oldest operation under way; None
-        where there is none."""
+        """time.monotonic() at which the present wait for members began: to form, or for the oldest operation under way; None: none."""
         with self._state:
             forming, generation = self._forming, self._generation
         if forming is not None:
@@ -543,7 +538,6 @@ class ProcessGroup(Collectives):
         return self
 
     def unregister(self) -> None:
-        """Torch forgets it."""
         if self._registered:
             dist.destroy_process_group(self)
             self._registered = ""

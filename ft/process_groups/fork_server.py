@@ -93,8 +93,6 @@ class Channel:
 
 
 class Child:
-    """A forked child, and the channel to it."""
-
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # macOS
@@ -102,8 +100,7 @@ class Child:
         self._closed = False
 
     def kill(self) -> None:
-        """Sends SIGKILL: its mappings of shared memory end with it, and the receiving thread sees its channel close. May be called
-        twice."""
+        """Sends SIGKILL: its mappings of shared memory end with it, and the receiving thread sees the channel end. May be called twice."""
         with self._lock:
             if self._closed:
                 return

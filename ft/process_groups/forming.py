@@ -155,8 +155,7 @@ class Rendezvous:
         return max(0.05, self._until_s - time.monotonic())
 
     def gather(self, mine: Any) -> list[Any]:
-        """Connects to the store, and returns each member's `mine` (JSON), by rank, once all are there and have the same shape. Raises
-        RendezvousFailed."""
+        """Connects to the store. Returns the `mine` (JSON) of all, by rank, once they are there, of one shape. Raises RendezvousFailed."""
         *_, shape, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
         self.at_giving_up(self.store.hang_up)

@@ -104,8 +104,7 @@ class GlooEngine:
     without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop.
-    `stranded`: places of this process for groups with a thread of torch's that waits for nothing any more; a few threads each, for as long
-    as the backstop."""
+    `stranded`: places of this process for groups with a few threads of torch's that wait for nothing any more, as long as the backstop."""
 
     stranded: threading.Semaphore = threading.BoundedSemaphore(32)
     end_s = 2.0  # after which the threads of a work that has not ended are examined

@@ -69,8 +69,7 @@ def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
 
     TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
     that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), one for all groups of the process: a default group that dumps would end a process
-    which has survived the failure, after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. The trainer's own watchdog dumps instead.
-    """
+    which has survived the failure, after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. The trainer's own watchdog dumps instead."""
     return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **nonblocking_settings(rendezvous_s)} if kind == "nccl" else {}
 
 

@@ -121,8 +121,7 @@ class SharedPoolOwner:
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
     def give_back(self, lease: PoolLease, *, complete: bool) -> None:
-        """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed, which torch may still
-        be writing to."""
+        """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed: torch may write on."""
         if not complete:
             return
         for tensor, copy in lease.back:
@@ -190,7 +189,6 @@ class SharedPoolClient:
             os.close(descriptor)
 
     def map_device(self, number: int, export: Export) -> None:
-        """Maps the memory of a GPU."""
         torch.cuda._lazy_init()
         self._segments[number] = _map._new_shared_cuda(*export)
 

@@ -52,19 +52,14 @@ class QuorumRecord:
         self._waiting.clear()
         self._waited.clear()
 
-    # ---- its members' calls
-
     def repeats(self, event: Call, *, retried: bool) -> bool:
-        """True when a member repeats a call because its answer got lost: it knows no quorum of this id, or retries, and nothing has
-        failed."""
+        """True when a member repeats a call as its answer got lost: it knows no quorum of this id, or retries, and nothing has failed."""
         if event.member.replica_id not in self._roster.previous:
             return False
         here = event.known >= self.quorum.quorum_id  # else an older one has failed
         if here and (event.failed or not (retried and self._renewed)):
             return False
         return not self.failed and not self.lost and not self._roster.gone
-
-    # ---- what its members are told
 
     def keep_wait(self, replica_id: str) -> None:
         """Keeps the begin of the wait of a member that is about to be lost, for its return under another id."""
@@ -132,10 +127,7 @@ class QuorumRecord:
     def _alive(self, except_ids: Container[str] = ()) -> tuple[str, ...]:
         return tuple(i for i in self.quorum.ids if i in self._roster.peers and i not in except_ids)
 
-    # ---- waits that would not end
-
     def hear(self, report: m.Report, now_s: float) -> None:
-        """Takes in a member's report."""
         replica_id, before = report.replica_id, self._heard.get(report.replica_id)
         self._heard[replica_id] = report
         went_on = before is None or (before.launched, before.step) != (report.launched, report.step)

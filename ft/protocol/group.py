@@ -366,8 +366,7 @@ class Group:
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _cut_off(self, now_s: float) -> bool:
-        """True when the lighthouse has answered nothing for takeover_s / 2: others may soon go on without this group, and a commit could be
-        its alone."""
+        """True when the lighthouse was silent for takeover_s / 2: others may soon go on without this group, and a commit be its alone."""
         return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 
     # ---- notices
@@ -471,8 +470,7 @@ def plan(
     """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
 
     Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
-    Raises KeyError when `replica_id` is not in the quorum.
-    """
+    Raises KeyError when `replica_id` is not in the quorum."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     holders = [members[rank] for rank in quorum.holders]
     sources = recover_src_replica_ranks(quorum)

@@ -76,12 +76,10 @@ class Lighthouse:
 
     @property
     def quorum(self) -> Quorum | None:
-        """The newest."""
         return self._record.quorum if self._record else None
 
     @property
     def saved(self) -> Saved:
-        """The state that a restart needs."""
         over = self._record is not None and not self.roster.claims  # nobody holds a state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
         return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)

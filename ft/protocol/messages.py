@@ -514,8 +514,7 @@ class WantsRestore(Event):
 
 
 class Released(Event):
-    """Answers AskQuorum in place of a Part: the group was asked to leave while it waited, and all its ranks end with the state in hand. For
-    the driver."""
+    """Answers AskQuorum, for the driver: the group was asked to leave while it waited, and all its ranks end with the state in hand."""
 
 
 @dataclass(frozen=True)

@@ -268,8 +268,7 @@ class Roster:
         return self._pairs[1]
 
     def sit_out(self, ids: Collection[str], cut: Pairs, now_s: float) -> None:
-        """Excludes candidates for SIT_OUT_S, doubled for each time that their name has sat out before, and as long as they cannot work with
-        a member that is present."""
+        """Excludes candidates for SIT_OUT_S, doubled each time that the name sits out, and while they cannot work with a present member."""
         parted: dict[str, set[str]] = {replica_id: set() for replica_id in ids}
         for pair in cut:
             for replica_id in pair & parted.keys():

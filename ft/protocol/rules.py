@@ -111,12 +111,8 @@ def unlike(event: Call, ours: Shape) -> Problem:
     return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
 
 
-# ---- members that cannot work together
-
-
 def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
-    """The fewest members that are to sit out, so that the others can work together. Empty where fewer than `least` would be left, or none
-    with the state."""
+    """The fewest members that are to sit out, so that the others can work together. Empty: fewer than `least`, or no state, would stay."""
     holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = smallest_cover(pairs, holders)
     if holders <= out:  # more may have to sit out that one of them stays

@@ -53,8 +53,6 @@ MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Settings of the machine of a rank's step."""
-
     group_rank: int = 0
     keep_gradients: bool = True  # a failed attempt is repeated with them
     every_step: bool = False  # a quorum before each step, as torchft does
@@ -82,8 +80,7 @@ class Ledger:
 
     With slots_per_step the data of a step does not depend on the groups that are there: each deal has so many slots, a group may own
     several of them or none, and those of a group that is gone are computed by the others in the same step (`redeal`), so a step leaves no
-    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was dealt.
-    """
+    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was dealt."""
 
     def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
         self.slot_size = slot_size
@@ -162,10 +159,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
-        """keep_deal=False for a checkpoint, whose deal is of no use any more.
-
-        Raises ValueError when the size of a slot has changed and open holes cannot be cut to it.
-        """
+        """keep_deal=False: a checkpoint's is of no use. Raises ValueError where open holes cannot be cut to the slots' new size."""
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
             divisors = [number for number in range(1, old + 1) if old % number == 0]
@@ -243,8 +237,7 @@ class OpenHeal:
 
 
 class Step:
-    """In: the cases of `handle`. Out: the effects of messages.py. An event that does not fit the phase (late, repeated, of another
-    generation) changes nothing."""
+    """In: the cases of `handle`. Out: effects of messages.py. An event of another phase or generation (late, repeated) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
@@ -342,8 +335,7 @@ class Step:
 
     @property
     def at(self) -> tuple[int, int, int]:
-        """(quorum_id, attempt, step) that identifies the current votes, outcomes and collectives. The step is `step`, or a later one while
-        sums are held."""
+        """(quorum_id, attempt, step) of the current votes, outcomes and collectives. The step is later than `step` while sums are held."""
         return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
 
     def votes_in_background(self, vote: Vote) -> bool:

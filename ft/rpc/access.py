@@ -46,7 +46,6 @@ class Tls:
         return context
 
     def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
-        """cert, key, ca."""
         cert, key, ca = (path.read_bytes() if path else None for path in (self.cert, self.key, self.ca))
         return cert, key, ca
 

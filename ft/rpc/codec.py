@@ -47,9 +47,6 @@ def parse(message_type: type[P], data: bytes) -> P:
         raise ValueError(f"not a {message_type.DESCRIPTOR.full_name}: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------ ours
-
-
 def to_message(value: Any) -> Any:
     """The message of the same name. Raises ValueError for contents it cannot hold: a number of more than 64 bits, half a character."""
     converter = _converter(type(value))
@@ -126,8 +123,7 @@ _converter: Callable[[Any], _Converter] = cache(_Converter)
 
 
 def _made(value_type: type[T], *values: Any) -> T:
-    """Makes a frozen dataclass without its __init__, which sets fields one by one through object.__setattr__: that alone would be a tenth
-    of the cost of a call that comes in."""
+    """Makes a frozen dataclass without its __init__, whose object.__setattr__ for each field would be a tenth of the cost of a call."""
     made = object.__new__(value_type)
     for some in values:
         made.__dict__.update(some)
@@ -247,9 +243,6 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     return quorum
 
 
-# ------------------------------------------------------------------------------------------------ short answers
-
-
 _PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")
 _passing = attrgetter(*_PASSING)
 _lasting = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _PASSING))
@@ -293,9 +286,6 @@ def same_roster(quorum: m.Quorum) -> Any | None:
         dealt=first.dealt,
         deal_id=first.deal_id,
     )
-
-
-# ------------------------------------------------------------------------------------------------ torchft's
 
 
 _TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)

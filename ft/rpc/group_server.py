@@ -41,8 +41,6 @@ log = logging.getLogger("pharos.group")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a group server; one line of JSON on its stdin."""
-
     replica_id: str
     world_size: int
     lighthouse: str  # http://host:port
@@ -85,7 +83,6 @@ class RankReports:
 
     @property
     def blamed(self) -> list[str]:
-        """Members that some rank cannot work with."""
         return sorted({other for others in self._blames.values() for other in others})
 
     @property
@@ -401,9 +398,6 @@ class GroupService:
         for task in list(self._tasks):
             task.cancel()
         await self.link.close()
-
-
-# ------------------------------------------------------------------------------------------------ the process
 
 
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:

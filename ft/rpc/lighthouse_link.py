@@ -219,11 +219,9 @@ class Link(Wire):
                 write.result()
 
     async def write(self, stream: Any, up: Any) -> None:
-        """One message after the other."""
         async with self._writing:
             await stream.write(up.SerializeToString())
 
 
 def status_of(error: Any) -> str:
-    """Code and reason of a call that failed."""
     return f"{error.code().name}: {error.details()}"

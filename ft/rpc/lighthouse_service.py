@@ -99,8 +99,6 @@ class LighthouseService:
             "/pharos.Lighthouse/TakeOver": unary(partial(self._on_event, m.TakeOver)),
         }
 
-    # ---- calls
-
     def _torchft_quorum(self, data: bytes, context: Any) -> Awaitable[bytes]:
         request = codec.parse(torchft_pb2.LighthouseQuorumRequest, data)
         if not request.HasField("requester"):
@@ -150,8 +148,6 @@ class LighthouseService:
             words = "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits"
             log.warning(words, takeover_order_s(self.config.times.takeover_s))
         return b""
-
-    # ---- streams
 
     async def _watch(self, outbox: Outbox) -> None:
         hello = codec.parse(pharos_pb2.Up, await outbox.read_hello()).hello
@@ -224,7 +220,6 @@ class LighthouseService:
 
     @property
     def waiting_ids(self) -> list[str]:
-        """Groups whose call is not answered yet."""
         return sorted(self._pending)
 
     @property
@@ -235,8 +230,6 @@ class LighthouseService:
         self._pending.expire()
         if self.keeper:
             self.keeper.check()
-
-    # ---- effects
 
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:

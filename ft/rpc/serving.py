@@ -220,7 +220,6 @@ class PendingCalls(dict[Any, list[Pending]]):
         self.size = 0  # of all, in bytes
 
     def expire(self) -> None:
-        """Ends the waits that are due."""
         now_s = asyncio.get_running_loop().time()
         for pending in (pending for calls in self.values() for pending in calls):
             if pending.due_s <= now_s:
