@@ -20,15 +20,13 @@ from ft.rpc.access import Endpoint
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 SETTING = "fault_tolerance.interface"
+_IFF_UP = 1
 
 
 class _IfAddrs(ctypes.Structure):
     """struct ifaddrs of getifaddrs(3), which Python does not have; the same on Linux and macOS as far as it is read."""
 
     _fields_ = (("next", c_void_p), ("name", c_char_p), ("flags", c_uint), ("addr", c_void_p))
-
-
-_IFF_UP = 1
 
 
 def _address(sockaddr: int) -> Address | None:

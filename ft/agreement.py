@@ -58,8 +58,7 @@ class Agreement:
         self._carry_out(self._group.broadcast, agreed, 0)
         if not agreed.item():
             return None
-        at = (vote.quorum_id, vote.attempt, vote.step)
-        return outcome or Outcome("commit", *at, "yes", bool(change), "all ranks said yes")
+        return outcome or Outcome("commit", *vote.key[:3], "yes", bool(change), "all ranks said yes")
 
     def _carry_out(self, collective: Callable[..., dist.Work], *arguments: object) -> None:
         try:

@@ -81,8 +81,7 @@ class BucketLayout:
                 members.clear()
             members.append(index)
         for kind, members in filling.items():
-            if members:
-                self._add_bucket(members, tensors, kind)
+            self._add_bucket(members, tensors, kind)
         tail: Kind = (torch.float32, device)
         self._add_bucket(last_bucket_params, tensors, tail)
         self.sizes[tail] += TAIL_ELEMENTS
@@ -136,12 +135,12 @@ class BufferPool:
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
         self._lock = threading.Lock()
-        self._returned_this_step: dict[tuple[int, Kind], list[Tensor]] = {}
-        self._returned_last_step: dict[tuple[int, Kind], list[Tensor]] = {}
+        self._returned_this_step: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+        self._returned_last_step: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
         """A contiguous, uninitialised tensor of its shape, dtype and device."""
-        key = (like.numel(), (like.dtype, like.device))
+        key = (like.numel(), like.dtype, like.device)
         with self._lock:
             for free in (self._returned_last_step, self._returned_this_step):
                 if buffers := free.get(key):
@@ -150,9 +149,7 @@ class BufferPool:
 
     def give(self, buffer: Tensor) -> None:
         with self._lock:
-            self._returned_this_step.setdefault((buffer.numel(), (buffer.dtype, buffer.device)), []).append(
-                buffer.view(-1)
-            )
+            self._returned_this_step.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
 
     def step_done(self) -> None:
         with self._lock:
@@ -170,8 +167,7 @@ def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's shard."""
     if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
         with torch.no_grad():
-            local: Tensor = tensor.to_local()
-            return local
+            return tensor.to_local()
     return tensor
 
 
@@ -182,11 +178,7 @@ def like(parameter: Any, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():
+        shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
         return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=torch.empty(parameter.shape, device="meta").stride(),
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
         )

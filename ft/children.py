@@ -31,7 +31,6 @@ def die_with(parent: int) -> None:
     """Ties a child to its parent, as its first call: Linux kills it as soon as the thread that started it is gone. Exits
     if that has happened before. parent: its process number."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # prctl(2)
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
     if os.getppid() != parent:
         os._exit(0)

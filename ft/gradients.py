@@ -399,15 +399,9 @@ class Gradients:
             attempt, after = self._attempt, self._step.after_last_pass
             if attempt is None or attempt.tail is not None or self._in_last_pass:
                 raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
-            self._buffers = self._buffers or BufferPool(shared=self._shared)
+            buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user = ManagedAllreduce(
-                tensor,
-                self._buffers,
-                mean=mean,
-                keep=self._keep,
-                after_buckets=after,
-                quantized=quantized,
-                feedback=feedback,
+                tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
             )
             self._step.users.append(user)
             if after:  # the same order in each group, whatever gradients it lacks
@@ -536,8 +530,7 @@ class Gradients:
     def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
         if user.after_buckets == after_buckets and not user.sent:
             by = self._queue(attempt) if user.quantized else attempt.queue or attempt.group
-            work = user.send(by, attempt.participants, contributes=attempt.contributes)
-            attempt.works.append(work)
+            attempt.works.append(user.send(by, attempt.participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:

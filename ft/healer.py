@@ -41,16 +41,15 @@ class Healer:
         unlike: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._state, self.transport = state, transport
-        self._group_rank, self._access, self._grace_s, self._hear = group_rank, access, grace_s, hear
-        self._unlike = unlike
+        self._group_rank, self._access, self._grace_s = group_rank, access, grace_s
+        self._hear, self._unlike = hear, unlike
         self._fetching: threading.Thread | None = None
         self._ended_quorum = 0  # the newest quorum whose offer was ended
         self._over = threading.Event()  # the fetch is given up
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
-        # Fetch from one source: the sources register state in which they differ, too (LocalSGD).
-        self.one_source = False
+        self.one_source = False  # True: fetch from one, as sources register state in which they differ, too (LocalSGD)
 
     def offer(self, part: m.Part) -> None:
         """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""

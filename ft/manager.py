@@ -122,7 +122,7 @@ class Manager:
         connect: Callable[[str, int, Access], GroupClient] = GroupClient,
     ) -> None:
         self.group, self._config, self._options = group, config, options
-        self._shape, self._restore = shape, restore
+        self._shape, self._restore, self._agreement, self._seen = shape, restore, agreement, seen
         self._telemetry = ManagerTelemetry(
             config.group_rank,
             lambda: self.step * options.inner_steps,
@@ -156,7 +156,6 @@ class Manager:
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self.client.want_to_leave
-        self._agreement = agreement
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
         self.commit_id = ""  # of that state: equal ids, equal weights
         self.part: m.Part | None = None  # this group's place in the newest quorum
@@ -186,7 +185,6 @@ class Manager:
             restores=restore is not None,
         )
         self.machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
-        self._seen = seen
         self._news = threading.Condition()  # the machine's lock, too
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # of another thread, for the trainer's
@@ -242,9 +240,8 @@ class Manager:
                     self.gradients.begin()
                 self._assignment = DataAssignment(effect.step, effect.slots)
             else:
-                self._assignment = DataAssignment(
-                    effect.step - 1 if isinstance(effect, m.CommitStep) else effect.step, ()
-                )
+                committed = isinstance(effect, m.CommitStep)  # its step is the one after it
+                self._assignment = DataAssignment(effect.step - committed, ())
             if until is not None and self._assignment.step >= until:
                 self.left = True  # nothing is left to train for any group
         return self._assignment
@@ -292,12 +289,7 @@ class Manager:
         telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
         self.left = self.left or effect.leave
         return Commit(
-            effect.divisor,
-            effect.contributors,
-            effect.mean_loss,
-            effect.quorum_size,
-            slots=effect.slots,
-            holes=effect.holes,
+            effect.divisor, effect.contributors, effect.mean_loss, effect.quorum_size, effect.slots, effect.holes
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -479,11 +471,7 @@ class Manager:
             reconfigure_handles=(self._prober.handle,),
         )
         call = replace(
-            call,
-            member=member,
-            checkpoint_metadata=self.healer.transport.address,
-            shape=self._alike,
-            blame=self._blame,
+            call, member=member, checkpoint_metadata=self.healer.transport.address, shape=self._alike, blame=self._blame
         )
         try:
             event = self.client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)

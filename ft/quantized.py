@@ -40,8 +40,7 @@ class Feedback:
 
     def __init__(self) -> None:
         self.held_back: Tensor | None = None
-        # one, of the latest attempt, once its sum is there, if this group gave anything
-        self.pending: list[Tensor] = []
+        self.pending: list[Tensor] = []  # the latest attempt's, once its sum is there, if this group gave anything
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""
@@ -58,8 +57,7 @@ class CollectiveQueue:
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
         self._rank, self._ranks = group.rank(), group.size()
-        # around the start of an exchange: a group that is given up forms anew, for others
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # around the start of an exchange: a group given up forms anew, for others
         self._error: Exception | None = None  # the first one: what comes later fails with it
         self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())

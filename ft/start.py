@@ -35,8 +35,7 @@ class SoloManager:
         self.left, self.writes, self.waits_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        # the sums of one group are the sums
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # one group's sums are the sums
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
         if name in self._registered:
@@ -74,25 +73,10 @@ class SoloManager:
 
     is_broken = finished = False
 
-    # There are no other groups to sum with, to wait for or to tell, no page, and nothing to close.
+    def _nothing(self, *given: Any, **named: Any) -> None:
+        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
 
-    def attach(self, model_parts: Sequence[Any]) -> None:
-        pass
-
-    def want_to_leave(self) -> None:
-        pass
-
-    def regroup(self, until: int) -> None:
-        pass
-
-    def finish(self, *, saved: bool) -> None:
-        pass
-
-    def tell(self, lane: str, words: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    attach = want_to_leave = regroup = finish = tell = close = _nothing
 
 
 def open_manager(
@@ -157,18 +141,8 @@ def open_manager(
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
     group, semi_sync = process_group(settings, device_type), settings.semi_sync_method != "none"
     gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
-    manager = make(
-        group,
-        config,
-        options,
-        store=store,
-        agreement=agreement,
-        shape=shape,
-        gradients=gradients,
-        restore=restore,
-        phase_timer=phase_timer,
-        on_event=on_event,
-    )
+    given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, on_event=on_event)
+    manager = make(group, config, options, shape=shape, gradients=gradients, **given)
     outer: OuterOptimizer = (
         partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
         if settings.semi_sync_method == "diloco"

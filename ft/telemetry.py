@@ -24,6 +24,7 @@ from ft.protocol.messages import name_of
 
 KEPT = 21  # newest steps, whose median length is reported
 SELDOM_S = 30.0  # between two equal reports of a rank other than 0, which reports once a beat
+SENDS = "sending its state"
 log = logging.getLogger("pharos.manager")
 
 
@@ -64,9 +65,6 @@ class OnEvent(Protocol):
 
 def ignore_event(event: str, step: int, **what: object) -> None:
     """Does nothing."""
-
-
-SENDS = "sending its state"
 
 
 @dataclass(frozen=True)

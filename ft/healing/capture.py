@@ -103,14 +103,13 @@ class StagingBuffer:
         self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty
     ) -> None:
         self._streams = streams or (streams_of(body.device) if body.device is not None else None)
+        self.stream: Any = None
         if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
             self._streams.set_device(body.device)
-        self.bytes = allocate(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
-        self.view = self.bytes.numpy().data
-        self.stream: Any = None
-        if self._streams is not None:
             self.stream = self._streams.Stream(body.device)
             self.stream.wait_event(body.ready)
+        self.bytes = allocate(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
+        self.view = self.bytes.numpy().data
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -129,8 +128,7 @@ class TensorPayload:
         self, manifest: StateManifest, tensors: Sequence[torch.Tensor], device: torch.device | None, ready: Any
     ) -> None:
         self.manifest, self.device, self.ready = manifest, device, ready
-        # The same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
-        self._tensors = [
+        self._tensors = [  # the same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
             x.view(-1).view(torch.uint8) if x.is_contiguous() else x.view(_INTEGERS[x.element_size()])
             for x in (tensor.detach() for tensor in tensors)
         ]
@@ -150,8 +148,7 @@ class TensorPayload:
         start, end = self.manifest.span(chunk)
         view = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         if (memory := self.direct(chunk, chunk)) is not None:
-            # without the interpreter's lock, and without torch's threads
-            np.copyto(np.asarray(view), np.asarray(memory))
+            np.copyto(np.asarray(view), np.asarray(memory))  # without the interpreter's lock, and torch's threads
         else:
             self._copy(chunk, staging, at, _get)
         return view

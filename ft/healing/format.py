@@ -30,6 +30,7 @@ MAX_TOTAL_BYTES = 1 << 46  # of one rank's shards
 MAX_DIMS = 64
 MAX_NAME = 1024  # characters
 MAX_DEPTH = 64  # of values in each other
+_WORD = (1 << 64) - 1
 _FIXED = {"format": "pharos healing 1", "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}  # of a header
 
 NAMES = {
@@ -109,10 +110,8 @@ class StateManifest:
             "values": dict(self.values),
         }
         data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
-        if len(data) > MAX_HEADER_BYTES:
-            raise FormatError(
-                f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}: large values belong into tensors"
-            )
+        if (size := len(data)) > MAX_HEADER_BYTES:
+            raise FormatError(f"a header of {size} bytes; at most {MAX_HEADER_BYTES}: large values belong into tensors")
         return data
 
     @staticmethod
@@ -181,9 +180,6 @@ def digest(chunk: int, data: memoryview) -> bytes:
         xored, added = xored ^ word, added + word
     place = (chunk * 0x9E3779B97F4A7C15 + len(data) + 1) & _WORD  # any odd factor spreads the numbers
     return struct.pack("<QQ", xored ^ place, (added + place) & _WORD)
-
-
-_WORD = (1 << 64) - 1
 
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:

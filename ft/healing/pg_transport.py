@@ -99,9 +99,8 @@ class PgFetch:
                 group.abandon("this heal has ended", untouched.set)
                 # a message in flight may still be written into our tensors
                 untouched.wait(self._transport.config.heal_grace_s)
-        raise HealFailed(
-            self._stopped or failed, touched=self._touched, unlike=bool(failed) and not self._stopped and unlike
-        )
+        unlike &= bool(failed) and not self._stopped
+        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=unlike)
 
     def stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason

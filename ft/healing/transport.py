@@ -76,8 +76,7 @@ class StateSource:
 
 
 Sources = Sequence[StateSource]
-# called with (verified bytes, total bytes) from the transport's threads
-Progress = Callable[[int, int], None] | None
+Progress = Callable[[int, int], None] | None  # called with (verified bytes, total bytes) from the transport's threads
 
 
 class Fetch(Protocol):

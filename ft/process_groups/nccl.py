@@ -26,6 +26,7 @@ from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
+_environment_lock = threading.Lock()
 POLL_S = 0.0005  # between two checks of the GPU's progress
 NATIVE: Any = getattr(c10d, "ProcessGroupNCCL", None)  # None where torch is built without NCCL
 
@@ -161,9 +162,6 @@ class NcclEngine:
                 time.sleep(POLL_S)
             ended(failure_of(work.wait), source_of(work, operation))
             del work, item
-
-
-_environment_lock = threading.Lock()
 
 
 @contextmanager

@@ -67,10 +67,8 @@ def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
         for _ in range(MAKES):
             before = {os.fstat(sock.fileno()).st_ino for sock in _sockets()}
             made = make()
-            listening = {
-                os.fstat(sock.fileno()).st_ino: _plain(sock.getsockname()) for sock in _sockets() if _listens(sock)
-            }
-            new = {place for number, place in listening.items() if number not in before}
+            listening = (sock for sock in _sockets() if _listens(sock) and os.fstat(sock.fileno()).st_ino not in before)
+            new = {_plain(sock.getsockname()) for sock in listening}
             if len(new) < 2:
                 return made, new
             del made

@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform  # of typing since Python 3.11
 else:
-
-    def dataclass_transform(**about: Any) -> Any:
-        """Tells type checkers alone."""
-        return lambda cls: cls
-
+    dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (it tells type checkers alone)
 
 VOID = -1  # the step of a group whose state is incomplete, for it is healing
 UNABLE = -1.0  # in a tail: the slot's group cannot contribute (no valid token, not a number, out of memory)
 
 Kind = Literal["pharos", "torchft"]  # the rules of a member
 Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
+Shape = tuple[tuple[str, str], ...]  # (what, digest): layout, dtypes, buckets, settings; must be the same in all groups
+State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is the further
+VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
 # ------------------------------------------------------------------------------------------------ quorums
@@ -67,10 +66,6 @@ class Member:
     @property
     def state(self) -> State:
         return (self.step, self.commit_quorum_id, self.commit_id)
-
-
-Shape = tuple[tuple[str, str], ...]  # (what, digest): layout, dtypes, buckets, settings; must be the same in all groups
-State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is the further
 
 
 @dataclass(frozen=True)
@@ -395,9 +390,6 @@ class Vote(Event):
     @property
     def key(self) -> VoteKey:
         return (self.quorum_id, self.attempt, self.step, self.kind)
-
-
-VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
 class LighthouseAnswered(Event):

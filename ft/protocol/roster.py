@@ -81,8 +81,7 @@ class Roster:
         self.gone: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
-        # Callers of another shape than members that may yet come back -> the difference, in words.
-        self.odd: dict[str, str] = {}
+        self.odd: dict[str, str] = {}  # callers of another shape than members that may yet come back -> the difference
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until, at least; parted from
         self._sat: dict[str, int] = {}  # name -> times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says

@@ -89,11 +89,9 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> times
         self.skipped: list[int] = []
-        # the open deal: slot -> replica_id, in replica_rank order; replaced, never changed
-        self.pending: dict[int, str] = {}
+        self.pending: dict[int, str] = {}  # the open deal: slot -> replica_id, by replica_rank; replaced, never changed
 
     def slot_count(self, participants: int) -> int:
-        """Slots of a deal to so many groups."""
         return self.slots_per_step or participants
 
     def deal(self, participants: Sequence[str]) -> dict[int, str]:
@@ -465,9 +463,8 @@ class Step:
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
         healing = len(part.recover_dst_replica_ranks)
         is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
-        self._leave_announced = (
-            self._leaving and not is_only_holder
-        ) or self._collective_step + 1 == self._leave_at_step
+        is_last = self._collective_step + 1 == self._leave_at_step
+        self._leave_announced = is_last or (self._leaving and not is_only_holder)
         usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
@@ -612,8 +609,7 @@ class Step:
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
-        # equal ids imply equal weights
-        contributions = ",".join([str(round(count)) for count in tail.tokens])
+        contributions = ",".join([str(round(count)) for count in tail.tokens])  # equal ids imply equal weights
         text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored = part.quorum_id, None

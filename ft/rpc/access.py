@@ -20,6 +20,11 @@ from pathlib import Path
 from typing import Any
 
 LEAST_TOKEN = 16  # characters
+_WHY = {
+    errno.EADDRINUSE: "the port is in use; another lighthouse may be running there",
+    errno.EADDRNOTAVAIL: "that is no address of this machine",
+    errno.EACCES: "this user may not listen on that port",
+}
 
 
 @dataclass(frozen=True)
@@ -158,10 +163,3 @@ def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:
     except OSError as error:
         why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())
         raise ValueError(f"{what} {endpoint}: {why}") from None
-
-
-_WHY = {
-    errno.EADDRINUSE: "the port is in use; another lighthouse may be running there",
-    errno.EADDRNOTAVAIL: "that is no address of this machine",
-    errno.EACCES: "this user may not listen on that port",
-}

@@ -37,6 +37,7 @@ TICK_S = 0.5
 RECHECK_S = 0.05
 END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
 log = logging.getLogger("pharos.group")
+CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vote.key; None: a call for a quorum)
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,6 @@ class Settings:
     retries: int | None = None
     spares_above: int | None = None
     parent: int = 0  # pid; 0: nobody's child
-
-
-CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vote.key; None: a call for a quorum)
 
 
 class RankReports:
@@ -280,13 +278,11 @@ class GroupService:
         which = up.WhichOneof("up")
         if which == "report":
             codec.report_from(up.report)
-            awaited = self._reports.waiting
-            self._reports.hear(rank, up.report)
-            if self._reports.waiting != awaited:
+            reports, sent, awaited = self._reports, self._last_report, self._reports.waiting
+            reports.hear(rank, up.report)
+            if reports.waiting != awaited:
                 self.driver.feed(m.SumsAwaited(not awaited))
-            if self._reports.waiting != self._last_report.waiting or self._reports.blamed != list(
-                self._last_report.blame
-            ):
+            if reports.waiting != sent.waiting or reports.blamed != list(sent.blame):
                 self.spawn(self._beat())
         elif which == "wants_to_leave":
             self.driver.feed(m.WantsToLeave())

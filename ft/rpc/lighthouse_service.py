@@ -68,9 +68,7 @@ class LighthouseService:
         self.issued_at = 0.0  # seconds since 1970
         self.page: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
-        self._pending = PendingCalls(
-            lambda replica_id: self.driver.feed(m.CallCancelled(replica_id)), swept=config.tick_s <= SWEEP_S
-        )
+        self._pending = PendingCalls(lambda i: self.driver.feed(m.CallCancelled(i)), swept=config.tick_s <= SWEEP_S)
         self._refusals: dict[str, str] = {}  # what each was told last
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it

@@ -32,6 +32,7 @@ OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
+Route = Callable[["Server"], Any]
 
 
 class CallRefused(Exception):
@@ -85,8 +86,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.connections = (self.room or room_for_connections()) // len(at)  # at one address
         options = [
             ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-            # before and after decompression; headers: 16 KiB by itself
-            ("grpc.max_receive_message_length", MAX_MESSAGE),
+            ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; of headers: 16 KiB
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
             # All may call at once while the loop is busy; of more than 1,000 that wait for it, grpc would cancel some.
@@ -94,8 +94,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
             ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
             ("grpc.server_handshake_timeout_ms", int(self.hello_s * 1000)),
             ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-            # for a host that vanished; beats show it long before where there is a stream
-            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_time_ms", 60_000),  # for a host that vanished; with a stream, beats show it long before
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
@@ -162,9 +161,6 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         for task in self._tasks:
             task.cancel()
         await stopped
-
-
-Route = Callable[[Server], Any]
 
 
 async def _deny(_: Any, context: Any) -> None:
