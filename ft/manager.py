@@ -190,8 +190,7 @@ class Manager:
         self._error: BaseException | None = None  # of another thread, for the trainer's
         self.state.register(MACHINE, self.machine.state_dict, lambda state: None)  # the machine loads it by itself
         self._prober.start(lambda: group.waits_since_s, self._cut)
-        pid = None if options.dies_with_group else 0
-        self.client.watch(self._on_notice, self._ended, pid=pid)
+        self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
         def news(status: Status) -> object:  # heal progress, the reduction that is waited for, unreachable members
             return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
@@ -458,8 +457,6 @@ class Manager:
                 self._feed(event)
         return self._trainer_effect
 
-    # ---- quorum
-
     def _ask_quorum(self, call: m.RankCall) -> m.Event | None:
         self.gradients.prepare()
         self.group.prepare()
@@ -556,13 +553,10 @@ class Manager:
             log.warning("%s", why)
             self.group.interrupt(why, part.quorum_id)
 
-    # ---- the step's collectives and votes
-
     def _open(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.part is not None
         if self._attempt != attempt:  # any earlier attempt on this generation was complete, and was not committed
-            count = len(self.part.participants)
-            self.gradients.open(self.group, count, contributes=contributes, step=attempt[2])
+            self.gradients.open(self.group, len(self.part.participants), contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:

@@ -164,8 +164,7 @@ class SemiSyncManager:
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """`finite`: false also where the round was not finished, since a step of it was no number."""
         assert not self._window or not finite or self._done == self.inner_steps
-        tokens = (sum(tokens_per_slot),) if self._window else ()
-        return self._manager.reduce(tokens, loss_sum, finite)
+        return self._manager.reduce((sum(tokens_per_slot),) if self._window else (), loss_sum, finite)
 
     def commit(self, sums: StepTotals) -> Commit | None:
         commit = self._manager.commit(sums)

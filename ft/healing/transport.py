@@ -40,8 +40,7 @@ class HealFailed(RuntimeError):
 
     def __init__(self, reason: str | Mapping[str, str], *, touched: bool, unlike: bool = False) -> None:
         failed = {} if isinstance(reason, str) else reason
-        text = reason if isinstance(reason, str) else "; ".join(f"{name}: {why}" for name, why in failed.items())
-        super().__init__(text)
+        super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in failed.items()))
         self.touched, self.blame, self.unlike = touched, tuple(failed), unlike
 
 

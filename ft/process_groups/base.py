@@ -88,8 +88,7 @@ class Operation:
             for name, value in self.settings.items():
                 setattr(options, name, getattr(dist.ReduceOp, value) if name == "reduceOp" else value)
             arguments = (*arguments, options)
-        started: dist.Work = getattr(group, self.method)(*arguments)
-        return started
+        return getattr(group, self.method)(*arguments)
 
     def inputs(self) -> list[Tensor]:
         return tree_leaves([self.arguments[at] for at in SIGNATURES[self.method].reads])
@@ -209,8 +208,7 @@ class GroupWork(dist.Work):
         super().__init__()
         self.name, self.started_s = name, time.monotonic()
         self._outputs = outputs
-        devices = {tensor.device for tensor in outputs if tensor.is_cuda}
-        self._future: Future[Any] = Future(devices=sorted(devices, key=str))
+        self._future: Future[Any] = Future(devices=sorted({x.device for x in outputs if x.is_cuda}, key=str))
         self._claim = threading.Lock()
         self._ended = ended = threading.Event()
         self._future.add_done_callback(lambda _: ended.set())  # the first of its callbacks: others may call wait
@@ -426,8 +424,7 @@ class ProcessGroup(Collectives):
         parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        place = store, rank, size, self.rendezvous_s, shape, holders
-        forming = Rendezvous(self._build, *place, prepare=self.prepare)
+        forming = Rendezvous(self._build, store, rank, size, self.rendezvous_s, shape, holders, prepare=self.prepare)
         with self._state:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from ft.children import unsignalled
 from ft.process_groups.errors import GroupError
+from ft.process_groups.sockets import exactly
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
 ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
@@ -63,9 +64,9 @@ class Channel:
         """The next message and its descriptors, which are the caller's to close; None when the other end is gone."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MOST_DESCRIPTORS)
-            head += self._exactly(_HEAD.size - len(head)) if head else b""
-            return (self._exactly(*_HEAD.unpack(head)), descriptors) if head else None
-        except (EOFError, OSError):
+            head += exactly(self._socket, _HEAD.size - len(head)) if head else b""
+            return (exactly(self._socket, *_HEAD.unpack(head)), descriptors) if head else None
+        except OSError:
             return None
 
     def waits(self, limit_s: float) -> bool:
@@ -81,15 +82,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._socket.recv(count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
 
 
 class Child:

@@ -86,6 +86,17 @@ def towards(host: str) -> str:
     raise OSError(f"no interface of this machine leads to {host}")
 
 
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """The next `count` bytes. Raises ConnectionError where the other end hangs up before."""
+    got = bytearray()
+    while len(got) < count:
+        part = sock.recv(count - len(got))
+        if not part:
+            raise ConnectionError("it has hung up")
+        got += part
+    return bytes(got)
+
+
 def _sockets() -> Iterator[socket.socket]:
     """Each TCP socket of this process, under a descriptor that lives until the next one is asked for. Raises OSError where none is left."""
     for path in list(DESCRIPTORS.iterdir()):

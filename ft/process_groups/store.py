@@ -28,6 +28,8 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from ft.process_groups.sockets import exactly
+
 T = TypeVar("T")
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _, _DELETE = range(9)
 _MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
@@ -116,8 +118,7 @@ class StoreClient(Store):
         self._ask(lambda: None, _SET, self._key(key), _bytes(value))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        values = _bytes(expected_value), _bytes(desired_value)
-        return self._ask(self._string, _COMPARE_SET, self._key(key), *values)
+        return self._ask(self._string, _COMPARE_SET, self._key(key), _bytes(expected_value), _bytes(desired_value))
 
     def get(self, key: str) -> bytes:
         """Waits for it."""
@@ -203,15 +204,9 @@ class StoreClient(Store):
 
     def _exactly(self, count: int, limit_s: float | None = None) -> bytes:
         assert self._socket is not None
-        got = bytearray()
         with self._problems():
             self._socket.settimeout(limit_s or self._limit_s)
-            while len(got) < count:
-                part = self._socket.recv(count - len(got))
-                if not part:
-                    raise ConnectionError("it has hung up")
-                got += part
-        return bytes(got)
+            return exactly(self._socket, count)
 
     @contextmanager
     def _problems(self) -> Iterator[None]:

@@ -90,8 +90,7 @@ class QuorumRecord:
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
-            there = self._alive(self._roster.candidates)
-            self._notify(there, m.ChangeAnnounced(self.quorum.quorum_id, self._change))
+            self._notify(self._alive(self._roster.candidates), m.ChangeAnnounced(self.quorum.quorum_id, self._change))
 
     def excuse_heals(self, now_s: float) -> None:
         """Excuses heals that ended with the loss of another member, unless they had EXCUSED_S."""

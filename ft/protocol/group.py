@@ -120,8 +120,7 @@ class Group:
                     self.reason = f"the lighthouse did not answer ({why}); try {self._tries + 1}"
                     self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
                 else:
-                    tries = f"the lighthouse did not answer in {self._tries} tries: {why}"
-                    self._fail_waiting("UNAVAILABLE", tries)
+                    self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
             case m.LighthouseWantsRestore(settled) if self._calling:
                 self._answer_all(settled)
                 self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
@@ -423,9 +422,8 @@ class Group:
             self._joining_since_s += gap_s  # this process was stopped, or the machine asleep, and the ranks with it
         stall_s, joining_s = self.config.times.stall_s, self._joining_since_s
         if joining_s is not None and self._calling is None and now_s - joining_s >= stall_s:
-            missing = self.absent
             self._joining_since_s = None
-            self._end(f"ranks {missing} have not asked for a quorum within {stall_s:g} s of the others")
+            self._end(f"ranks {self.absent} have not asked for a quorum within {stall_s:g} s of the others")
         if waits := self.waits(now_s):
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= beat_s:

@@ -54,8 +54,7 @@ class Lighthouse:
         newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
-        config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
-        self.config = config
+        self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
         self.roster = Roster()
         self.reason = "nobody has called"
         self._record: QuorumRecord | None = None  # of the newest quorum

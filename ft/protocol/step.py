@@ -397,8 +397,7 @@ class Step:
             self._drop_gradients()
             self._drop_held()
         else:
-            # The open deal is kept if all hold the same one, apart from slots that are dealt again; else all return theirs and make a new
-            # one. Kept gradients follow the slots.
+            # All keep the open deal if it is the same, apart from slots that are dealt again; else they make a new one. Gradients follow.
             if part.dealt:
                 self.ledger.redeal(part.participants)
             else:
@@ -682,8 +681,7 @@ class Step:
             self._vote_on_heal("failed", event.reason or f"the state is {found}", event.blame)
 
     def _vote_on_heal(self, verdict: Literal["yes", "failed"], reason: str, blame: tuple[str, ...] = ()) -> None:
-        heal = self.heal
-        if heal and not heal.voted:
+        if (heal := self.heal) and not heal.voted:
             heal.voted = True
             rank = self.config.group_rank
             self._out.append(m.CastVote(Vote(rank, "healed", *heal.at, verdict, False, reason, blame)))
@@ -778,8 +776,7 @@ class Step:
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        clean = not self._failed  # the others have its sums, or wait for none
-        self._out.append(m.Stop(why, slots, clean))
+        self._out.append(m.Stop(why, slots, clean=not self._failed))  # then others have its sums, or wait for none
 
 
 @lru_cache(64)  # the same for all ranks that a process drives

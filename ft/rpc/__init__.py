@@ -6,6 +6,5 @@ Read in this order: driver.py (one machine, one loop), codec.py (dataclasses <->
 
 import os
 
-# Before grpc is imported anywhere: its handlers around fork() can hang a process that forks data workers, and none of ours forks with
-# grpc in use.
+# Before grpc is imported: its handlers around fork() can hang a process that forks data workers, and none of ours forks with grpc in use.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -202,8 +202,7 @@ class GroupClient:
         killed when the group ends, by default this one; 0: none."""
         assert self._thread is None, "one stream a rank"
         pid = os.getpid() if pid is None else pid
-        hello = pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host())
-        self._send("hello", hello)
+        self._send("hello", pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host()))
         sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
 

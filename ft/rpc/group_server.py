@@ -199,8 +199,6 @@ class GroupService:
         if not self.left:
             self.driver.feed(event)
 
-    # ---- calls of ranks
-
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
         self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
@@ -247,8 +245,6 @@ class GroupService:
         if (found := self.machine.checkpoint_metadata.get(group_rank)) is None:
             raise ValueError("rank not found")
         return found
-
-    # ---- streams of ranks
 
     async def _on_watch(self, outbox: Outbox) -> None:
         up = codec.parse(pharos_pb2.RankUp, await outbox.read_hello())
@@ -316,8 +312,6 @@ class GroupService:
         report.replica_id, report.sent_s = self.machine.replica_id, now_s()
         await self.link.send(report=report)
         return True
-
-    # ---- effects
 
     def _answer_rank(self, effect: m.AnswerRank) -> None:
         match effect.answer:

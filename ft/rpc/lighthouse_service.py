@@ -76,8 +76,7 @@ class LighthouseService:
         self._static_quorum_of: m.Quorum | None = None
         self._seen, self._logged_reason, self._logged_id = seen, "", 0
         self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
-        # A group holds back commits when its last answered beat is older than takeover_s / 2: so four answers in a row may be lost, by
-        # default of each third beat.
+        # A group holds back commits when no beat was answered for takeover_s / 2: four answers, by default each third beat's, may be lost.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: lambda e: self.keeper.keep(e.saved) if self.keeper else None,
@@ -252,8 +251,7 @@ class LighthouseService:
         assert quorum is not None
         if name not in self._forms:
             if name == "torchft":
-                told = codec.torchft_quorum(quorum, self.issued_at)
-                reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=told)
+                reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
             elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
                 reply = pharos_pb2.QuorumReply(same=same, **self._terms)
             else:
