@@ -103,13 +103,14 @@ class StagingBuffer:
         self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty
     ) -> None:
         self._streams = streams or (streams_of(body.device) if body.device is not None else None)
-        self.stream: Any = None
         if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
             self._streams.set_device(body.device)
-            self.stream = self._streams.Stream(body.device)
-            self.stream.wait_event(body.ready)
         self.bytes = allocate(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
         self.view = self.bytes.numpy().data
+        self.stream: Any = None
+        if self._streams is not None:
+            self.stream = self._streams.Stream(body.device)
+            self.stream.wait_event(body.ready)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
