@@ -313,15 +313,14 @@ class Roster:
         member is present. True: there is one."""
         here = {m.process_of(i) for i in self.order}
         there = [i for i in self.order if i not in self.sitting]
-        let_in = []
-        for replica_id, (until_s, parted) in self.sitting.items():
+        found = False
+        for replica_id, (until_s, parted) in list(self.sitting.items()):
             wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
             if (wanted or until_s <= now_s) and not pairs_with(replica_id, there, self.blames):
-                let_in.append(replica_id)
-        for replica_id in let_in:
-            del self.sitting[replica_id]
-            self.place(replica_id)
-        return bool(let_in)
+                found = True
+                del self.sitting[replica_id]
+                self.place(replica_id)
+        return found
 
     # ---- several of them
 
@@ -344,11 +343,9 @@ class Roster:
         while len(self.heals) > LOST_KEPT + len(quorum.members):
             self.heals.popitem(last=False)
         self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
-        touched = before | self.previous
-        for replica_id in sorted(touched):
+        touched = before | self.previous  # and a caller under a new id may have been in it under the old one
+        for replica_id in [*sorted(touched), *(i for i in self.candidates if i not in touched)]:
             self.place(replica_id)
-        for replica_id in [i for i in self.candidates if i not in touched]:
-            self.place(replica_id)  # a group that waits on under a new id may have been in it under the old one
 
     def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
         """Counts the members of a quorum from the state file or a report as alive, for a heartbeat timeout from now."""
