@@ -589,17 +589,18 @@ class Manager:
             self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
             raise
-        telemetry.sums_began_s = began_s = time.monotonic()
+        telemetry.sums_began_s = time.monotonic()
         telemetry.current_wait = "sums"
         account = "heal" if self.machine.void else "waiting"
         try:
             with telemetry.phase_timer.phase(account):
+                began_s = time.monotonic()  # and no earlier: no more may be moved than was counted
                 tail = self.gradients.wait()
+                telemetry.waits.append(time.monotonic() - began_s)
         except GroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
             telemetry.current_wait = ""
-        telemetry.waits.append(time.monotonic() - began_s)
         # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
         telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
         return m.Reduced(*attempt, tail)

@@ -70,13 +70,10 @@ class _Converter:
     def __init__(self, value_type: type[Any], message_type: Any = None) -> None:
         """message_type: by default ours, of the same name."""
         self.value_type, self.message_type = value_type, message_type or getattr(pharos_pb2, value_type.__name__)
-        on_wire, hints, own = (
-            self.message_type.DESCRIPTOR.fields_by_name,
-            get_type_hints(value_type),
-            fields(value_type),
-        )
-        self.names = tuple(x.name for x in own if x.name in on_wire)
-        self.defaults = {x.name: x.default for x in own if x.name not in on_wire and x.default is not MISSING}
+        on_wire, hints = self.message_type.DESCRIPTOR.fields_by_name, get_type_hints(value_type)
+        self.names = tuple(x.name for x in fields(value_type) if x.name in on_wire)
+        others = [x for x in fields(value_type) if x.name not in on_wire and x.default is not MISSING]
+        self.defaults = {x.name: x.default for x in others}
         self.read: Callable[[Any], tuple[Any, ...]] = lambda x: tuple(getattr(x, name) for name in self.names)
         if len(self.names) > 1:  # of one name it is no tuple
             self.read = attrgetter(*self.names)
