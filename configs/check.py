@@ -11,13 +11,13 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
 from configs.load import section_types
+from configs.schema import RunConfig
 from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
@@ -28,10 +28,8 @@ from training.log import Log
 from training.optimizer import check_patterns
 from training.tokenizer import build_tokenizer
 
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
-
 SMALL_BYTES = 1 << 20
+Rule = Callable[[], Iterable[str] | None]  # of one section or of several: it raises ValueError, or yields messages
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
@@ -57,10 +55,6 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _rounds(config),
     ]
     _gather(config, between)
-
-
-# A rule of one section or of several: it raises ValueError, or yields messages
-Rule = Callable[[], Iterable[str] | None]
 
 
 def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:

@@ -29,9 +29,6 @@ def raise_problems(problems: Iterable[str], file: str = "") -> None:
         raise ConfigError("\n".join(texts))
 
 
-# ---- the nearest key: typos, the wrong section, names of other trainers
-
-
 # What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
 _OTHER_NAMES = {
     "activation_checkpoint.mode": "activation_checkpoint.type",

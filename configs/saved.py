@@ -9,17 +9,15 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs import document
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
 from configs.load import section_types
+from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
-
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
 
 FILE_NAME = "config.toml"
 BATCH = "training.global_batch_size"

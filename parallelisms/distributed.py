@@ -21,6 +21,7 @@ from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
+BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
 
 
 def why_unusable(backend: str) -> str:
@@ -117,9 +118,6 @@ def open_store(
     assert host and port is not None
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
-
-
-BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
 
 
 @dataclass(frozen=True)

@@ -265,8 +265,6 @@ class Checkpointer:
             if self._background is not None:
                 self._background.shutdown()
 
-    # ------------------------------------------------------------------------------------------------ saving
-
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: values for name in names if (values := self._states[name].state_dict())}
 
@@ -368,8 +366,6 @@ class Checkpointer:
 
     def _find_newest(self) -> None:
         self._found_step = self._newest()
-
-    # ------------------------------------------------------------------------------------------------ loading
 
     def _own_steps(self) -> list[int]:
         try:
@@ -518,8 +514,7 @@ class Ranks:
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
-        result: T = outcome[0]
-        return result
+        return outcome[0]
 
 
 def survey(path: Path) -> Manifest | str:

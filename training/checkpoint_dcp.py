@@ -1,8 +1,7 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
 The files are an ordinary DCP checkpoint. `Streamed` makes the tensors of a model that is larger than memory (a seed, an import) one after
-the other, each when it is written. A separate module because DCP takes a second to import, which checking a configuration must
-not cost.
+the other, each when it is written. A separate module, since DCP takes a second to import, which checking a configuration must not cost.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
@@ -204,9 +203,6 @@ def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:
 def _first_failure(failure: CheckpointException) -> str:
     rank, (cause, _) = min(failure.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
-
-
-# ---- weights that are made while they are saved
 
 
 class Streamed(DefaultSavePlanner):

@@ -13,19 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 
+from parallelisms.device import Device
 from training.config import need
+from training.log import Log
 from training.metrics_writer import LeaderMetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
-
-if TYPE_CHECKING:
-    from parallelisms.device import Device
-    from training.log import Log
-
 
 FIRST_ESTIMATE = 3  # commits of a start
 # What the closing lines name; every phase that is not listed belongs to "other", as does time outside of all phases.
@@ -160,15 +157,12 @@ class Meter:
             validation_s=seconds,
             validation_tokens=tokens,
         )
-        self._write(
-            "charts",
-            step,
-            {
-                "validation_metrics/loss": loss,
-                "validation_metrics/bits_per_byte": bits_per_byte,
-                "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
-            },
-        )
+        scalars = {
+            "validation_metrics/loss": loss,
+            "validation_metrics/bits_per_byte": bits_per_byte,
+            "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
+        }
+        self._write("charts", step, scalars)
 
     def samples(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
@@ -249,8 +243,7 @@ class Meter:
         ]
         if "mfu(%)" in rates:
             fields.append(paint(f"mfu {rates['mfu(%)']:.1f}%", "magenta"))
-        eta_s = self.eta_s(step)
-        if eta_s is not None:
+        if (eta_s := self.eta_s(step)) is not None:
             fields.append(f"ETA {duration(eta_s)}")
         return "  ".join(fields)
 

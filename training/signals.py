@@ -9,12 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from training.log import Log
 from training.progress import Clock
-
-if TYPE_CHECKING:
-    from training.log import Log
 
 STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
@@ -70,7 +68,6 @@ class Signals:
         self._reader.close()
 
     def received(self, number: int) -> None:
-        """Signal `number` has arrived."""
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             with self._lock:
