@@ -33,8 +33,7 @@ Rule = Callable[[], Iterable[str] | None]  # of one section or of several: it ra
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
-    ranks'; None: this machine's."""
+    """Raises ConfigError with all errors in sections; if none, between them; if none, in files. `device_type`: None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
@@ -76,7 +75,6 @@ def multiples(value: int, unit: int) -> str:
 
 
 def _check_batch(config: RunConfig, world_size: int) -> None:
-    """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
     if training.global_batch_size != -1 and training.global_batch_size % at_once:
@@ -144,7 +142,6 @@ def _layouts(config: RunConfig, device_type: str) -> Iterator[str]:
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     check_pipeline(

@@ -55,7 +55,6 @@ class Entry:
         return self._turned(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, weight: Tensor) -> Tensor:
-        """The inverse of `to_theirs`."""
         return self._turned(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
 
     def _turned(self, weight: Tensor, *sizes: int) -> Tensor:
@@ -229,6 +228,5 @@ def _number(body: Mapping[str, Any], key: str, default: Any = None, *, kind: typ
 
 
 def _shown(value: Any) -> str:
-    """As JSON writes it, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -22,8 +22,7 @@ from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel
 def apply_fsdp(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
 ) -> None:
-    """Communication groups: see `communication_groups`. Gradients come out as the plain sum over ranks: training/optimizer.py divides once,
-    by the global number of valid tokens."""
+    """Gradients come out as the plain sum over ranks: training/optimizer.py divides once, by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
     by_default = shards > 1 and mesh[PP].size() == 1

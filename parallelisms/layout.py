@@ -43,8 +43,8 @@ class Precision:
     reduce: torch.dtype = torch.float32  # gradients on the wire and in the accumulators
 
     def __str__(self) -> str:
-        names = (str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute, self.reduce))
-        master, compute, reduce = names
+        dtypes = self.master, self.compute, self.reduce
+        master, compute, reduce = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
             f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
             f"gradient sums {reduce}"

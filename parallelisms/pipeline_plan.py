@@ -50,8 +50,7 @@ def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list
     sizes[0] -= config.pipeline_parallel_first_stage_less_layers
     sizes[-1] -= config.pipeline_parallel_last_stage_less_layers
     assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() has seen to it"
-    ends = accumulate(sizes)
-    stages = [blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    stages = [blocks[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages[0] = ["tok_embeddings", *stages[0]]
     stages[-1] = [*stages[-1], "norm", "output"]
     return stages

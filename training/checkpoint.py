@@ -131,9 +131,8 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`lease`: set where several groups share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that
-        nobody waits for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes its files ("write") and gives the
-        folder its name ("publish", rank 0)."""
+        """`lease`: of groups that share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that none waits
+        for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes ("write"), and renames it ("publish", rank 0)."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
@@ -161,8 +160,7 @@ class Checkpointer:
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """True on rank 0, after `step`, when a save that was due is missing: it failed RETRY_S ago, or the group that was to make it died.
-        Waits for no storage."""
+        """True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or the group that was to make it died. Never waits."""
         if not self._writes or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
@@ -180,8 +178,7 @@ class Checkpointer:
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def has(self, step: int) -> bool:
-        """True when the last save of a run that ends with `step` exists, whichever group wrote it, or checkpoints are off. Called on one
-        rank only."""
+        """True when the last save of a run that ends with `step` exists, whichever group's, or checkpoints are off. Called on one rank."""
         return not self._writes or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
@@ -222,8 +219,7 @@ class Checkpointer:
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
-        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed when none of its checkpoints
-        is whole."""
+        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed if none of its own is whole."""
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._lease.shared:
@@ -351,8 +347,7 @@ class Checkpointer:
         return manifest.size_bytes
 
     def _tidy(self, until: int | None = None) -> None:
-        """Rank 0: removes the leftovers of a killed process. `until`: only of steps up to this one, for another group may be at work
-        there."""
+        """Rank 0: removes the leftovers of a killed process. `until`: of steps up to it, for another group may write later ones."""
         try:
             notes = files.tidy(self.folder, until, self._lease.may_remove)
         except OSError as error:

@@ -55,8 +55,7 @@ def write(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
-    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others
-    OtherRankFailed."""
+    `group` (None: one process) take part and fail together: those that could not write with their OSError, others with OtherRankFailed."""
     _quiet()
     writer = _OneAtATime(path) if planner else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
@@ -206,9 +205,8 @@ def _first_failure(failure: CheckpointException) -> str:
 
 
 class Streamed(DefaultSavePlanner):
-    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives the values;
-    it is called once for each name, when DCP writes it, and by then the tensor before has been freed. `written` gets the bytes of each
-    chunk that is done."""
+    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives them; it is
+    called once for each name, when DCP writes it and the tensor before has been freed. `written` gets the bytes of each finished chunk."""
 
     def __init__(
         self,

@@ -35,16 +35,13 @@ class Log(logging.Handler):
         self.colour = colour and self.is_terminal
 
     def info(self, message: str, *args: object) -> None:
-        """Logs on global rank 0 only."""
         if self.global_rank == 0:
             self._write("", message, args)
 
     def warning(self, message: str, *args: object) -> None:
-        """Logs on every rank."""
         self._write(self.paint("warning: ", "yellow"), message, args)
 
     def error(self, message: str, *args: object) -> None:
-        """Logs, on every rank, the cause that ends the run."""
         self._write(self.paint("error: ", "red"), message, args)
 
     def attach_to(self, name: str) -> None:
@@ -55,7 +52,6 @@ class Log(logging.Handler):
         logger.handlers = [self]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """INFO from global rank 0, WARNING and what is worse from every rank."""
         (self.info if record.levelno < logging.WARNING else self.warning)("%s", record.getMessage())
 
     def overwrite(self, text: str) -> None:

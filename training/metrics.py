@@ -224,8 +224,7 @@ class Meter:
         return rates
 
     def _group_times(self) -> dict[str, float]:
-        """Seconds per step spent on other groups, as means over the steps since the last logging step; and goodput, the share of all time
-        without them."""
+        """Seconds per step spent on other groups, means since the last logging step; and goodput, the share of all time without them."""
         before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
         steps, progress = self._interval["steps"], self._progress
         times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}
