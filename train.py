@@ -168,22 +168,14 @@ class Run(Components):
             raise self.nonfinite(local)
         self.progress.settle()
         self.log.step = step
-        groups = {
-            "quorum_size": commit.quorum_size,
-            "contributors": len(commit.contributors),
-            "heals": self.events.heals,
-        }
+        quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
+        groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
+        tokens, steps = round(commit.divisor), self.inner_steps
         self.meter.step(
-            step,
-            loss=commit.mean_loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=round(commit.divisor),
-            groups=groups if self.config.fault_tolerance.enable else {},
-            steps=self.inner_steps,
+            step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
         )
-        size = self.slot_size * self.inner_steps
-        self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=self.inner_steps)
+        size = self.slot_size * steps
+        self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:

@@ -281,8 +281,7 @@ def _check_model(config: RunConfig, world_size: int) -> None:
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
-    # Half as long to import as torch: not for those who do not need them
-    if config.parallelism.tensor_parallel_degree > 1:
+    if config.parallelism.tensor_parallel_degree > 1:  # what is imported here takes half as long as torch
         from parallelisms.tensor import check_plan
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))

@@ -67,8 +67,7 @@ class RunConfig:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     comm: CommConfig = field(default_factory=CommConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    # not a section: where the settings were written
-    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)  # no section: where settings were written
 
     @property
     def run_folder(self) -> Path:

@@ -148,8 +148,7 @@ def write_config(
     }
 
 
-# What would compute something else here: the values with which it does not, and why.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # what would change logits: the values that do not, and why
     "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
     "attention_bias": ((False, None), "projections here have no bias"),
     "mlp_bias": ((False, None), "projections here have no bias"),

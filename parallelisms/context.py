@@ -76,10 +76,8 @@ def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
         k, v = whole.transpose(0, 1).unbind(2)  # [B, S, K, D]
         size = whole.shape[0] // len(in_order)
         ends = [(piece + 1) * size for piece in mine]
-        queries = q.split(size, dim=1)
-        return torch.cat(
-            [ops.causal_attention(q, k[:, :end], v[:, :end]) for q, end in zip(queries, ends, strict=True)], dim=1
-        )
+        pairs = zip(q.split(size, dim=1), ends, strict=True)
+        return torch.cat([ops.causal_attention(q, k[:, :end], v[:, :end]) for q, end in pairs], dim=1)
 
     return attend
 

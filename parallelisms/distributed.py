@@ -105,8 +105,7 @@ def open_store(
     DistError, or RuntimeError (a port that is taken)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        # A restart must not read the addresses of the ranks that died.
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # else it would read addresses of dead ranks
         return dist.FileStore(url.path + (f".{restarts}" if restarts != "0" else ""), world_size)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":

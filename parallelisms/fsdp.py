@@ -50,8 +50,7 @@ def apply_fsdp(
 
     groups = list(communication_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
-        # the last group is needed again as soon as the backward starts
-        is_last = part.output is not None and part.output in group
+        is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
     wrap(part, reshard=reshard)
     # Gathers so many groups ahead of the one that computes. With 0 torch issues them: in the forward as the CPU runs ahead of the device,

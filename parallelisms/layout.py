@@ -14,8 +14,7 @@ from parallelisms.device import Device
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
 
-# logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32
 
 
 @dataclass(frozen=True)

@@ -144,9 +144,8 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
         n_microbatches = local_batch_size // size
         more = next(n for n in range(n_microbatches, n_microbatches + 2 * pp + 1) if legal(n))
         raise ValueError(
-            f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but "
-            f"{schedule} on {pp} ranks takes {rule}; "
-            f"nearest: {nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
+            f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but {schedule} on {pp} ranks "
+            f"takes {rule}; nearest: {nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
         )
 
 

@@ -163,8 +163,7 @@ class RunLock(AppendedFile):
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
-                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
-                "--job.name NAME"
+                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with --job.name NAME"
             )
         with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
             self.cut(0)

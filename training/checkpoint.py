@@ -64,8 +64,7 @@ class CheckpointConfig:
     verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
     load_only: Annotated[bool, "resume from a checkpoint, but write none"] = False
     enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
-    # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
-    # state, and that is worth the space of one full checkpoint.
+    # true in torchtitan. Here a finished run may be continued, by raising training.steps, which is worth the space of a full checkpoint.
     last_save_model_only: Annotated[
         bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
     ] = False
@@ -99,8 +98,7 @@ class CheckpointConfig:
             raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
             raise ValueError(
-                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
-                'nearest: ""'
+                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; nearest: ""'
             )
         if self.exclude_from_loading and not self.initial_load_path:
             shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
@@ -149,8 +147,7 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
         self._failed_at: float | None = None  # the last save; the same on all ranks
-        # On rank 0:
-        self._had_role = False
+        self._had_role = False  # as the next, on rank 0 alone
         self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
 
     def due(self, step: int) -> bool:

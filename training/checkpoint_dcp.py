@@ -42,8 +42,7 @@ States = dict[str, dict[str, Any]]
 
 _OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing here or there
 _HASHED_IN_THREAD_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
-# A reader loads every chunk that it needs a piece of, whole. Of a tensor of gigabytes in one chunk, each of a thousand
-# ranks would read all of it.
+# A reader loads whole each chunk that it needs a piece of: of one chunk of gigabytes, each of a thousand ranks would read all.
 CHUNK_BYTES = 64 << 20
 
 

@@ -24,8 +24,7 @@ class Log(logging.Handler):
     ) -> None:
         """`group` names the replica group once there are several. `colour` permits colour; only a terminal gets it."""
         super().__init__()
-        # not the handler's, which logging takes at exit: a full pipe may hold up a thread that writes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # not the handler's, which is taken at exit: a full pipe may hold up a writer
         self.global_rank = global_rank
         self.step: int | None = None
         self._group = group

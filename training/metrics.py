@@ -297,8 +297,7 @@ class Memory:
         return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
 
 
-# Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.
-_PEAKS = (
+_PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first pattern found in the device's name counts
     (r"\bMIG\b", None),  # a slice of a card has a slice of its peak
     (r"\bA100\b", 312.0),
     (r"\bH100 NVL\b", 835.0),

@@ -16,8 +16,7 @@ from training.log import Log
 Clock = Callable[[], float]
 T = TypeVar("T")
 
-# The phases of a run and their description in messages. Other names may be used, as their own description.
-PHASES = {
+PHASES = {  # of a run, and their description in messages; other names may be used, as their own description
     "": "between phases",
     "start": "start",
     "data": "data loading",

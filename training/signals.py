@@ -18,8 +18,7 @@ STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-# A launcher, a terminal and a scheduler may each deliver the same wish; what comes this soon is no second one.
-_SAME_WISH_S = 2.0
+_SAME_WISH_S = 2.0  # launcher, terminal and scheduler may each deliver one wish: what comes this soon is no second one
 SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads it
 
 

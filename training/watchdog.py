@@ -63,8 +63,7 @@ class Watchdog:
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
         self._record, self._waits_for_others_s = record, waits_for_others_s
-        # a later rank prints only when rank 0 has had its time
-        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
+        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 prints first, if it can
         self._ends_after_s = 2 * answer_s + grace_s
         self._steps = 0  # finished since the start
         self._since = self._polled = clock()

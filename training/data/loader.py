@@ -210,8 +210,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
     if shutdown := getattr(iterator, "_shutdown_workers", None):  # torch has no public call
         shutdown()
     for worker in getattr(iterator, "_workers", ()):
-        # It hangs in a read, and SIGTERM, which torch has sent it by now, is not for it (see unsignalled)
-        if worker.is_alive():
+        if worker.is_alive():  # it hangs in a read, and ignores the SIGTERM that torch has sent it (see unsignalled)
             worker.kill()
 
 
