@@ -142,9 +142,8 @@ class Run(Components):
             return self.print_summary("stopped at", "the same command goes on")
         self.saver.save_last(lambda: pending_signals & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
-        next_command = (
-            f"python scripts/generate.py {config.run_folder}; tensorboard --logdir {config.run_folder.parent}"
-        )
+        folder = config.run_folder
+        next_command = f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
         return self.print_summary("finished", next_command)
 
     def train_step(self) -> bool:
