@@ -210,7 +210,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
     if shutdown := getattr(iterator, "_shutdown_workers", None):  # torch has no public call
         shutdown()
     for worker in getattr(iterator, "_workers", ()):
-        if worker.is_alive():  # it hangs in a read, and ignores the SIGTERM that torch has sent it (see unsignalled)
+        if worker.is_alive():  # it hangs in a read, and the SIGTERM that torch has sent it is blocked (see unsignalled)
             worker.kill()
 
 
