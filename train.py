@@ -180,13 +180,13 @@ class Run(Components):
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
         all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
-        losses, at, seed = list[tuple[Batch, Tensor]](), self.coordinate, self.config.training.seed
-        slots = assignment.slots
+        losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
+        training = self.config.training
         for batch in batches or self.progress.timed("data", self.loader.load(slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
                 # tensors must stay equal (DTensor has its own generator for parts).
-                place = f"{seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                place = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
             with last_pass, self.progress.phase("compute"):
