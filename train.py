@@ -110,8 +110,7 @@ class Run(Components):
     """One start of a run on one rank: the loop over what Components builds from the configuration."""
 
     def train(self) -> None:
-        """Steps until training.steps are committed, or a signal asks to stop. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite,
-        Stopped."""
+        """Steps until training.steps are committed, or told to stop. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite, Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
@@ -168,50 +167,39 @@ class Run(Components):
             raise self.nonfinite(local)
         self.progress.settle()
         self.log.step = step
-        groups = {
-            "quorum_size": commit.quorum_size,
-            "contributors": len(commit.contributors),
-            "heals": self.events.heals,
-        }
+        quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
+        groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
+        tokens, steps = round(commit.divisor), self.inner_steps
         self.meter.step(
-            step,
-            loss=commit.mean_loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=round(commit.divisor),
-            groups=groups if self.config.fault_tolerance.enable else {},
-            steps=self.inner_steps,
+            step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
         )
-        size = self.slot_size * self.inner_steps
-        self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=self.inner_steps)
+        size = self.slot_size * steps
+        self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
         all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
-        losses, at = list[tuple[Batch, Tensor]](), self.coordinate
-        for batch in batches or self.progress.timed("data", self.loader.load(assignment.slots)):
+        losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
+        training = self.config.training
+        for batch in batches or self.progress.timed("data", self.loader.load(slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
                 # tensors must stay equal (DTensor has its own generator for parts).
-                place = (
-                    f"{self.config.training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
-                )
+                place = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
             with last_pass, self.progress.phase("compute"):
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
-            if batch.ends_slot and batch.slot == assignment.slots[-1]:
+            if batch.ends_slot and batch.slot == slots[-1]:
                 break
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
             counted = losses if at.counts_tokens else ()  # of the ranks that see the same sequences one counts them
-            tokens = [
-                sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in assignment.slots
-            ]
+            tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
             known = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
             broken = (~loss_sum.isfinite()).double()
             sums = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
@@ -242,7 +230,6 @@ class Run(Components):
             sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, valid tokens, bytes
             for batch in self.held_out.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
                 inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-                # Of the ranks that see the same sequences one counts them.
                 valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
                 count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
                 sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))

@@ -11,13 +11,13 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
 from configs.load import section_types
+from configs.schema import RunConfig
 from models.contract import nearest
 from parallelisms.device import type_here
 from parallelisms.mesh import degrees
@@ -28,15 +28,12 @@ from training.log import Log
 from training.optimizer import check_patterns
 from training.tokenizer import build_tokenizer
 
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
-
 SMALL_BYTES = 1 << 20
+Rule = Callable[[], Iterable[str] | None]  # of one section or of several: it raises ValueError, or yields messages
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Raises ConfigError with all errors in sections; if there are none, between them; if there are none, in files. `device_type`: the
-    ranks'; None: this machine's."""
+    """Raises ConfigError with all errors in sections; if none, between them; if none, in files. `device_type`: None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
@@ -59,10 +56,6 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
     _gather(config, between)
 
 
-# A rule of one section or of several: it raises ValueError, or yields messages
-Rule = Callable[[], Iterable[str] | None]
-
-
 def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
     """Asks all rules and raises what they found, each with the place where its key was written."""
 
@@ -82,7 +75,6 @@ def multiples(value: int, unit: int) -> str:
 
 
 def _check_batch(config: RunConfig, world_size: int) -> None:
-    """A step is whole microbatches on every rank."""
     training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
     at_once = training.local_batch_size * ranks
     if training.global_batch_size != -1 and training.global_batch_size % at_once:
@@ -150,7 +142,6 @@ def _layouts(config: RunConfig, device_type: str) -> Iterator[str]:
 
 
 def _check_pipeline(config: RunConfig) -> None:
-    """Stages, ranks, layers and microbatches fit each other."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return
     check_pipeline(
@@ -290,8 +281,7 @@ def _check_model(config: RunConfig, world_size: int) -> None:
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
-    # Half as long to import as torch: not for those who do not need them
-    if config.parallelism.tensor_parallel_degree > 1:
+    if config.parallelism.tensor_parallel_degree > 1:  # what is imported here takes half as long as torch
         from parallelisms.tensor import check_plan
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))

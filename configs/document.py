@@ -19,7 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
-
 _KEY_AHEAD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\d+\])+")
 
 
@@ -88,12 +87,9 @@ def _inside(folder: Path) -> str:
     return f"; there are {', '.join(names[:5])}" if names else ""
 
 
-# ---- lines of keys: tomllib gives values without positions
-
-
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every table and key of a valid TOML text: {"training": 3, "training.steps": 4, "a.list[0].b": 9}. A key that several
-    statements build up (dotted keys, sub-tables) has the line where it is first named."""
+    """The line of every table and key of a valid TOML text, which tomllib does not give: {"training": 3, "training.steps": 4,
+    "a.list[0].b": 9}. A key that several statements build up (dotted keys, sub-tables) has the line where it is first named."""
     lines, array_lengths = dict[str, int](), Counter[str]()
     header, statement, start = "", "", 1  # start: the first line that is not read yet
 

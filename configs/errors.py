@@ -29,11 +29,7 @@ def raise_problems(problems: Iterable[str], file: str = "") -> None:
         raise ConfigError("\n".join(texts))
 
 
-# ---- the nearest key: typos, the wrong section, names of other trainers
-
-
-# What torchtitan's versions and other trainers call our keys. With a section: that key exactly; without: in any.
-_OTHER_NAMES = {
+_OTHER_NAMES = {  # what other trainers call our keys; with a section: torchtitan's name, exactly; without: in any section
     "activation_checkpoint.mode": "activation_checkpoint.type",
     "checkpoint.enable": "checkpoint.enable_checkpoint",
     "checkpoint.interval": "save_interval",
@@ -71,8 +67,7 @@ _OTHER_NAMES = {
     "training.steps": "max_iters max_steps",
 }
 OTHER_NAMES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
-# Keys of torchtitan that have no counterpart by design.
-GONE = {
+GONE = {  # keys of torchtitan that have no counterpart by design
     "model.flavor": "sizes are spelled out: model.dim, model.n_layers, ...",
     "job.config_file": "the config file is the first argument",
     "job.custom_config_module": "a model's keys are the Config of models/<model.name>.py",

@@ -21,6 +21,8 @@ _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operato
 _BOUND = re.compile(r"(>=|<=|!=|>|<) -?[0-9.]+(e-?[0-9]+)?")
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _PLURALS = {bool: "true or false", int: "integers", float: "numbers", str: "strings"}
+_INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
+_MEANT_AS_BOOL = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,6 @@ class Key:
         return " ".join([noun, " and ".join(self.bounds)]).strip()
 
     def holds(self, value: float) -> bool:
-        """True within the bounds."""
         limits = (bound.split(" ") for bound in self.bounds)
         return all(_COMPARE[sign](value, float(limit)) for sign, limit in limits)
 
@@ -86,9 +87,7 @@ def keys_of(section: type) -> Mapping[str, Key]:
         for bound in bounds:
             if not is_number or not _BOUND.fullmatch(bound):
                 raise TypeError(f"{where}: {bound!r} is no bound (>, >=, <, <=, != and a number, on int and float)")
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         keys[field.name] = Key(field.name, kind, text, tuple(bounds), default)
     return keys
 
@@ -117,21 +116,10 @@ def _readable(kind: Any) -> bool:
     return is_list and typing.get_origin(inner) is not tuple and _readable(inner)
 
 
-# ---- values: conversion and text
-
-
-_INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
-_MEANT_AS_BOOL = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
-
-
 def convert(key: Key, value: Any) -> Any:
     """The value as the dataclass holds it: an int becomes a float where one is due, a list a tuple. No tables. Raises ValueError with the
     legal values and the nearest one: "must be an integer >= 1; did you mean 20?"."""
-    accepted = _accepted(key, value)
-    if accepted is not None:
+    if (accepted := _accepted(key, value)) is not None:
         return accepted
     legal = key.legal()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,5 +1,4 @@
-"""From the command line to a RunConfig: TOML, overrides, every value checked, every problem reported at once. check.py checks sections
-against each other, and files."""
+"""From the command line to a RunConfig: TOML, overrides, every value checked, every problem reported at once. check.py does the rest."""
 
 from __future__ import annotations
 

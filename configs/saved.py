@@ -9,17 +9,15 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs import document
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
 from configs.load import section_types
+from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
-
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
 
 FILE_NAME = "config.toml"
 BATCH = "training.global_batch_size"
@@ -44,8 +42,7 @@ _MAY_CHANGE = (
     "optimizer.implementation",  # another kernel, the same rule
     "lr_scheduler.total_steps",  # grows with training.steps
 )
-# May change between two starts, but not from group to group
-_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")
+_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between starts, but not between groups
 # Each machine's; and what ft/start.py tells the others as the number it comes to.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
@@ -118,8 +115,7 @@ def _differences(
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
     old = {**dict(_texts(_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
-    # -1: saved as what it came to when the run began; how it is cut may change
-    if config.training.global_batch_size == -1 and batch != -1:
+    if config.training.global_batch_size == -1 and batch != -1:  # saved as what it came to; how it is cut may change
         for key in (BATCH, "training.local_batch_size"):
             now.pop(key)
             saved.pop(key, None)
@@ -142,6 +138,5 @@ def _differences(
 
 def _matters(key: str, config: RunConfig) -> bool:
     if key == "training.local_batch_size":
-        # -1: it says how many sequences a step has; otherwise only how they are cut.
-        return config.training.global_batch_size == -1
+        return config.training.global_batch_size == -1  # then it says a step's length, else only how it is cut
     return key.startswith(_IDENTITY) and key not in _MAY_CHANGE

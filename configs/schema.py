@@ -67,8 +67,7 @@ class RunConfig:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     comm: CommConfig = field(default_factory=CommConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    # not a section: where the settings were written
-    origin: Origin = field(default_factory=Origin, compare=False, repr=False)
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)  # no section: where settings were written
 
     @property
     def run_folder(self) -> Path:
@@ -79,11 +78,9 @@ class RunConfig:
         """The model on the meta device, which takes no memory. `max_seq_len`: 0: training.seq_len."""
         build = model_module(self.model.name).build
         with torch.device("meta"):
-            model: Model = build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
-        return model
+            return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
 
     def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:
-        """How these settings have the model run on this kind of device."""
         return Layout(
             self.parallelism,
             self.activation_checkpoint,

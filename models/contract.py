@@ -68,8 +68,7 @@ class Head(nn.Linear):
     """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and FSDP has the
     weight gathered exactly while the loss is computed."""
 
-    # hidden [B, T, C], weight [V, C], labels [B, T] -> sum
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # of hidden [B, T, C], weight [V, C], labels [B, T]
 
     def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:  # [B, T, C]
         if labels is None:

@@ -39,8 +39,7 @@ class BlockedCausalAttention(Function):
         heads = _Heads(q, k, v)
         grad_out = grad_out.reshape(heads.q.shape)
         grad_q = torch.empty_like(heads.q)  # [B * K, G, T, D]
-        # [B * K, S, D], fp32 since each block of queries adds to it
-        grad_k = torch.zeros_like(heads.k, dtype=torch.float32)
+        grad_k = torch.zeros_like(heads.k, dtype=torch.float32)  # [B * K, S, D]; each block of queries adds to it
         grad_v = torch.zeros_like(grad_k)
         for part, rows, seen in heads.blocks():
             queries = heads.q[part, :, rows].flatten(1, 2)  # [P, G * t, D]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from models.contract import Model
+from models.contract import Model
 
 BLOCK_ROWS = 128
 

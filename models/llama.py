@@ -75,7 +75,6 @@ class Config(ModelConfig):
             )
 
     def check_tensor_parallel(self, degree: int) -> None:
-        """Each rank takes whole groups of heads and as many features as any other."""
         shared = {"n_heads": self.n_heads, "n_kv_heads": self.n_kv_heads, "hidden_dim": self.hidden_dim}
         uneven = [f"model.{name} = {count}" for name, count in shared.items() if count % degree]
         if uneven:
@@ -117,7 +116,6 @@ class Llama(Model):
         return self.output(h, labels=labels) if self.output is not None else h  # [B, T, V], or the loss
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Empty key/value caches for `batch` sequences of up to `length` tokens."""
         shape = (batch, length, self.config.n_kv_heads, self.config.dim // self.config.n_heads)  # [B, T, K, D]
         return {name: LayerCache(shape) for name in self.layers}
 

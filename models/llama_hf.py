@@ -55,7 +55,6 @@ class Entry:
         return self._turned(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, weight: Tensor) -> Tensor:
-        """The inverse of `to_theirs`."""
         return self._turned(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
 
     def _turned(self, weight: Tensor, *sizes: int) -> Tensor:
@@ -149,8 +148,7 @@ def write_config(
     }
 
 
-# What would compute something else here: the values with which it does not, and why.
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # what would change logits: the values that do not, and why
     "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
     "attention_bias": ((False, None), "projections here have no bias"),
     "mlp_bias": ((False, None), "projections here have no bias"),
@@ -229,6 +227,5 @@ def _number(body: Mapping[str, Any], key: str, default: Any = None, *, kind: typ
 
 
 def _shown(value: Any) -> str:
-    """As JSON writes it, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

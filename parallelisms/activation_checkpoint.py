@@ -72,8 +72,7 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
 
 def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since a compiler begins at one
-        # nothing is computed again, and a block that appends to a cache could not be traced
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # nothing is computed again; a block that appends to a cache cannot be traced
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 

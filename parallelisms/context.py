@@ -35,7 +35,6 @@ def apply_context_parallel(
     for attention in attentions(part, mesh.size()):
         attention.attend = attend
     here = positions(pieces, seq_len)[mesh.get_local_rank()].to(mesh.device_type)
-
     part.register_forward_pre_hook(lambda _, args, named: (args, {**named, "positions": here}), with_kwargs=True)
     return lambda tokens: tokens[:, here.to(tokens.device)]
 
@@ -52,9 +51,8 @@ def attentions(part: Model, degree: int) -> list[Any]:
 
 
 def pieces_of_ranks(cp: int, load_balancer: str) -> list[list[int]]:
-    """The pieces of a sequence that each rank holds, by number; all pieces have the same length. A causal query costs as many products as
-    there are tokens before it, so "headtail" gives rank r one piece from the head, r, and one from the tail, 2 cp - 1 - r: the same work
-    for all. "none": piece r."""
+    """The pieces of a sequence that each rank holds, by number; all have the same length. A causal query costs as many products as there
+    are tokens before it, so "headtail" gives rank r one from the head, r, and one from the tail, 2 cp - 1 - r: even work. "none": r."""
     return [[rank, 2 * cp - 1 - rank] if load_balancer == "headtail" else [rank] for rank in range(cp)]
 
 
@@ -65,9 +63,8 @@ def positions(pieces: list[list[int]], seq_len: int) -> list[Tensor]:
 
 
 def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
-    """Exact causal attention on any device: one collective gathers the keys and values of the whole sequence, then each local piece attends
-    to the tokens before and in it. The backward sums the gradients of keys and values over the ranks, in the compute dtype, and gives
-    each rank those of its tokens."""
+    """Exact causal attention on any device: one collective gathers keys and values of the whole sequence, then each local piece attends to
+    the tokens before and in it. The backward sums their gradients over the ranks, in the compute dtype; each rank gets those it owns."""
     mine, cp, group = pieces[mesh.get_local_rank()], mesh.size(), mesh.get_group().group_name
     as_gathered = [piece for rank_pieces in pieces for piece in rank_pieces]
     in_order = [as_gathered.index(piece) for piece in range(len(as_gathered))]
@@ -79,10 +76,8 @@ def gathering_attention(mesh: DeviceMesh, pieces: list[list[int]]) -> Attend:
         k, v = whole.transpose(0, 1).unbind(2)  # [B, S, K, D]
         size = whole.shape[0] // len(in_order)
         ends = [(piece + 1) * size for piece in mine]
-        queries = q.split(size, dim=1)
-        return torch.cat(
-            [ops.causal_attention(q, k[:, :end], v[:, :end]) for q, end in zip(queries, ends, strict=True)], dim=1
-        )
+        pairs = zip(q.split(size, dim=1), ends, strict=True)
+        return torch.cat([ops.causal_attention(q, k[:, :end], v[:, :end]) for q, end in pairs], dim=1)
 
     return attend
 

@@ -23,14 +23,11 @@ class DeviceTraits:
 
     backend: str = "gloo"  # the library of collectives that serves it
     pins_batches: bool = False  # batches wait in pinned memory: the copy from there does not hold the host up
-    # tokens of a chunk of the loss, at least, and then a power of two; 0: as many as the memory bound allows
-    least_loss_chunk: int = 0
+    least_loss_chunk: int = 0  # tokens that a chunk of the loss has at least; 0: as many as the memory bound allows
     adds_products_in_fp32: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
     has_allocator: bool = False  # of torch's own, with counters, and a history that can be dumped
-    # an operation returns before it is computed: a measurement waits, and the host's thread is free
-    queues_work: bool = False
-    # rows and dtype of the matrices by which tools/cluster measures speed
-    probe: tuple[int, torch.dtype] = (256, torch.float32)
+    queues_work: bool = False  # an operation returns before it is computed: a measurement waits, and the host is free
+    probe: tuple[int, torch.dtype] = (256, torch.float32)  # rows, dtype: matrices by which tools/cluster measures speed
     largest_message: int = 1 << 20  # bytes, by which it measures links: eight ranks on a laptop keep within 500 MB
     words: str = "on CPUs"  # where ranks are, in a sentence
 

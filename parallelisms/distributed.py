@@ -21,6 +21,7 @@ from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
+BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
 
 
 def why_unusable(backend: str) -> str:
@@ -104,8 +105,7 @@ def open_store(
     DistError, or RuntimeError (a port that is taken)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        # A restart must not read the addresses of the ranks that died.
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # else it would read addresses of dead ranks
         return dist.FileStore(url.path + (f".{restarts}" if restarts != "0" else ""), world_size)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":
@@ -117,9 +117,6 @@ def open_store(
     assert host and port is not None
     timeout = timedelta(seconds=timeout_s)
     return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
-
-
-BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """float8: the products of linear layers in 8-bit floats, by torchao (the extra `float8`). For CUDA devices that multiply them.
 
-parallelize() applies it before any cutting. Parameters, optimizer, everything between the products and the head stay as wide as they are.
-torchao is imported only where it is used."""
+parallelize() applies it before any cutting. Parameters, optimizer, everything between the products and the head keep their width."""
 
 from __future__ import annotations
 
@@ -50,12 +49,9 @@ class Float8Config:
         if find_spec("torchao") is None:
             reason = f'needs the package torchao, which is not installed: {sys.executable} -m pip install ".[float8]"'
         elif not self.emulate and capability < CAPABILITY:
-            has = (
-                f"its compute capability is {'.'.join(map(str, capability))}"
-                if any(capability)
-                else "there is none here"
-            )
-            reason = f"needs a CUDA device of compute capability {'.'.join(map(str, CAPABILITY))} or more, {has}"
+            least, own = (".".join(map(str, version)) for version in (CAPABILITY, capability))
+            has = f"its compute capability is {own}" if any(capability) else "there is none here"
+            reason = f"needs a CUDA device of compute capability {least} or more, {has}"
         if reason:
             raise ValueError(f"float8.enable = true: {reason}; set it to false")
 
@@ -64,11 +60,7 @@ def apply_float8(part: Model, config: Float8Config) -> None:
     """Swaps the linear layers of the blocks whose sizes the kernels take (multiples of 16); names stay."""
     if not config.enable:
         return
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
     def swaps(module: nn.Module, name: str) -> bool:
         fits = type(module) is nn.Linear and module.in_features % 16 == module.out_features % 16 == 0

@@ -22,8 +22,7 @@ from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel
 def apply_fsdp(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
 ) -> None:
-    """Communication groups: see `communication_groups`. Gradients come out as the plain sum over ranks: training/optimizer.py divides once,
-    by the global number of valid tokens."""
+    """Gradients come out as the plain sum over ranks: training/optimizer.py divides once, by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
     by_default = shards > 1 and mesh[PP].size() == 1
@@ -51,8 +50,7 @@ def apply_fsdp(
 
     groups = list(communication_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
-        # the last group is needed again as soon as the backward starts
-        is_last = part.output is not None and part.output in group
+        is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
     wrap(part, reshard=reshard)
     # Gathers so many groups ahead of the one that computes. With 0 torch issues them: in the forward as the CPU runs ahead of the device,

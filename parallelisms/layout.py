@@ -14,8 +14,7 @@ from parallelisms.device import Device
 from parallelisms.float8 import Float8Config
 from parallelisms.mesh import ParallelismConfig
 
-# logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32 scalar
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B, T] -> sum over valid tokens, fp32
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Precision:
     reduce: torch.dtype = torch.float32  # gradients on the wire and in the accumulators
 
     def __str__(self) -> str:
-        names = (str(dtype).removeprefix("torch.") for dtype in (self.master, self.compute, self.reduce))
-        master, compute, reduce = names
+        dtypes = self.master, self.compute, self.reduce
+        master, compute, reduce = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
             f"master weights and optimizer {master}; forward and backward {compute}; norms, softmax and loss float32; "
             f"gradient sums {reduce}"

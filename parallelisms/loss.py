@@ -83,8 +83,7 @@ class _InChunks(Function):
             if grad_weight is not None and grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), h[part])
             elif grad_weight is not None:
-                in_fp32 = DEVICE_TRAITS[h.device.type].adds_products_in_fp32
-                add_product(grad_weight, grad.t(), h[part], in_fp32=in_fp32)
+                add_product(grad_weight, grad.t(), h[part], in_fp32=DEVICE_TRAITS[h.device.type].adds_products_in_fp32)
             total += loss.detach()
             del logits, loss, grad  # before the next chunk's are made
         ctx.save_for_backward(grad_h, None if grad_weight is None else grad_weight.to(weight.dtype))

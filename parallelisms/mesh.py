@@ -155,9 +155,8 @@ def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     if shards not in (-1, left):
         beside = f" (the other degrees take {others})" if others > 1 else ""
         raise ValueError(
-            f"parallelism.data_parallel_shard_degree = {shards}: the degrees must multiply to the number of ranks, "
-            f"{world_size}{beside}; nearest: {left}, or -1 for all that are left; or start {shards * others} ranks "
-            f"(NPROC={shards * others})"
+            f"parallelism.data_parallel_shard_degree = {shards}: the degrees must multiply to the number of ranks, {world_size}{beside}; "
+            f"nearest: {left}, or -1 for all that are left; or start {shards * others} ranks (NPROC={shards * others})"
         )
     pp, dp_replicate, cp, tp = named.values()
     return Degrees(pp, dp_replicate, left, cp, tp)

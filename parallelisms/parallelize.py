@@ -19,7 +19,6 @@ from parallelisms.mesh import CP, PP, TP
 if TYPE_CHECKING:
     from parallelisms.pipeline import Pipeline
 
-
 Parallelized: TypeAlias = "NoPipeline | Pipeline"  # the training loop's view of a model: the methods of NoPipeline
 
 

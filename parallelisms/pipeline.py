@@ -115,8 +115,7 @@ class Pipeline:
             )
             for part, index in zip(self.parts, self._stages_by_rank[self._mesh.get_local_rank()], strict=True)
         ]
-        # The head has seen the labels already
-        runtime = _PipelineScheduleRuntime(
+        runtime = _PipelineScheduleRuntime(  # whose loss is the last stage's output: the head has seen the labels
             stages, tokens.shape[0] // self._microbatch_size, loss_fn=lambda loss_sum, _: loss_sum, scale_grads=False
         )
         order: dict[int, list[Any]] = {

@@ -50,8 +50,7 @@ def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list
     sizes[0] -= config.pipeline_parallel_first_stage_less_layers
     sizes[-1] -= config.pipeline_parallel_last_stage_less_layers
     assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() has seen to it"
-    ends = accumulate(sizes)
-    stages = [blocks[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    stages = [blocks[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages[0] = ["tok_embeddings", *stages[0]]
     stages[-1] = [*stages[-1], "norm", "output"]
     return stages
@@ -145,9 +144,8 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
         n_microbatches = local_batch_size // size
         more = next(n for n in range(n_microbatches, n_microbatches + 2 * pp + 1) if legal(n))
         raise ValueError(
-            f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but "
-            f"{schedule} on {pp} ranks takes {rule}; "
-            f"nearest: {nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
+            f"{key}: makes {n_microbatches} microbatches of training.local_batch_size = {local_batch_size}, but {schedule} on {pp} ranks "
+            f"takes {rule}; nearest: {nearest(size, sizes) + ', or ' if sizes else ''}training.local_batch_size = {more * size}"
         )
 
 

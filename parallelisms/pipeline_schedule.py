@@ -39,8 +39,7 @@ Timeline = list[list[tuple[int, Action]]]  # by rank: the time slot in which eac
 
 
 def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
-    """The actions of a schedule by name, or of a CSV file by path; the numbers must be legal for it (parallelisms/pipeline_plan.py). Raises
-    ValueError for a file that cannot be read."""
+    """The actions of a schedule by name, or of a CSV file by path (ValueError: unreadable); pipeline_plan.py checks the numbers."""
     if schedule not in SCHEDULES:
         return read_csv(schedule)
     if schedule in ONE_STAGE:

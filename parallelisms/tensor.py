@@ -109,8 +109,7 @@ def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> No
 
 
 def check_plan(model: Model, degrees: Degrees) -> None:
-    """Raises ValueError where the plan of `model`, a whole one, forgets a module or has an entry of no use, and where a parameter cannot
-    be cut that often."""
+    """Raises ValueError where the plan of a whole `model` forgets a module or has an idle entry, or a parameter cannot be cut so often."""
     cause = f"parallelism.tensor_parallel_degree = {degrees.tp}: "
     plan = f"the TP_PLAN of {type(model).__module__} "
     unused = set(model.tp_plan)

@@ -44,15 +44,13 @@ class AppendedFile:
         self.size_bytes += len(piece)
 
     def cut(self, end: int) -> None:
-        """Keeps so many bytes."""
         if end != self.size_bytes:
             os.ftruncate(self._fd, end)
             self.size_bytes = end
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Locks the file for this process; False: the file system has no locks. Raises BlockingIOError where another process has not
-        released it within LOCK_S."""
+        """Locks the file; False: the file system has no locks. Raises BlockingIOError where another process holds it for LOCK_S."""
         end_s = time.monotonic() + LOCK_S
         while (is_locked := try_lock(self._fd)) is False:
             if time.monotonic() >= end_s:
@@ -89,8 +87,7 @@ class AppendedFile:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Locks an open file for this process, until its end at the latest. False: another process has it; None: the file system has no
-    locks."""
+    """Locks an open file until the process ends, at the latest. False: another process has it; None: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -166,8 +163,7 @@ class RunLock(AppendedFile):
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
-                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with "
-                "--job.name NAME"
+                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with --job.name NAME"
             )
         with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
             self.cut(0)

@@ -64,8 +64,7 @@ class CheckpointConfig:
     verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
     load_only: Annotated[bool, "resume from a checkpoint, but write none"] = False
     enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
-    # true in torchtitan. Here a finished run may be continued by raising training.steps, which needs the optimizer's
-    # state, and that is worth the space of one full checkpoint.
+    # true in torchtitan. Here a finished run may be continued, by raising training.steps, which is worth the space of a full checkpoint.
     last_save_model_only: Annotated[
         bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
     ] = False
@@ -99,8 +98,7 @@ class CheckpointConfig:
             raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
             raise ValueError(
-                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; '
-                'nearest: ""'
+                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; nearest: ""'
             )
         if self.exclude_from_loading and not self.initial_load_path:
             shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
@@ -131,9 +129,8 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`lease`: set where several groups share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that
-        nobody waits for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes its files ("write") and gives the
-        folder its name ("publish", rank 0)."""
+        """`lease`: of groups that share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that none waits
+        for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes ("write"), and renames it ("publish", rank 0)."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
@@ -150,8 +147,7 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
         self._failed_at: float | None = None  # the last save; the same on all ranks
-        # On rank 0:
-        self._had_role = False
+        self._had_role = False  # as the next, on rank 0 alone
         self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
 
     def due(self, step: int) -> bool:
@@ -161,8 +157,7 @@ class Checkpointer:
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """True on rank 0, after `step`, when a save that was due is missing: it failed RETRY_S ago, or the group that was to make it died.
-        Waits for no storage."""
+        """True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or the group that was to make it died. Never waits."""
         if not self._writes or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
@@ -180,8 +175,7 @@ class Checkpointer:
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def has(self, step: int) -> bool:
-        """True when the last save of a run that ends with `step` exists, whichever group wrote it, or checkpoints are off. Called on one
-        rank only."""
+        """True when the last save of a run that ends with `step` exists, whichever group's, or checkpoints are off. Called on one rank."""
         return not self._writes or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
@@ -222,8 +216,7 @@ class Checkpointer:
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
-        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed when none of its checkpoints
-        is whole."""
+        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed if none of its own is whole."""
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._lease.shared:
@@ -264,8 +257,6 @@ class Checkpointer:
         finally:
             if self._background is not None:
                 self._background.shutdown()
-
-    # ------------------------------------------------------------------------------------------------ saving
 
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: values for name in names if (values := self._states[name].state_dict())}
@@ -353,8 +344,7 @@ class Checkpointer:
         return manifest.size_bytes
 
     def _tidy(self, until: int | None = None) -> None:
-        """Rank 0: removes the leftovers of a killed process. `until`: only of steps up to this one, for another group may be at work
-        there."""
+        """Rank 0: removes the leftovers of a killed process. `until`: of steps up to it, for another group may write later ones."""
         try:
             notes = files.tidy(self.folder, until, self._lease.may_remove)
         except OSError as error:
@@ -368,8 +358,6 @@ class Checkpointer:
 
     def _find_newest(self) -> None:
         self._found_step = self._newest()
-
-    # ------------------------------------------------------------------------------------------------ loading
 
     def _own_steps(self) -> list[int]:
         try:
@@ -518,8 +506,7 @@ class Ranks:
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise outcome[1]
-        result: T = outcome[0]
-        return result
+        return outcome[0]
 
 
 def survey(path: Path) -> Manifest | str:

@@ -1,8 +1,7 @@
 """States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
 The files are an ordinary DCP checkpoint. `Streamed` makes the tensors of a model that is larger than memory (a seed, an import) one after
-the other, each when it is written. A separate module because DCP takes a second to import, which checking a configuration must
-not cost.
+the other, each when it is written. A separate module, since DCP takes a second to import, which checking a configuration must not cost.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
@@ -43,8 +42,7 @@ States = dict[str, dict[str, Any]]
 
 _OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing here or there
 _HASHED_IN_THREAD_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
-# A reader loads every chunk that it needs a piece of, whole. Of a tensor of gigabytes in one chunk, each of a thousand
-# ranks would read all of it.
+# A reader loads whole each chunk that it needs a piece of: of one chunk of gigabytes, each of a thousand ranks would read all.
 CHUNK_BYTES = 64 << 20
 
 
@@ -56,8 +54,7 @@ def write(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
 ) -> list[FileRecord]:
     """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
-    `group` (None: one process) take part and fail together: the rank that could not write raises its OSError, the others
-    OtherRankFailed."""
+    `group` (None: one process) take part and fail together: those that could not write with their OSError, others with OtherRankFailed."""
     _quiet()
     writer = _OneAtATime(path) if planner else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
@@ -206,13 +203,9 @@ def _first_failure(failure: CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
-# ---- weights that are made while they are saved
-
-
 class Streamed(DefaultSavePlanner):
-    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives the values;
-    it is called once for each name, when DCP writes it, and by then the tensor before has been freed. `written` gets the bytes of each
-    chunk that is done."""
+    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives them; it is
+    called once for each name, when DCP writes it and the tensor before has been freed. `written` gets the bytes of each finished chunk."""
 
     def __init__(
         self,

@@ -59,8 +59,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is the weights alone (an export, the seed). `settled` False: see
-    writer_lease.SoleWriter."""
+    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is weights alone (an export, the seed). `settled`: see SoleWriter."""
 
     step: int
     kind: str
@@ -178,8 +177,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compares the content of every file with its digests. Raises Damaged with file and place of the first difference. Each of `shares`
-    callers reads every `shares`-th segment."""
+    """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged, which says where."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for file, index in islice(segments, share, None, shares):
@@ -263,9 +261,8 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Removes what is older than the `keep` newest whole full checkpoints; 0 keeps all. Returns the steps removed. Raises OSError. Never
-    removes `written` (the one just published), a newer one, a folder without a manifest, or a checkpoint of the model alone. Those in
-    `damaged` do not count as whole."""
+    """Removes what is older than the `keep` newest whole full checkpoints, 0: nothing; those in `damaged` are not whole. Returns the steps
+    removed. Never removes `written` (just published), a newer one, one without a manifest, or of the model alone. Raises OSError."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}

@@ -83,7 +83,6 @@ class Components:
             self.resume()
 
     def build_data(self) -> None:
-        """Tokens of a step by position."""
         config, training, world = self.config, self.config.training, self.world
         self.tokenizer = build_tokenizer(config.model.tokenizer_path)
         self.vocab_size = config.model.vocab_size or self.tokenizer.vocab_size

@@ -11,14 +11,12 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from training.log import Log
+from training.log import Log
 
 ORDER, HANG = "corrupt", "hang"  # the files
 

@@ -24,8 +24,7 @@ class Log(logging.Handler):
     ) -> None:
         """`group` names the replica group once there are several. `colour` permits colour; only a terminal gets it."""
         super().__init__()
-        # not the handler's, which logging takes at exit: a full pipe may hold up a thread that writes
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # not the handler's, which is taken at exit: a full pipe may hold up a writer
         self.global_rank = global_rank
         self.step: int | None = None
         self._group = group
@@ -35,16 +34,13 @@ class Log(logging.Handler):
         self.colour = colour and self.is_terminal
 
     def info(self, message: str, *args: object) -> None:
-        """Logs on global rank 0 only."""
         if self.global_rank == 0:
             self._write("", message, args)
 
     def warning(self, message: str, *args: object) -> None:
-        """Logs on every rank."""
         self._write(self.paint("warning: ", "yellow"), message, args)
 
     def error(self, message: str, *args: object) -> None:
-        """Logs, on every rank, the cause that ends the run."""
         self._write(self.paint("error: ", "red"), message, args)
 
     def attach_to(self, name: str) -> None:
@@ -55,7 +51,6 @@ class Log(logging.Handler):
         logger.handlers = [self]
 
     def emit(self, record: logging.LogRecord) -> None:
-        """INFO from global rank 0, WARNING and what is worse from every rank."""
         (self.info if record.levelno < logging.WARNING else self.warning)("%s", record.getMessage())
 
     def overwrite(self, text: str) -> None:

@@ -28,9 +28,8 @@ class CrossEntropySum:
         return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
 
     def of_part(self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of the tokens `first`,
-        `first` + 1, ...; it has their gradient. `gather` stacks the ranks' values of a tensor along a new dim 0, without gradients. A label
-        that no rank holds makes the loss infinite."""
+        """The loss of the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of ids from `first` on; it has
+        their gradient. `gather` stacks ranks' values along a new dim 0, without gradients. A label that no rank holds makes it infinite."""
         logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
         valid, column = labels != IGNORED, labels - first
         here = (column >= 0) & (column < logits.shape[-1])
@@ -69,8 +68,7 @@ def describe_nonfinite(
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
     """One line on what is not finite on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each microbatch that
-    this rank has run in `step`, which was not taken. `named_gradients`: local tensors; reduced ones may show what another rank caused.
-    Waits for the device: the run is over."""
+    it has run in `step`, which was not taken. `named_gradients`: local; reduced ones may show another rank's. Waits for the device."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]

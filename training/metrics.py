@@ -13,19 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 
+from parallelisms.device import Device
 from training.config import need
+from training.log import Log
 from training.metrics_writer import LeaderMetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
-
-if TYPE_CHECKING:
-    from parallelisms.device import Device
-    from training.log import Log
-
 
 FIRST_ESTIMATE = 3  # commits of a start
 # What the closing lines name; every phase that is not listed belongs to "other", as does time outside of all phases.
@@ -160,15 +157,12 @@ class Meter:
             validation_s=seconds,
             validation_tokens=tokens,
         )
-        self._write(
-            "charts",
-            step,
-            {
-                "validation_metrics/loss": loss,
-                "validation_metrics/bits_per_byte": bits_per_byte,
-                "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
-            },
-        )
+        scalars = {
+            "validation_metrics/loss": loss,
+            "validation_metrics/bits_per_byte": bits_per_byte,
+            "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
+        }
+        self._write("charts", step, scalars)
 
     def samples(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
@@ -230,8 +224,7 @@ class Meter:
         return rates
 
     def _group_times(self) -> dict[str, float]:
-        """Seconds per step spent on other groups, as means over the steps since the last logging step; and goodput, the share of all time
-        without them."""
+        """Seconds per step spent on other groups, means since the last logging step; and goodput, the share of all time without them."""
         before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
         steps, progress = self._interval["steps"], self._progress
         times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}
@@ -249,8 +242,7 @@ class Meter:
         ]
         if "mfu(%)" in rates:
             fields.append(paint(f"mfu {rates['mfu(%)']:.1f}%", "magenta"))
-        eta_s = self.eta_s(step)
-        if eta_s is not None:
+        if (eta_s := self.eta_s(step)) is not None:
             fields.append(f"ETA {duration(eta_s)}")
         return "  ".join(fields)
 
@@ -305,8 +297,7 @@ class Memory:
         return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
 
 
-# Dense bf16 peaks in TFLOP/s from the vendors' data sheets; the first pattern found in the device's name counts.
-_PEAKS = (
+_PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first pattern found in the device's name counts
     (r"\bMIG\b", None),  # a slice of a card has a slice of its peak
     (r"\bA100\b", 312.0),
     (r"\bH100 NVL\b", 835.0),

@@ -77,8 +77,7 @@ class LeaderMetricsWriter:
         self.kept: deque[_Kept] = deque()  # rows that are remembered
         self._kept_bytes = self._number = 0
         self._todo = 1  # the first row that is this group's to write, and not known to be in the files
-        # The one that made this group the writer when the newest row came; None: another group was.
-        self._quorum: Quorum | None = None
+        self._quorum: Quorum | None = None  # that made this group the writer, at the newest row; None: another was
         self._anew = self._wants_sync = self._closing = False
         self._there = 0  # up to this step all rows are in the files, whoever wrote them
         self.lost = 0  # rows that were this group's to write, and that there was no room for

@@ -116,10 +116,8 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
     if decayed <= 0:
         return 1.0
     left = max(0.0, 1 - decayed / (decay_steps + 1))
-    shape = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
-        config.decay_type
-    ]
-    return config.min_lr_factor + (1 - config.min_lr_factor) * shape
+    shapes = {"linear": left, "sqrt": 1 - math.sqrt(1 - left), "cosine": 0.5 * (1 - math.cos(math.pi * left))}
+    return config.min_lr_factor + (1 - config.min_lr_factor) * shapes[config.decay_type]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

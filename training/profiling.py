@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-if TYPE_CHECKING:
-    from training.log import Log
+import torch
+
+from training.log import Log
 
 _SNAPSHOT_ENTRIES = 100_000  # allocations remembered by the ring
 
@@ -67,7 +68,6 @@ class Profiler:
         return self
 
     def step(self, step: int) -> None:
-        """Step `step` is done."""
         self._step = step
         if self._profile is not None:
             self._profile.step()
@@ -75,8 +75,6 @@ class Profiler:
             self._save_snapshot()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        import torch
-
         if self._allocator is not None:
             if kind is not None and issubclass(kind, torch.OutOfMemoryError):
                 self._save_snapshot("-out-of-memory")
@@ -122,7 +120,6 @@ class GarbageCollection:
             gc.collect()  # all generations, for nothing else empties the oldest
 
     def close(self) -> None:
-        """Gives collection back to Python."""
         if self._freq:
             gc.unfreeze()
             gc.enable()

@@ -16,8 +16,7 @@ from training.log import Log
 Clock = Callable[[], float]
 T = TypeVar("T")
 
-# The phases of a run and their description in messages. Other names may be used, as their own description.
-PHASES = {
+PHASES = {  # of a run, and their description in messages; other names may be used, as their own description
     "": "between phases",
     "start": "start",
     "data": "data loading",
@@ -41,9 +40,8 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 
 class Progress:
-    """The phase of this rank, and the seconds spent in each phase so far. Phases nest; a second is counted once: for the innermost phase,
-    or for the outermost of LONG_PHASES around it (data loaded for validation is validation's). One thread, that of construction, enters
-    phases; any thread may read."""
+    """The phase of this rank, and the seconds spent in each so far. Phases nest; a second is counted once: for the innermost phase, or for
+    the outermost of LONG_PHASES around it (data for validation is validation's). The thread of construction enters, any thread reads."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -108,7 +106,6 @@ class Progress:
             self.move(self.seconds.get(name, 0.0) - self._settled.get(name, 0.0), name, _LOST)
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
-        """Counts seconds of one phase for another."""
         self._account()
         for name, more in ((from_phase, -seconds), (to_phase, seconds)):
             self.seconds[name] = self.seconds.get(name, 0.0) + more
@@ -132,7 +129,6 @@ class Bar:
         self._began = self._shown = clock()
 
     def update(self, amount: float) -> None:
-        """`amount` more is done."""
         self.done += amount
         self.show()
 

@@ -92,11 +92,9 @@ class Saver:
                     was_asked, self._asked_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Saves the state of now. Not `settled`: that of a group which leaves while it waits for others; it may be ahead of all of them.
-        Raises CheckpointFailed and OSError."""
+        """Saves the state of now. Not `settled`: a group leaves while it waits for others. Raises CheckpointFailed and OSError."""
         self.sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
-        # there is no next try: this one makes up for one that failed in the background
-        if last or not settled or self.manager.left:
+        if last or not settled or self.manager.left:  # the last try makes up for one that failed in the background
             with suppress(CheckpointFailed, OSError):
                 self.checkpointer.wait()
         self.checkpointer.save(self.manager.step, last=last, settled=settled)

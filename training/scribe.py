@@ -1,5 +1,4 @@
-"""A thread that writes a run's files of metrics and events, so that storage that is full, read-only or slow holds up no step; and the
-events of a replica group.
+"""A thread that writes files of metrics and events, so that full, read-only or slow storage holds up no step; and a group's events.
 
 Each piece of work brings files up to date with rows in memory (LeaderMetricsWriter, Events); it fails as a whole, and is tried again until
 it succeeds. Failure and recovery are reported once each."""
@@ -89,9 +88,8 @@ class Scribe:
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self._done < self._asked:
-            names = (
-                " and ".join(work.name for work in self._works if work.failed_at is not None) or "figures and events"
-            )
+            failing = [work.name for work in self._works if work.failed_at is not None]
+            names = " and ".join(failing) or "figures and events"
             self._say(f"{names}: the newest are lost, for storage has not come back before the end")
 
     def write_all(self) -> bool:

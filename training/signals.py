@@ -9,19 +9,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from training.log import Log
 from training.progress import Clock
-
-if TYPE_CHECKING:
-    from training.log import Log
 
 STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-# A launcher, a terminal and a scheduler may each deliver the same wish; what comes this soon is no second one.
-_SAME_WISH_S = 2.0
+_SAME_WISH_S = 2.0  # launcher, terminal and scheduler may each deliver one wish: what comes this soon is no second one
 SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads it
 
 
@@ -70,7 +67,6 @@ class Signals:
         self._reader.close()
 
     def received(self, number: int) -> None:
-        """Signal `number` has arrived."""
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             with self._lock:

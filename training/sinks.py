@@ -167,12 +167,9 @@ class WandbSink:
         id_file = run_folder / "wandb-id"
         if fresh or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex, encoding="ascii")
+        run_id = id_file.read_text(encoding="ascii").strip()
         self._run = wandb.init(
-            name=run_folder.name,
-            id=id_file.read_text(encoding="ascii").strip(),
-            resume="allow",
-            dir=str(run_folder),
-            config=dict(settings),
+            name=run_folder.name, id=run_id, resume="allow", dir=str(run_folder), config=dict(settings)
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -97,9 +97,8 @@ class FileTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         added = self._backend.get_added_tokens_decoder()
-        byte_level = '"ByteLevel"' in json.dumps(
-            [json.loads(self._json).get(part) for part in ("decoder", "pre_tokenizer")]
-        )
+        parts = [json.loads(self._json).get(part) for part in ("decoder", "pre_tokenizer")]
+        byte_level = '"ByteLevel"' in json.dumps(parts)
         sizes = np.zeros(self.vocab_size, dtype=np.int64)
         for token, index in self._ids.items():
             if index in added:
@@ -141,8 +140,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def build_tokenizer(path: str) -> Tokenizer:
-    """The byte tokenizer for "", else the tokenizer.json at `path` (the file, or its folder). Raises ValueError that begins with
-    `model.tokenizer_path = `."""
+    """Bytes for "", else the tokenizer.json at `path` (file or folder). Raises ValueError that begins with `model.tokenizer_path = `."""
     return FileTokenizer(path) if path else ByteTokenizer()
 
 

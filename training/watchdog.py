@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from training.log import Log
 from training.progress import LONG_PHASES, PHASES, Clock, Progress, spans
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from training.log import Log
 
 POLL_S = 1.0
 
@@ -44,7 +43,7 @@ class Watchdog:
     def __init__(
         self,
         progress: Progress,
-        store: Store,
+        store: dist.Store,
         *,
         global_rank: int,
         world_size: int,
@@ -64,8 +63,7 @@ class Watchdog:
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
         self._record, self._waits_for_others_s = record, waits_for_others_s
-        # a later rank prints only when rank 0 has had its time
-        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s
+        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 prints first, if it can
         self._ends_after_s = 2 * answer_s + grace_s
         self._steps = 0  # finished since the start
         self._since = self._polled = clock()
@@ -76,7 +74,6 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Watches from a thread of its own until `close`."""
         self._since = self._polled = self._clock()
 
         def watch() -> None:
@@ -87,7 +84,6 @@ class Watchdog:
         self._thread.start()
 
     def step_done(self) -> None:
-        """The loop has finished a step."""
         self._steps += 1
         self._since = self._clock()
 
@@ -198,9 +194,6 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
     """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. The second time with
     Python's stacks, which can take seconds, and the end may be nearer."""
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d as c10d
-
     # NCCL has a recorder of its own, which a build without it lacks; the other one covers gloo.
     dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)
     if dump is None:

@@ -62,8 +62,7 @@ class Meta:
 
 
 class Corpus:
-    """A tokenised corpus, in memory-mapped files. `key` names content and tokenizer: equal keys, equal documents. Pickles as names; workers
-    map for themselves."""
+    """A tokenised corpus, memory-mapped. `key` names content and tokenizer: equal keys, equal documents. Pickles as names, for workers."""
 
     def __init__(self, folder: Path, meta: Meta, paths: tuple[Path, ...]) -> None:
         """`paths`: files of ids, one long array. Raises OSError, ValueError or EOFError where they cannot be mapped."""
@@ -89,8 +88,7 @@ class Corpus:
 
 def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
     """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
-    model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (the cache folder cannot be written, or another process
-    is stuck while it builds)."""
+    model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (an unwritable folder, or a builder that is stuck)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size)
     try:
@@ -298,8 +296,7 @@ class _Writer:
 
 
 class _BuildLock:
-    """The right to build in the cache folder, until `close`; the kernel frees the lock of a killed process. Its file has the builder's
-    progress, for the processes that wait."""
+    """The right to build in the cache folder, until `close` or a kill. Its file has the builder's progress, for those that wait."""
 
     def __init__(self, path: Path, log: Log) -> None:
         self._path, self._log, self._noted_s = path, log, 0.0

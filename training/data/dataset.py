@@ -42,7 +42,6 @@ class StoredData(_Data):
         self._config, self._corpus, self.digest = config, corpus, corpus.key
 
     def summary(self) -> str:
-        """One line for people."""
         meta, lengths = self._corpus.meta, np.diff(self._corpus.bounds)
         train, validation = (
             short(int(lengths[in_split(self._corpus, split, self._config.dataset_held_out)].sum())) for split in SPLITS
@@ -85,8 +84,7 @@ def open_data(
     """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer)
-    source = find_source(config)
-    corpus = open_corpus(source, tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
+    corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
     return StoredData(config, corpus)
 
 

@@ -23,6 +23,7 @@ from training.config import DataloaderConfig
 from training.data.order import Order
 
 THREAD_NAME = "pharos-data"
+Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, and whether it is the slot's last
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,6 @@ class Batch:
     slot: int
     positions: tuple[int, ...]
     ends_slot: bool  # the last of this rank's
-
-
-Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, and whether it is the slot's last
 
 
 @dataclass(frozen=True)
@@ -209,12 +207,10 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 def end_workers(loader: DataLoader[Any]) -> None:
     """Ends a DataLoader's processes now, whatever still refers to its iterator."""
     iterator = getattr(loader, "_iterator", None)
-    shutdown = getattr(iterator, "_shutdown_workers", None)  # torch has no public call
-    if shutdown is not None:
+    if shutdown := getattr(iterator, "_shutdown_workers", None):  # torch has no public call
         shutdown()
     for worker in getattr(iterator, "_workers", ()):
-        # It hangs in a read, and SIGTERM, which torch has sent it by now, is not for it (see unsignalled)
-        if worker.is_alive():
+        if worker.is_alive():  # it hangs in a read, and the SIGTERM that torch has sent it is blocked (see unsignalled)
             worker.kill()
 
 

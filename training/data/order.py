@@ -52,7 +52,7 @@ class Order:
 
     def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
         """`validation` is never shuffled: every validation sees the same. Raises ValueError when `split` has no sequence."""
-        self._arguments = (corpus, split, held_out, seed, seq_len)
+        self._made_again = partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
         self._documents = in_split(corpus, split, held_out)
@@ -66,8 +66,7 @@ class Order:
         self._layout = lru_cache(_EPOCHS_KEPT)(self._lay_out)
 
     def __reduce__(self) -> tuple[object, ...]:
-        corpus, split, held_out, seed, seq_len = self._arguments
-        return partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len), ()
+        return self._made_again, ()
 
     def sequence(self, position: int) -> np.ndarray:
         """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""

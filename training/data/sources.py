@@ -1,7 +1,6 @@
 """The text that is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
 
-Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once.
-Imports no torch, so that the check is fast."""
+Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once."""
 
 from __future__ import annotations
 
@@ -230,10 +229,8 @@ def find_source(config: TrainingConfig) -> Source:
         return TextSource("stdlib", 'training.dataset = "stdlib"', files, config.dataset_text_key, skips_bad_files=True)
     setting = f'training.dataset_path = "{config.dataset_path}"'
     if config.dataset == "tokens":
-        return TokenSource(
-            "tokens", setting, _find_files(config.dataset_path, TOKEN_SUFFIXES, setting), config.dataset_token_dtype
-        )
-    assert config.dataset == "files", config.dataset
+        files = _find_files(config.dataset_path, TOKEN_SUFFIXES, setting)
+        return TokenSource("tokens", setting, files, config.dataset_token_dtype)
     files = _find_files(config.dataset_path, TEXT_SUFFIXES, setting)
     if any(file.path.suffix == ".parquet" for file in files):
         need("pyarrow", extra="parquet", setting=setting)
@@ -294,8 +291,7 @@ def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tupl
             raise ValueError(f"{setting}: folder {pattern} holds no {legal} file")
         return [(file, path) for file in inside]
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-    files = [path] if path.is_file() else [Path(name) for name in sorted(found)]
-    files = [file for file in files if file.is_file()]
+    files = [path] if path.is_file() else [file for name in sorted(found) if (file := Path(name)).is_file()]
     if not files:
         raise ValueError(f"{setting}: no file matches {pattern}{_nearest(path, suffixes)}")
     for file in files:
