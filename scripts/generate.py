@@ -29,8 +29,7 @@ from training.tokenizer import Tokenizer, build_tokenizer
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    asked = {name: getattr(options, name) for name in keys_of(SampleConfig)}
-    given = [f"--sample.{name}={value}" for name, value in asked.items() if value is not None]
+    given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
         path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
@@ -43,8 +42,7 @@ def main(argv: list[str]) -> int:
     model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
-    ids: list[int] = []
-    said = ""
+    ids, said = list[int](), ""
     tokens = torch.from_numpy(prompt).long().to(next(model.parameters()).device)
     for count, token in enumerate(generate(model, tokens, sample, length=sample.tokens), 1):  # noqa: B007 (used below)
         if token == tokenizer.eos_id:

@@ -75,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read(journal: Path) -> tuple[Points, Points]:
     """Training and validation losses by step. A last line that is being written right now is left out."""
-    training: Points = []
-    validation: Points = []
+    training, validation = Points(), Points()
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)

@@ -188,13 +188,12 @@ class LighthouseSupervisor:
             say("there is no browser to open it with")
 
 
-class PendingSignals:
-    """Collects the signals that ask for the end, each with its moment, from construction on."""
-
-    def __init__(self, *numbers: signal.Signals) -> None:
-        self.came: list[tuple[int, float]] = []
-        for number in numbers:
-            signal.signal(number, lambda number, _: self.came.append((number, time.monotonic())))
+def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
+    """From now on these signals, which ask for the end, are appended to the list, each with its moment."""
+    came: list[tuple[int, float]] = []
+    for number in numbers:
+        signal.signal(number, lambda number, _: came.append((number, time.monotonic())))
+    return came
 
 
 def main(argv: list[str]) -> int:
@@ -218,25 +217,25 @@ def main(argv: list[str]) -> int:
             ReplicaSupervisor.here(str(name), [*rest, ENABLED], env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
-        return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
+        return run(groups, lighthouse, collect_signals(signal.SIGTERM, signal.SIGINT), grace_s)
 
 
 def run(
     groups: Sequence[ReplicaSupervisor],
     lighthouse: LighthouseSupervisor,
-    asked: PendingSignals,
+    asked: list[tuple[int, float]],
     grace_s: float,
     stop: Sequence[str] = (),
 ) -> int:
-    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave,
-    by the command `stop` if there is one; a second one, or the end of the grace, kills."""
+    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal in `asked` they are asked to save
+    and leave, by the command `stop` if there is one; a second one, or the end of the grace, kills."""
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     told = False
     try:
         started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
         say(f"lighthouse at {lighthouse.address}; groups: {started}")
         while any(group.code is None for group in groups):
-            if asked.came and not told:
+            if asked and not told:
                 told = True
                 for group in groups:
                     group.restarts = 0
@@ -244,7 +243,7 @@ def run(
                         group.tell(signal.SIGTERM)
                 if stop:
                     subprocess.run(stop, check=False)
-            if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
+            if told and (len(asked) > 1 or time.monotonic() > asked[0][1] + grace_s):
                 say("the groups did not end in time")
                 return 1
             for part in parts:
@@ -326,12 +325,7 @@ def environment(run_folder: Path, groups: int) -> dict[str, str]:
 
 
 def start_lighthouse(
-    config: RunConfig,
-    env: dict[str, str],
-    *,
-    bind: str = ANY_PORT,
-    http: str = ANY_PORT,
-    through: Sequence[str] = (),
+    config: RunConfig, env: dict[str, str], *, bind: str = ANY_PORT, http: str = ANY_PORT, through: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[str], str]:
     """`http` "": where it is by itself, on the port after its own. `through`: a command that becomes the one behind it.
     Raises RuntimeError where it does not start."""
