@@ -20,9 +20,7 @@ NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "tests
 
 def main() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    longest: list[tuple[int, str]] = []
+    lines, files, longest = Counter[str](), Counter[str](), list[tuple[int, str]]()
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
         transcript = name.startswith("tests/") and path.suffix == ".txt"
@@ -94,8 +92,7 @@ def _files(module: str) -> Iterator[str]:
 
 def functions(core: list[str]) -> str:
     """Mean length of the core's functions, its short files, and private functions that are called from one place."""
-    lengths, private = list[int](), Counter[str]()
-    used: Counter[str] = Counter()
+    lengths, private, used = list[int](), Counter[str](), Counter[str]()
     for name in core:
         tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
         for node in ast.walk(tree):

@@ -215,9 +215,6 @@ def settle(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# Links, ranks, clocks, the folder
-
-
 def pairs(hosts: Sequence[str]) -> list[Pair]:
     """By rank's host. Of many ranks: those on one host, and between hosts those of equal place (one "rail" of network cards)."""
     everybody = itertools.combinations(range(len(hosts)), 2)
@@ -340,10 +337,9 @@ def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
     writer, reader = _Writer(folder), _Reader(folder)
     dcp.save({f"rank{team.rank}": _noise(team.rank, size_bytes)}, storage_writer=writer, process_group=team.group)
     expected = _noise(neighbour, size_bytes)
-    got = {f"rank{neighbour}": torch.zeros_like(expected)}
-    dcp.load(got, storage_reader=reader, process_group=team.group)
-    same = torch.equal(got[f"rank{neighbour}"], expected)
-    wrong = "" if same else f"what rank {neighbour} wrote was read with other bits"
+    got = torch.zeros_like(expected)
+    dcp.load({f"rank{neighbour}": got}, storage_reader=reader, process_group=team.group)
+    wrong = "" if torch.equal(got, expected) else f"what rank {neighbour} wrote was read with other bits"
     return {"write_s": writer.seconds, "read_s": reader.seconds, "wrong": wrong}
 
 
@@ -368,8 +364,6 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Times this rank's read."""
-
     seconds = 0.0
 
     def read_data(self, *plan: Any, **named: Any) -> Future[None]:

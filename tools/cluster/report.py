@@ -66,7 +66,6 @@ def as_json(
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report for a terminal."""
     hosts, operations = report["hosts"], report["operations"]
     figures = {rank: own["figures"] for rank, own in report["ranks"].items()}
     names = sorted({host or "?" for host in hosts})
