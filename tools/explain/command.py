@@ -31,6 +31,7 @@ from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
+from scripts.make_seed_checkpoint import for_any_machine
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
@@ -58,14 +59,7 @@ def main(argv: Sequence[str]) -> int:
         argv, n_ranks, device = _options(argv)
         config = load(argv)
         world_size = n_ranks or ranks_asked(config.parallelism)
-        # less what a start asks of the devices that it finds: the run will be on others
-        anywhere = replace(
-            config,
-            parallelism=without_devices(config.parallelism),
-            training=replace(config.training, enable_cpu_offload=False),
-            fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
-            float8=type(config.float8)(),
-        )
+        anywhere = replace(for_any_machine(config), parallelism=without_devices(config.parallelism))
         check_settings(anywhere, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
         beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
@@ -105,8 +99,7 @@ def ranks_asked(config: ParallelismConfig) -> int:
 
 
 def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
-    """Memory of a rank that groups take. Raises ValueError where the environment has no number of groups, or the process group is of
-    another device."""
+    """Memory that groups take of a rank. Raises ValueError: no number of groups in the environment, or another device's process group."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
