@@ -120,11 +120,9 @@ class Agent(LocalElasticAgent):
 
 
 class LocalRanks(Signals):
-    """The processes of this node's ranks, and what is asked of them from outside.
-
-    The first SIGTERM or SIGINT is passed on as SIGTERM; a second one, or the end of the grace time, kills. SIGUSR1 is
-    passed on. A thread does it (see Signals), so it works while the agent waits in C code.
-    """
+    """The processes of this node's ranks, and what is asked of them from outside. The first SIGTERM or SIGINT is passed on as SIGTERM; a
+    second one, or the end of the grace time, kills. SIGUSR1 is passed on. A thread does it (see Signals), so it works while the agent waits
+    in C code."""
 
     same_signal_s = 2.0  # a terminal and a scheduler may each deliver the same signal
 
@@ -261,8 +259,7 @@ class Output(LogsSpecs):
 
 
 def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
-    """The processes that the agent starts, and the rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One
-    node takes a port of its own."""
+    """What the agent starts, and where the nodes meet: by their NODE_RANK if they have one, else as they come. One node has an own port."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
     endpoint, backend, address = plan.endpoint, "c10d", None
     if plan.nnodes == 1:  # a host's own name need not resolve on a laptop

@@ -123,7 +123,6 @@ def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
 
 
 def threads_per_rank(nproc: int) -> str:
-    """Ranks share the cores this process may use."""
     return str(max(1, cores_here() // nproc))
 
 

@@ -46,8 +46,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves by name over one axis; one without a name is drawn thin. `logarithmic`: both axes, across to the base of 2, with a mark at
-    each point of the first curve."""
+    """Curves by name; one without a name is drawn thin. `logarithmic`: both axes, across by powers of 2, marked at the first's points."""
 
     across: str
     curves: Mapping[str, Points]

@@ -155,7 +155,6 @@ class LighthouseSupervisor:
         return address
 
     def poll(self, now_s: float) -> str:
-        """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.process.poll() is None or now_s < self._again_at_s:
             return ""
         self._failures += 1
@@ -174,8 +173,7 @@ class LighthouseSupervisor:
         self.process.wait()
 
     def _show_page(self, process: subprocess.Popen[str]) -> None:
-        """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address: who has the
-        file may look."""
+        """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address."""
         assert process.stdout
         page = process.stdout.readline().strip()
         if not page or page == self._page:
@@ -303,8 +301,7 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
 
 
 def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[RunConfig, int, float]:
-    """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
-    group alone would have). Raises ValueError."""
+    """Checks all that can be before a start. `ranks`: of a group, on each of its nodes; None: as one group alone has. Raises ValueError."""
     from configs.load import load
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
@@ -327,8 +324,7 @@ def environment(run_folder: Path, groups: int) -> dict[str, str]:
 def start_lighthouse(
     config: RunConfig, env: dict[str, str], *, bind: str = ANY_PORT, http: str = ANY_PORT, through: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[str], str]:
-    """`http` "": where it is by itself, on the port after its own. `through`: a command that becomes the one behind it.
-    Raises RuntimeError where it does not start."""
+    """`http` "": on the port after its own. `through`: a command that becomes the one behind it. Raises RuntimeError: it did not start."""
     settings = config.fault_tolerance
     flags = {
         "--bind": bind,

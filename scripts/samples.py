@@ -111,8 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path) -> list[SampleRow]:
-    """In the order of the file. A last line that is being written right now is left out. Raises OSError, and ValueError, which names the
-    line."""
+    """In the file's order; a last line that is being written now is left out. Raises OSError, and ValueError, which names the line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not line.endswith("\n"):

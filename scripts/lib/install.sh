@@ -90,9 +90,7 @@ install() {
   "$base" -Ic 'import ensurepip, venv' 2>/dev/null </dev/null ||
     die 1 "$base cannot make virtual environments (it has no ensurepip): apt install python3.$minor-venv, or another Python with PYTHON=..."
   take_lock
-  if ! is_complete "$@"; then
-    fill_venv "$@"
-  fi
+  is_complete "$@" || fill_venv "$@"
   drop_lock
 }
 

@@ -103,7 +103,6 @@ def send_in_turn(team: Team, sent: Tensor, got: Tensor) -> None:
 
 
 def exchange(team: Team, sent: Tensor, to: int, got: Tensor, source: int) -> None:
-    """Sends and receives at once."""
     both = [dist.P2POp(dist.irecv, got, source, team.group), dist.P2POp(dist.isend, sent, to, team.group)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -220,8 +219,7 @@ def pairs(hosts: Sequence[str]) -> list[Pair]:
     everybody = itertools.combinations(range(len(hosts)), 2)
     if len(hosts) <= ALL_PAIRS:
         return list(everybody)
-    seen: dict[str, int] = {}
-    place = [seen[host] for host in hosts if seen.update({host: seen.get(host, -1) + 1}) is None]
+    place = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     return [(a, b) for a, b in everybody if hosts[a] == hosts[b] or place[a] == place[b]]
 
 
