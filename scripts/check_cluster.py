@@ -110,8 +110,7 @@ def start_ranks(settings: CheckSettings, plan: Plan) -> int:
                 become(settings, place, parent, listener)
             ranks.pids[pid] = place.rank
         if listener:  # only now: its server is a thread, which a fork would not copy
-            fd = listener.detach()
-            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return ranks.wait(settings.timeout_s + SETTLE_S)
     finally:
         ranks.kill()

@@ -91,8 +91,7 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
 def load_model(config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    model = config.meta_model(vocab_size, length)
+    model = config.meta_model(config.model.vocab_size or tokenizer.vocab_size, length)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):

@@ -292,10 +292,9 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
     if each > len(visible):
         raise ValueError(f"NPROC={each}: more ranks than the {len(visible)} GPUs that are visible here")
     if each * groups > len(visible) and not shared:
-        fit = len(visible) // each
         raise ValueError(
             f"--groups {groups}: {each} GPU{'s' * (each > 1)} each are more than the {len(visible)} that are visible here; nearest: "
-            f"--groups {fit}; {SHARED}=1 lets groups share them"
+            f"--groups {len(visible) // each}; {SHARED}=1 lets groups share them"
         )
     return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
 

@@ -205,8 +205,7 @@ def lines_of(table: Sequence[Era]) -> list[str]:
 
 
 def listed(ranges: Sequence[Range]) -> str:
-    more = f" and {len(ranges) - SHOWN} more" if len(ranges) > SHOWN else ""
-    return ", ".join(map(str, ranges[:SHOWN])) + more
+    return ", ".join(map(str, ranges[:SHOWN])) + (f" and {len(ranges) - SHOWN} more" if len(ranges) > SHOWN else "")
 
 
 def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:

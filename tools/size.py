@@ -105,11 +105,10 @@ def functions(core: list[str]) -> str:
             elif isinstance(node, ast.Name):
                 used[node.id] += 1
     once = sum(count for name, count in private.items() if used[name] <= 1)
-    short = sum(length(name) < 60 for name in core)
     mean = sum(lengths) / len(lengths)
     return (
         f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
-        f"{short} files under 60 lines"
+        f"{sum(length(name) < 60 for name in core)} files under 60 lines"
     )
 
 

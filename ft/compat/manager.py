@@ -132,7 +132,6 @@ class Manager:
             raise ValueError(
                 f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, after which silence is a loss"
             )
-        spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
@@ -143,7 +142,7 @@ class Manager:
             times=times,
             attempt=environment.restart_count,
             every_step=every_step,
-            spares_above=min_replica_size if spares else None,
+            spares_above=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )

@@ -292,8 +292,7 @@ def matmul_flops(team: Team) -> tuple[float, float]:
     settle(team.device)
     taken: list[float] = []
     had, began = time.thread_time(), time.perf_counter()
-    end = began + MATMUL_S
-    while len(taken) < 5 or time.perf_counter() < end:
+    while len(taken) < 5 or time.perf_counter() < began + MATMUL_S:
         start = time.perf_counter()
         a @ b
         settle(team.device)
@@ -321,8 +320,7 @@ def clock_offset(team: Team, peer: int) -> dict[str, float]:
 def tell_time(team: Team, peer: int) -> None:
     """The other side of `clock_offset`."""
     for _ in range(PINGS):
-        asked = torch.zeros(1, dtype=torch.float64, device=team.device)
-        dist.recv(asked, peer, team.group)
+        dist.recv(torch.zeros(1, dtype=torch.float64, device=team.device), peer, team.group)
         settle(team.device)
         arrived = time.time()
         dist.send(torch.tensor([arrived, time.time()], dtype=torch.float64, device=team.device), peer, team.group)
@@ -342,8 +340,7 @@ def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
 
 
 def _noise(rank: int, size_bytes: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -68,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of how it is used: the run itself will say them
-        text = explain(job, beside)
-    print(text, end="")
+        print(explain(job, beside), end="")
     return 0
 
 
@@ -106,8 +105,7 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfi
 
     def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
-        dtype = job.layout.precision.master
-        tensors = [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds]
+        tensors = [torch.empty(kind.local_shape, dtype=job.layout.precision.master, device="meta") for kind in kinds]
         return memory(tensors, settings, in_child=in_child, slots=slots)
 
     return beside
@@ -126,7 +124,6 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
     precision = choose_precision(*dtypes, Device(torch.device(device_type)))
     sizes = degrees(config.parallelism, world_size)
-    at_once = training.local_batch_size * sizes.data_parallel
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=whole,
@@ -135,7 +132,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
-        passes=max(1, training.global_batch_size // at_once),
+        passes=max(1, training.global_batch_size // (training.local_batch_size * sizes.data_parallel)),
         seq_len=training.seq_len,
     )
 
@@ -176,8 +173,7 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
     model = job.model()
     per_token = model.flops_per_token(seq_len)
     step = per_token * sequences * seq_len
-    size = sum(p.numel() for p in model.parameters())
-    yield f"{size:,} parameters, {len(model.layers)} blocks"
+    yield f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(model.layers)} blocks"
     yield (
         f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; a rank sees {job.local_batch_size} at once, "
         f"in {job.passes} pass{'es' * (job.passes > 1)}"

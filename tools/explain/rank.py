@@ -192,9 +192,8 @@ def measure(
         tensors = ruler.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
         states = ruler.serials(tree_leaves([optimizer.state[p] for p in parameters]))
         held = Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
-    stretches = ruler.stretches(gradients, tensors | states)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
-    return MeasuredStep(held, tuple(stretches), labels)
+    return MeasuredStep(held, tuple(ruler.stretches(gradients, tensors | states)), labels)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -402,8 +401,7 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     parallelism = without_devices(layout.parallelism)
     # Without what cannot be acted out, which the report mentions
     eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
-    global_rank = pp_rank * prod(sizes[1:])
-    with stand_in(global_rank=global_rank, world_size=sizes.world_size, device_type=job.device_type):
+    with stand_in(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
         parallel = job.parallelize(mesh, model, eager)
