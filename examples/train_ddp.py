@@ -28,14 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where ft is not installed
 
-from ft import (
-    DistributedDataParallel,
-    DistributedSampler,
-    Manager,
-    Optimizer,
-    ProcessGroupBabyNCCL,
-    ProcessGroupGloo,
-)
+from ft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupBabyNCCL, ProcessGroupGloo
 
 CLASSES = 10
 

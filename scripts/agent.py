@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -41,17 +41,13 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path, clock: 
         narration.addHandler(logging.NullHandler())
         narration.propagate = False
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # torch's signal handlers would replace ours
-    output, ranks, result = Output(logs, plan.log_ranks), LocalRanks(plan.grace_s), None
     try:
-        spec = _spec(command, plan, nproc, logs)
-        result = Agent(spec, output, ranks, clock).run()
-        spec.rdzv_handler.shutdown()
+        with closing(Output(logs, plan.log_ranks)) as output, closing(LocalRanks(plan.grace_s)) as ranks:
+            spec = _spec(command, plan, nproc, logs)
+            result = Agent(spec, output, ranks, clock).run()
+            spec.rdzv_handler.shutdown()
     except (RendezvousError, DistError) as error:
         say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
-    finally:
-        ranks.close()
-        output.close()
-    if result is None:
         return 1
     return explain(result, output, ranks) if result.is_failed() else 0
 
@@ -124,11 +120,9 @@ class Agent(LocalElasticAgent):
 
 
 class LocalRanks(Signals):
-    """The processes of this node's ranks, and what is asked of them from outside.
-
-    The first SIGTERM or SIGINT is passed on as SIGTERM; a second one, or the end of the grace time, kills. SIGUSR1 is
-    passed on. A thread does it (see Signals), so it works while the agent waits in C code.
-    """
+    """The processes of this node's ranks, and what is asked of them from outside. The first SIGTERM or SIGINT is passed on as SIGTERM; a
+    second one, or the end of the grace time, kills. SIGUSR1 is passed on. A thread does it (see Signals), so it works while the agent waits
+    in C code."""
 
     same_signal_s = 2.0  # a terminal and a scheduler may each deliver the same signal
 
@@ -265,15 +259,13 @@ class Output(LogsSpecs):
 
 
 def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
-    """The processes that the agent starts, and the rendezvous of the nodes: by their NODE_RANK if they have one, else as they come. One
-    node takes a port of its own."""
+    """What the agent starts, and where the nodes meet: by their NODE_RANK if they have one, else as they come. One node has an own port."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
-    endpoint, backend = plan.endpoint, "c10d"
-    if plan.nnodes == 1:
-        endpoint, settings["is_host"] = "localhost:0", True
+    endpoint, backend, address = plan.endpoint, "c10d", None
+    if plan.nnodes == 1:  # a host's own name need not resolve on a laptop
+        endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
     elif plan.node_rank is not None:
         backend, settings["rank"] = "static", plan.node_rank
-    address = "localhost" if plan.nnodes == 1 else None  # else the host's name, which need not resolve on a laptop
     run = logs.parent.name  # the same on every node, and another run may use the same host at the same time
     meeting = RendezvousParameters(backend, endpoint, run, plan.nnodes, plan.nnodes, address, **settings)
     host, _, port = endpoint.rpartition(":")

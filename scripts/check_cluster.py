@@ -47,13 +47,12 @@ def main(argv: Sequence[str]) -> int:
         set_defaults(os.environ, nproc=plan.nproc or 1)
         from parallelisms.distributed import CommConfig
 
-        comm = CommConfig(
+        CommConfig(
             backend=settings.backend,  # type: ignore[arg-type]  # one of argparse's choices
             init_method=settings.init_method,
             init_timeout_seconds=max(1, int(settings.start_s)),
             train_timeout_seconds=1,
-        )
-        comm.check()
+        ).check()
         if place is not None:
             from tools.cluster.rank import run_rank
 
@@ -111,8 +110,7 @@ def start_ranks(settings: CheckSettings, plan: Plan) -> int:
                 become(settings, place, parent, listener)
             ranks.pids[pid] = place.rank
         if listener:  # only now: its server is a thread, which a fork would not copy
-            fd = listener.detach()
-            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=fd)
+            store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return ranks.wait(settings.timeout_s + SETTLE_S)
     finally:
         ranks.kill()
@@ -126,8 +124,7 @@ def become(settings: CheckSettings, place: RankPlace, parent: int, listener: soc
         die_with(parent)
         if listener:
             listener.close()
-        size, local = str(place.world_size), str(place.local_rank)
-        os.environ.update(RANK=str(place.rank), WORLD_SIZE=size, LOCAL_RANK=local)
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
         from tools.cluster.rank import run_rank
 
         code = run_rank(settings, place)
@@ -141,8 +138,6 @@ def become(settings: CheckSettings, place: RankPlace, parent: int, listener: soc
 
 @dataclass
 class ForkedRanks:
-    """The processes that were forked."""
-
     pids: dict[int, int] = field(default_factory=dict)  # rank by pid, of those that live
     stopped: set[int] = field(default_factory=set)  # ranks
 

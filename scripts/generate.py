@@ -29,8 +29,7 @@ from training.tokenizer import Tokenizer, build_tokenizer
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    asked = {name: getattr(options, name) for name in keys_of(SampleConfig)}
-    given = [f"--sample.{name}={value}" for name, value in asked.items() if value is not None]
+    given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
         path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
@@ -43,8 +42,7 @@ def main(argv: list[str]) -> int:
     model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
-    ids: list[int] = []
-    said = ""
+    ids, said = list[int](), ""
     tokens = torch.from_numpy(prompt).long().to(next(model.parameters()).device)
     for count, token in enumerate(generate(model, tokens, sample, length=sample.tokens), 1):  # noqa: B007 (used below)
         if token == tokenizer.eos_id:
@@ -73,8 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
-    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`.
-    `who` says that it takes an earlier one."""
+    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
@@ -94,8 +91,7 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
 def load_model(config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
     """The whole model on one device, with positions for `length` tokens."""
     device = pick_device(0)
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    model = config.meta_model(vocab_size, length)
+    model = config.meta_model(config.model.vocab_size or tokenizer.vocab_size, length)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):

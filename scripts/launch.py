@@ -64,9 +64,6 @@ def main(argv: list[str]) -> int:
     return run_ranks([sys.executable, str(ROOT / "train.py"), *argv], plan, nproc=nproc, logs=logs)
 
 
-# What the user gave
-
-
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raises ValueError. With one rank train.py does the same, in this process."""
     from configs.check import check
@@ -110,9 +107,6 @@ def _nvidia_smi(*arguments: str) -> str:
     return ""
 
 
-# What every rank inherits
-
-
 def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
     """Threads and the CUDA allocator, unless the user has said something. Before torch is imported.
 
@@ -129,7 +123,6 @@ def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
 
 
 def threads_per_rank(nproc: int) -> str:
-    """Ranks share the cores this process may use."""
     return str(max(1, cores_here() // nproc))
 
 
@@ -140,9 +133,6 @@ def cores_here() -> int:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota
         cores = min(cores, int(quota) // int(period))
     return cores
-
-
-# One rank: this process
 
 
 def run_here(argv: list[str], logs: Path) -> int:

@@ -6,15 +6,14 @@ set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 
 compile() {  # uv reads the file it writes, and keeps old pins where they still fit
-  uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --no-header --annotation-style line "$@"
+  uv pip compile --quiet --universal --python-version 3.10 --no-header --annotation-style line "$@" >/dev/null
 }
 
 made="Made by scripts/lock.sh from pyproject.toml; do not edit."
-compile --output-file requirements.lock "$@" >/dev/null
-compile --output-file requirements-dev.lock --extra dev --constraint requirements.lock "$@" >/dev/null
+compile pyproject.toml --output-file requirements.lock "$@"
+compile pyproject.toml --output-file requirements-dev.lock --extra dev --constraint requirements.lock "$@"
 sed -n '/^lighthouse = \[/,/^]/s/^ *"\([^"]*\)".*/\1/p' pyproject.toml |  # the extra alone: a lighthouse has nothing of the base
-  uv pip compile - --quiet --universal --python-version 3.10 --no-header --annotation-style line --constraint requirements.lock \
-    --constraint requirements-dev.lock --output-file requirements-lighthouse.lock "$@" >/dev/null
+  compile - --output-file requirements-lighthouse.lock --constraint requirements.lock --constraint requirements-dev.lock "$@"
 
 body=$(grep -v '^#' requirements.lock)
 printf '%s\n' "# $made Everything that training needs on Python 3.10-3.14, save torch's own requirements." "$body" >requirements.lock

@@ -62,10 +62,11 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
 
 
 def for_any_machine(config: RunConfig) -> RunConfig:
-    """Without what says how many ranks and which devices the run will have: the seed is the same for all."""
-    training = replace(config.training, enable_cpu_offload=False)
+    """Without what says how many ranks and which devices the run will have, since this machine may have others."""
+    training, float8 = replace(config.training, enable_cpu_offload=False), replace(config.float8, enable=False)
     fault_tolerance = replace(config.fault_tolerance, process_group="auto")
-    return replace(config, parallelism=ParallelismConfig(), training=training, fault_tolerance=fault_tolerance)
+    parallelism = ParallelismConfig()
+    return replace(config, parallelism=parallelism, training=training, float8=float8, fault_tolerance=fault_tolerance)
 
 
 def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
@@ -106,8 +107,6 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 class WriteProgress:
-    """How much is written, and how long the rest will take."""
-
     def __init__(self, total_bytes: int, log: Log, *, what: str = "seed", tell_every_s: float = TELL_EVERY_S) -> None:
         self._total, self._log, self._what, self._tell_every_s = total_bytes, log, what, tell_every_s
         self._done, self._began = 0, time.monotonic()

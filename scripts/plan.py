@@ -29,8 +29,6 @@ def forget_old(restarted_at_s: list[float], now_s: float) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ranks of this node and of the job, and how they are started."""
-
     nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
     nnodes: int
     node_rank: int | None  # None: in order of arrival

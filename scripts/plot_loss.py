@@ -46,8 +46,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves by name over one axis; one without a name is drawn thin. `logarithmic`: both axes, across to the base of 2, with a mark at
-    each point of the first curve."""
+    """Curves by name; one without a name is drawn thin. `logarithmic`: both axes, across by powers of 2, marked at the first's points."""
 
     across: str
     curves: Mapping[str, Points]
@@ -75,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read(journal: Path) -> tuple[Points, Points]:
     """Training and validation losses by step. A last line that is being written right now is left out."""
-    training: Points = []
-    validation: Points = []
+    training, validation = Points(), Points()
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)

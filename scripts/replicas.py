@@ -155,7 +155,6 @@ class LighthouseSupervisor:
         return address
 
     def poll(self, now_s: float) -> str:
-        """Starts it again where that is due. Returns a line for the user, or nothing."""
         if self.process.poll() is None or now_s < self._again_at_s:
             return ""
         self._failures += 1
@@ -174,8 +173,7 @@ class LighthouseSupervisor:
         self.process.wait()
 
     def _show_page(self, process: subprocess.Popen[str]) -> None:
-        """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address: who has the
-        file may look."""
+        """Says where the page is as soon as it is there; the next life has it at the same place. The token is in no address."""
         assert process.stdout
         page = process.stdout.readline().strip()
         if not page or page == self._page:
@@ -188,13 +186,12 @@ class LighthouseSupervisor:
             say("there is no browser to open it with")
 
 
-class PendingSignals:
-    """Collects the signals that ask for the end, each with its moment, from construction on."""
-
-    def __init__(self, *numbers: signal.Signals) -> None:
-        self.came: list[tuple[int, float]] = []
-        for number in numbers:
-            signal.signal(number, lambda number, _: self.came.append((number, time.monotonic())))
+def collect_signals(*numbers: signal.Signals) -> list[tuple[int, float]]:
+    """From now on these signals, which ask for the end, are appended to the list, each with its moment."""
+    came: list[tuple[int, float]] = []
+    for number in numbers:
+        signal.signal(number, lambda number, _: came.append((number, time.monotonic())))
+    return came
 
 
 def main(argv: list[str]) -> int:
@@ -218,25 +215,25 @@ def main(argv: list[str]) -> int:
             ReplicaSupervisor.here(str(name), [*rest, ENABLED], env, folder, restarts, visible)
             for name, visible in enumerate(devices)
         ]
-        return run(groups, lighthouse, PendingSignals(signal.SIGTERM, signal.SIGINT), grace_s)
+        return run(groups, lighthouse, collect_signals(signal.SIGTERM, signal.SIGINT), grace_s)
 
 
 def run(
     groups: Sequence[ReplicaSupervisor],
     lighthouse: LighthouseSupervisor,
-    asked: PendingSignals,
+    asked: list[tuple[int, float]],
     grace_s: float,
     stop: Sequence[str] = (),
 ) -> int:
-    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal they are asked to save and leave,
-    by the command `stop` if there is one; a second one, or the end of the grace, kills."""
+    """Starts the groups and returns when all have ended for good; leaves no process. On the first signal in `asked` they are asked to save
+    and leave, by the command `stop` if there is one; a second one, or the end of the grace, kills."""
     parts: list[LighthouseSupervisor | ReplicaSupervisor] = [lighthouse, *groups]
     told = False
     try:
         started = ", ".join(f"{group.name} (process {group.start()})" for group in groups)
         say(f"lighthouse at {lighthouse.address}; groups: {started}")
         while any(group.code is None for group in groups):
-            if asked.came and not told:
+            if asked and not told:
                 told = True
                 for group in groups:
                     group.restarts = 0
@@ -244,7 +241,7 @@ def run(
                         group.tell(signal.SIGTERM)
                 if stop:
                     subprocess.run(stop, check=False)
-            if told and (len(asked.came) > 1 or time.monotonic() > asked.came[0][1] + grace_s):
+            if told and (len(asked) > 1 or time.monotonic() > asked[0][1] + grace_s):
                 say("the groups did not end in time")
                 return 1
             for part in parts:
@@ -295,17 +292,15 @@ def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared:
     if each > len(visible):
         raise ValueError(f"NPROC={each}: more ranks than the {len(visible)} GPUs that are visible here")
     if each * groups > len(visible) and not shared:
-        fit = len(visible) // each
         raise ValueError(
             f"--groups {groups}: {each} GPU{'s' * (each > 1)} each are more than the {len(visible)} that are visible here; nearest: "
-            f"--groups {fit}; {SHARED}=1 lets groups share them"
+            f"--groups {len(visible) // each}; {SHARED}=1 lets groups share them"
         )
     return [[visible[(group * each + rank) % len(visible)] for rank in range(each)] for group in range(groups)]
 
 
 def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None = None) -> tuple[RunConfig, int, float]:
-    """Checks all that can be checked before anything is started; a group has this many nodes, and ranks on each (None: as many as one
-    group alone would have). Raises ValueError."""
+    """Checks all that can be before a start. `ranks`: of a group, on each of its nodes; None: as one group alone has. Raises ValueError."""
     from configs.load import load
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
@@ -326,15 +321,9 @@ def environment(run_folder: Path, groups: int) -> dict[str, str]:
 
 
 def start_lighthouse(
-    config: RunConfig,
-    env: dict[str, str],
-    *,
-    bind: str = ANY_PORT,
-    http: str = ANY_PORT,
-    through: Sequence[str] = (),
+    config: RunConfig, env: dict[str, str], *, bind: str = ANY_PORT, http: str = ANY_PORT, through: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[str], str]:
-    """`http` "": where it is by itself, on the port after its own. `through`: a command that becomes the one behind it.
-    Raises RuntimeError where it does not start."""
+    """`http` "": on the port after its own. `through`: a command that becomes the one behind it. Raises RuntimeError: it did not start."""
     settings = config.fault_tolerance
     flags = {
         "--bind": bind,

@@ -111,8 +111,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path) -> list[SampleRow]:
-    """In the order of the file. A last line that is being written right now is left out. Raises OSError, and ValueError, which names the
-    line."""
+    """In the file's order; a last line that is being written now is left out. Raises OSError, and ValueError, which names the line."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not line.endswith("\n"):
@@ -206,8 +205,7 @@ def lines_of(table: Sequence[Era]) -> list[str]:
 
 
 def listed(ranges: Sequence[Range]) -> str:
-    more = f" and {len(ranges) - SHOWN} more" if len(ranges) > SHOWN else ""
-    return ", ".join(map(str, ranges[:SHOWN])) + more
+    return ", ".join(map(str, ranges[:SHOWN])) + (f" and {len(ranges) - SHOWN} more" if len(ranges) > SHOWN else "")
 
 
 def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:

@@ -25,7 +25,6 @@ default below. The keys of `[model]` are those of `models/llama.py`; another `mo
 
 
 def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
-    """The text of docs/config.md."""
     parts = [_HEAD.strip()]
     for name, kind in (sections or all_sections()).items():
         table = ["| key | default | legal | what it does |", "| --- | --- | --- | --- |"]

@@ -20,9 +20,7 @@ NOT_CORE = ("ft/compat/", "ft/dashboard/", "ft/rpc/generated/", "tools/", "tests
 
 def main() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    longest: list[tuple[int, str]] = []
+    lines, files, longest = Counter[str](), Counter[str](), list[tuple[int, str]]()
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
         transcript = name.startswith("tests/") and path.suffix == ".txt"
@@ -94,8 +92,7 @@ def _files(module: str) -> Iterator[str]:
 
 def functions(core: list[str]) -> str:
     """Mean length of the core's functions, its short files, and private functions that are called from one place."""
-    lengths, private = list[int](), Counter[str]()
-    used: Counter[str] = Counter()
+    lengths, private, used = list[int](), Counter[str](), Counter[str]()
     for name in core:
         tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -108,11 +105,10 @@ def functions(core: list[str]) -> str:
             elif isinstance(node, ast.Name):
                 used[node.id] += 1
     once = sum(count for name, count in private.items() if used[name] <= 1)
-    short = sum(length(name) < 60 for name in core)
     mean = sum(lengths) / len(lengths)
     return (
         f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
-        f"{short} files under 60 lines"
+        f"{sum(length(name) < 60 for name in core)} files under 60 lines"
     )
 
 

@@ -196,7 +196,6 @@ def shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[tuple[st
 
 
 def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
-    """The index of several files."""
     total_bytes = sum(tensor.nbytes for _, tensors in files for tensor in tensors.values())
     where = {name: file for file, tensors in files for name in tensors}
     body = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
@@ -206,8 +205,7 @@ def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """A safetensors file, in the memory of one tensor, unlike the package's own. `make(name)` is called once for each, in order. Raises
-    OSError."""
+    """In the memory of one tensor, unlike safetensors' own. `make(name)` is called once for each, in order. Raises OSError."""
     begin, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for name, tensor in tensors.items():
@@ -228,9 +226,6 @@ def write_file(
         os.fsync(stream.fileno())  # a shard at a time: the progress is that of the disk
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(tensors), path
-
-
-# The folder
 
 
 @contextmanager
@@ -274,6 +269,5 @@ def refuse(out: Path) -> None:
             return
 
 
-def carried(folder: Path) -> list[Path]:
-    """The tokenizer's files in a folder."""
+def tokenizer_files(folder: Path) -> list[Path]:
     return [folder / name for name in (TOKENIZER, *_BESIDE) if (folder / name).is_file()]

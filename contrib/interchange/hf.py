@@ -43,8 +43,6 @@ FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Import
-
 
 @dataclass(frozen=True)
 class PublishedWeights:
@@ -73,8 +71,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         cause = "not known to a Llama, here or in transformers, and not used"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
     if not (folder / TOKENIZER).is_file():
-        settings_file = out / "config.toml"
-        log.warning("%s: no %s: set model.tokenizer_path in %s before it is used", folder, TOKENIZER, settings_file)
+        log.warning("%s: no %s: set model.tokenizer_path in %s/config.toml before it is used", folder, TOKENIZER, out)
     # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
     tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
@@ -89,9 +86,9 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
 
     with files.landing(out) as partial:
-        if carried := files.carried(folder):
+        if tokenizer_files := files.tokenizer_files(folder):
             (partial / "tokenizer").mkdir()
-            for file in carried:
+            for file in tokenizer_files:
                 shutil.copyfile(file, partial / "tokenizer" / file.name)
         checkpoints = partial / config.checkpoint.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
@@ -172,9 +169,6 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
     return config
 
 
-# Export
-
-
 class TensorByTensor(FileSystemReader):
     """A view of a checkpoint in the memory of one tensor, for one process. Unpickles, so verify the digest of its .metadata first."""
 
@@ -209,7 +203,6 @@ class Checkpoint:
     dtype: torch.dtype
 
     def read(self, entry: Entry) -> Tensor:
-        """As it was saved."""
         return self.reader.read(f"model.{entry.ours}")
 
 
@@ -315,7 +308,7 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
         given = Path(path).expanduser()
         file = given / TOKENIZER if given.is_dir() else given
         beside = {TOKENIZER: file} if file.is_file() else {}
-        beside |= {each.name: each for each in files.carried(file.parent) if each.name != TOKENIZER}
+        beside |= {each.name: each for each in files.tokenizer_files(file.parent) if each.name != TOKENIZER}
     if not path or TOKENIZER in beside:
         tokenizer = build_tokenizer(path)
         # around each document it was trained on

@@ -199,9 +199,6 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     )
 
 
-# ------------------------------------------------------------------------------------------------ under torchft's lighthouse
-
-
 class LinkOverTorchft(Wire):
     """Connection to a lighthouse of torchft's, which takes no reports and no leave: it notices that the heartbeats end."""
 
@@ -254,8 +251,7 @@ def read(quorum: m.Quorum) -> m.Quorum:
 def _member(member: m.Member) -> m.Member:
     try:
         ours = json.loads(member.data)[OURS]
-        # Checks the types
-        message = codec.to_message(replace(member, data="", **{name: ours[name] for name in _FIELDS}))
+        message = codec.to_message(replace(member, data="", **{name: ours[name] for name in _FIELDS}))  # checks types
     except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"

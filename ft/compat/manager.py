@@ -129,11 +129,9 @@ class Manager:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
         times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
         if times.check_timeout_order():
-            limit_s = times.heartbeat_timeout_s
             raise ValueError(
-                f"heartbeat_interval = {times.beat_s:g} s: must be below {limit_s:g} s, after which silence is a loss"
+                f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, after which silence is a loss"
             )
-        spares = world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
         config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
@@ -144,7 +142,7 @@ class Manager:
             times=times,
             attempt=environment.restart_count,
             every_step=every_step,
-            spares_above=min_replica_size if spares else None,
+            spares_above=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
@@ -167,11 +165,9 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             seen=seen,
         )
-        given = {
-            "use_async_quorum": use_async_quorum,
-            "connect_timeout": connect_timeout,
-            "enable_error_bus": enable_error_bus,
-        }
+        given = dict(
+            use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
+        )
         for name, value in given.items():
             if value is not None:
                 say_once(f"Manager({name}={value}) changes nothing: {CHANGE_NOTHING[name]}")
@@ -190,8 +186,6 @@ class Manager:
         self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
-
-    # ------------------------------------------------------------------------------------------------ the step
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
@@ -263,8 +257,6 @@ class Manager:
         work.on_timeout = self.report_error
         return work
 
-    # ------------------------------------------------------------------------------------------------ where things stand
-
     @property
     def replica_id(self) -> str:
         """Id of the process that this group is now: its name, and a part that no other process has."""
@@ -328,8 +320,6 @@ class Manager:
         fut.add_done_callback(end)
         return wrapped
 
-    # ------------------------------------------------------------------------------------------------ state
-
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
@@ -377,15 +367,13 @@ class Manager:
         self.core.gradients.close()
         self.core.close()
 
-    # ------------------------------------------------------------------------------------------------ what DistributedDataParallel calls
-
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
-        """Their gradients are summed with those of other groups. Before the first quorum."""
+        """For DistributedDataParallel: their gradients are summed with those of other groups. Before the first quorum."""
         self.core.attach(model_parts)
         self._parameters += [parameter for part in model_parts for parameter in part.parameters()]
 
     def backward_begins(self) -> None:
-        """The last one of the step, in whatever thread autograd says so."""
+        """Called by DistributedDataParallel for the last one of the step, in whatever thread autograd says so."""
         if self._over:
             raise RuntimeError(
                 "the gradients of this step are summed already: all backwards but the last belong in no_sync()"
@@ -399,11 +387,8 @@ class Manager:
         self._pass.close()
         self._decide()
 
-    # ------------------------------------------------------------------------------------------------ the end of a body
-
     def _decide(self, failure: str = "") -> None:
-        """Sums, and the group's vote; with a retry if need be. Afterwards .grad has the mean, if the step holds. `failure`: the reason for
-        which it cannot hold in this generation."""
+        """Sums and votes, if need be again; .grad then has the mean, if the step holds. `failure`: why it cannot in this generation."""
         if self._over:
             return
         self._over = True
@@ -435,9 +420,6 @@ class Manager:
         user.send(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
-
-
-# ------------------------------------------------------------------------------------------------ arguments
 
 
 def _seconds(variable_s: int | None, given: timedelta | None) -> float | None:

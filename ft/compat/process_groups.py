@@ -53,11 +53,9 @@ class ErrorSwallowingProcessGroup(Collectives):
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
         self._group = group
         self._error: Exception | None = None
-        # As the group's own
         self.rank, self.size, self.getBackendName = group.rank, group.size, group.getBackendName  # type: ignore[method-assign]
 
     def configure(self, store: str, rank: int, size: int) -> None:
-        """As ProcessGroup's."""
         self._error = None
         self._group.configure(store, rank, size)
 
@@ -65,7 +63,6 @@ class ErrorSwallowingProcessGroup(Collectives):
         self._group.abandon(reason, then)
 
     def shutdown(self, limit_s: float = 30.0) -> None:
-        """As ProcessGroup's."""
         self._group.shutdown(limit_s)
 
     def errored(self) -> Exception | None:

@@ -44,11 +44,10 @@ class Feed:
     slow_s = 10.0  # that a write may take
     calm_s, calm_per_group_s = 0.25, 0.001  # between two updates
 
-    def __init__(self, service: LighthouseService, *, orders: bool) -> None:
-        """orders: whether an operator can give some."""
+    def __init__(self, service: LighthouseService, *, takes_orders: bool) -> None:
         self.history = History(service.machine)
         self.reported, self.told = self.history.reported, self.history.told
-        self.view = View(service, self.history, orders=orders)
+        self.view = View(service, self.history, takes_orders=takes_orders)
         self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
         self.watchers: dict[asyncio.Transport, float] = {}  # since when one is written to; 0: it is not
         self.ring: deque[bytes] = deque()  # the newest last; its number is self._number
@@ -65,8 +64,6 @@ class Feed:
         self.history.saw(event, out)
         if isinstance(event, m.Tick) and self.awake:
             self._tick(now_s())
-
-    # ---- updates
 
     def _tick(self, now: float) -> None:
         for watcher, writes_since_s in self.watchers.items():
@@ -105,8 +102,6 @@ class Feed:
         *first, last = messages(parts, time.time())
         lines = [*(f"data: {text}\n\n" for text in first), f"id: {self.boot}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()
-
-    # ---- watchers
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /events. Ends when the watcher goes, is too slow, or the lighthouse stops."""
@@ -154,7 +149,6 @@ class Feed:
                 await self._news.wait()
 
     def end(self) -> None:
-        """Ends all streams."""
         self._over = True
         self._news.set()
 

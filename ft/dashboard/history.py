@@ -89,8 +89,6 @@ class History:
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
 
-    # ---- input
-
     def saw(self, event: m.Event, out: m.Out) -> None:
         self.clean_leaves = {event.replica_id} if isinstance(event, m.Leave) and event.clean else set()
         self._see_departures()
@@ -143,8 +141,6 @@ class History:
         at_s = round(self._wall_clock(), 1)
         self.events.append(Happening(self._numbers, at_s, number, grade, step, text, 1, self._change()))
 
-    # ---- output
-
     def told_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
         """Items that changed after one change and up to another, as the page gets them."""
         lists: dict[str, Iterable[Any]] = {"points": self.points, "sizes": self.sizes, "events": self.events}
@@ -165,8 +161,6 @@ class History:
             return 0.0
         (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
         return (last - first) / (ended_s - began_s) if ended_s > began_s else 0.0
-
-    # ---- changes of the machine
 
     def _see_departures(self) -> None:
         lost = self._machine.roster.lost

@@ -124,7 +124,7 @@ class _Newest:
 def _app(service: LighthouseService, access: Access) -> tuple[web.Application, Feed]:
     registry = CollectorRegistry()
     registry.register(_Collector(service))
-    feed = Feed(service, orders=bool(access.token))
+    feed = Feed(service, takes_orders=bool(access.token))
     orders = Orders(service, feed, has_token=bool(access.token))
     service.page = feed
 
@@ -157,8 +157,6 @@ def _app(service: LighthouseService, access: Access) -> tuple[web.Application, F
 
 
 class Orders:
-    """Orders of one lighthouse."""
-
     def __init__(
         self, service: LighthouseService, feed: Feed, *, has_token: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -32,15 +32,13 @@ Parts = dict[str, list[Any]]  # section of an update -> its items, in the order 
 class View:
     """The state that the page shows, up to the newest update. `ordered`: id -> flags of the orders that it was given."""
 
-    def __init__(self, service: LighthouseService, history: History, *, orders: bool = False) -> None:
-        """orders: whether an operator can give some."""
+    def __init__(self, service: LighthouseService, history: History, *, takes_orders: bool = False) -> None:
         self._service, self._machine, self._history = service, service.machine, history
-        self._constants = {"health": HEALTH, "lanes": LANES, "orders": orders}
+        self._constants = {"health": HEALTH, "lanes": LANES, "orders": takes_orders}
         self.ordered: dict[str, int] = {}
         self._members: dict[str, m.Member] = {}  # of the newest quorum
         self._phase_numbers: dict[str, int] = {"": 0}
         self._phases = ["", "other"]  # the groups' own words, by number
-        # State of the last update
         self.told_changes = self._told_phases = 0
         self._names: dict[str, tuple[Any, ...]] = {}  # ids that are shown; begins with a key: short, not used twice
         self._next_key = 1
@@ -91,8 +89,6 @@ class View:
             "heals": [self._heals],
             **self._history.told_between(0, self.told_changes),
         }
-
-    # ---- groups
 
     def rows(self) -> dict[str, Row]:
         """Row of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0:
@@ -147,13 +143,11 @@ class View:
     def _late(self) -> frozenset[str]:
         """Members that the others wait for: in a reduction, or because they have not asked for the quorum that others have asked for."""
         roster, reports = self._machine.roster, self._service.reports
-        members = roster.previous
+        members, late = roster.previous, set[str]()
         if roster.present and self._waited_s():
             late = {i for i in members if i in roster.peers and i not in roster.candidates}
         elif any(i in reports and reports[i].waiting for i in members):
             late = {i for i in members if i in reports and not reports[i].waiting and i not in self._history.healing}
-        else:
-            late = set()
         return frozenset(late if len(late) <= max(1, len(members) // LATE_SHARE) else ())
 
     def _waited_s(self) -> float:
@@ -173,15 +167,12 @@ class View:
         return gone
 
     def _phase(self, words: str) -> int:
-        found = self._phase_numbers.get(words)
-        if found is None:
+        if words not in self._phase_numbers:
             if len(self._phases) == PHASES:
                 return 1
-            found = self._phase_numbers[words] = len(self._phases)
+            self._phase_numbers[words] = len(self._phases)
             self._phases.append(clean(words, PHASE_TEXT))
-        return found
-
-    # ---- all of them
+        return self._phase_numbers[words]
 
     def job(self, rows: dict[str, Row]) -> dict[str, Any]:
         """Figures that are shown above the rows; all are sent again where one has changed."""

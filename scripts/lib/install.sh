@@ -39,8 +39,6 @@ use_python() {
 
 before_install() { :; } # the script that sources this may have something to check first
 
-# ---- which Python
-
 # "MINOR EXECUTABLE" of a CPython 3. The candidate has to be run: pyenv leaves a python3.12 in the PATH that only prints "not found".
 # The executable is the one below a virtual environment: an active one may be the very folder that is about to be made again.
 probe() {
@@ -67,8 +65,6 @@ find_python() { # find_python NAME...: sets found (to run), base (to make enviro
     "or say where one is: PYTHON=/path/to/python3.12"
 }
 
-# ---- is anything to be done
-
 is_complete() {
   local lock answer stamp minor
   [ -x "$python" ] && answer=$(probe "$python") && [ -n "$answer" ] || return 1
@@ -89,16 +85,12 @@ index_of() { # the index a stamp names
   printf '%s' "${first#*torch from }"
 }
 
-# ---- installing, one at a time
-
 install() {
   find_python $pythons python3
   "$base" -Ic 'import ensurepip, venv' 2>/dev/null </dev/null ||
     die 1 "$base cannot make virtual environments (it has no ensurepip): apt install python3.$minor-venv, or another Python with PYTHON=..."
   take_lock
-  if ! is_complete "$@"; then
-    fill_venv "$@"
-  fi
+  is_complete "$@" || fill_venv "$@"
   drop_lock
 }
 
@@ -194,8 +186,6 @@ pip_install() {
   PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 run_logged "$python" -I -m pip --disable-pip-version-check --no-input install --no-compile "$@"
 }
 
-# ---- running what takes long
-
 # Runs in the background and waits, because bash acts on a signal only between foreground commands. The signal's exit code is not kept:
 # the shell leaves through `stop`.
 run_logged() {
@@ -226,8 +216,6 @@ fail_pip() {
     *) die 1 "pip could not install $1; the next start tries again" ;;
   esac
 }
-
-# ---- the lock
 
 # flock's: the kernel gives it back with the last process that has descriptor 9 open, whatever ends them; pip's, too, if it outlives us.
 take_lock() {

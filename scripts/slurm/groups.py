@@ -29,16 +29,8 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts" / "slurm"))]
 
-from scripts.plan import say, whole  # noqa: E402 (our packages first)
-from scripts.replicas import (  # noqa: E402
-    ENABLED,
-    LighthouseSupervisor,
-    PendingSignals,
-    ReplicaSupervisor,
-    environment,
-    prepare,
-    run,
-)
+from scripts import replicas  # noqa: E402 (our packages first)
+from scripts.plan import say, whole  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -50,8 +42,6 @@ RUN_TRAIN = ("bash", "-c", 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"', str(ROOT / 
 
 @dataclass
 class Nodes:
-    """The job's nodes, and which group has which."""
-
     job: str
     addresses: dict[str, str]  # by which Slurm reaches them, by name, in the job's order
     per_group: int
@@ -119,7 +109,7 @@ class Nodes:
             return ""
 
 
-class SlurmStep(ReplicaSupervisor):
+class SlurmStep(replicas.ReplicaSupervisor):
     """A group, and the srun that runs it: a step of the job."""
 
     def __init__(
@@ -170,15 +160,16 @@ class SlurmStep(ReplicaSupervisor):
 def main(argv: list[str]) -> int:
     from training.appended import RunLock
 
-    pending_signals = PendingSignals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    came = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    argv = [*argv, replicas.ENABLED]
     try:
         nodes = Nodes.read(os.environ, ask)
         port = whole(os.environ, "LIGHTHOUSE_PORT", least=0)
-        config, restarts, grace_s = prepare([*argv, ENABLED], len(nodes.of), nodes=nodes.per_group)
+        config, restarts, grace_s = replicas.prepare(argv, len(nodes.of), nodes=nodes.per_group)
         lock = RunLock(config.run_folder / "groups")
         folder, before = config.run_folder / "groups", saved(config)
-        env = environment(config.run_folder, len(nodes.of))
-        lighthouse = LighthouseSupervisor(config, env, bind=f"[::]:{port}", http="")
+        env = replicas.environment(config.run_folder, len(nodes.of))
+        lighthouse = replicas.LighthouseSupervisor(config, env, bind=f"[::]:{port}", http="")
     except (ValueError, RuntimeError) as error:
         say(str(error))
         return 2 if isinstance(error, ValueError) else 1
@@ -186,13 +177,13 @@ def main(argv: list[str]) -> int:
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
-    steps = [SlurmStep(name, [*argv, ENABLED], env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
+    steps = [SlurmStep(name, argv, env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
         # By Slurm to all steps: an srun that gets a SIGTERM kills its step
         stop = ("scancel", "--signal=TERM", nodes.job)
-        code = run(steps, lighthouse, pending_signals, grace_s, stop)
-    asked = {number for number, _ in pending_signals.came}
+        code = replicas.run(steps, lighthouse, came, grace_s, stop)
+    asked = {number for number, _ in came}
     if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
         return code
     return again(nodes.job, before, saved(config))

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,56 @@ sys.path.insert(0, str(ROOT))
 from scripts import check_cluster  # noqa: E402
 
 
-def in_place_of(name: str) -> Callable[[Callable[..., Any]], Callable[[int], None]]:
-    """Makes a fault of a function that one rank has instead of torch.distributed's. It is given the rank and that function."""
+def _replace(name: str, rank: int, fault: Callable[..., Any]) -> None:
+    """One rank has `fault` instead of torch.distributed's function; it is given that function, and then its arguments."""
+    real = getattr(dist, name)
 
-    def plant(fault: Callable[..., Any], rank: int) -> None:
-        real = getattr(dist, name)
-        setattr(dist, name, lambda *rest, **named: (partial(fault, rank, real) if _is(rank) else real)(*rest, **named))
+    def called(*rest: Any, **named: Any) -> Any:
+        return fault(real, *rest, **named) if _is(rank) else real(*rest, **named)
 
-    return lambda fault: partial(plant, fault)
+    setattr(dist, name, called)
 
 
-@in_place_of("all_reduce")
-def result_of_all_reduce(rank: int, real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
+def result_of_all_reduce(rank: int) -> None:
     """Changes one element of the result on this rank."""
-    done = real(tensor, *rest, **named)
-    tensor[5] += 1
-    return done
+
+    def all_reduce(real: Callable[..., Any], tensor: Any, *rest: Any, **named: Any) -> Any:
+        done = real(tensor, *rest, **named)
+        tensor[5] += 1
+        return done
+
+    _replace("all_reduce", rank, all_reduce)
 
 
-@in_place_of("reduce_scatter_tensor")
-def input_of_reduce_scatter(
-    rank: int, real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any
-) -> Any:
+def input_of_reduce_scatter(rank: int) -> None:
     """Changes the input of this rank, so all ranks get a wrong result."""
-    return real(output, tensor * 3, *rest, **named)
+
+    def reduce_scatter(real: Callable[..., Any], output: Any, tensor: Any, *rest: Any, **named: Any) -> Any:
+        return real(output, tensor * 3, *rest, **named)
+
+    _replace("reduce_scatter_tensor", rank, reduce_scatter)
 
 
-@in_place_of("broadcast")
-def broadcast_of_root(rank: int, real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
+def broadcast_of_root(rank: int) -> None:
     """What this rank sends to all has one wrong element; its own copy is right."""
-    if src != rank:
-        return real(tensor, src, *rest)
-    sent = tensor.clone()
-    sent[7] = -1
-    return real(sent, src, *rest)
+
+    def broadcast(real: Callable[..., Any], tensor: Any, src: int, *rest: Any) -> Any:
+        if src != rank:
+            return real(tensor, src, *rest)
+        sent = tensor.clone()
+        sent[7] = -1
+        return real(sent, src, *rest)
+
+    _replace("broadcast", rank, broadcast)
 
 
-@in_place_of("reduce")
-def errs(rank: int, real: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+def errs(rank: int) -> None:
     """An operation raises, on this rank alone."""
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def reduce(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    _replace("reduce", rank, reduce)
 
 
 def clock(rank: int) -> None:

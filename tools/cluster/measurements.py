@@ -103,7 +103,6 @@ def send_in_turn(team: Team, sent: Tensor, got: Tensor) -> None:
 
 
 def exchange(team: Team, sent: Tensor, to: int, got: Tensor, source: int) -> None:
-    """Sends and receives at once."""
     both = [dist.P2POp(dist.irecv, got, source, team.group), dist.P2POp(dist.isend, sent, to, team.group)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
@@ -215,16 +214,12 @@ def settle(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-# Links, ranks, clocks, the folder
-
-
 def pairs(hosts: Sequence[str]) -> list[Pair]:
     """By rank's host. Of many ranks: those on one host, and between hosts those of equal place (one "rail" of network cards)."""
     everybody = itertools.combinations(range(len(hosts)), 2)
     if len(hosts) <= ALL_PAIRS:
         return list(everybody)
-    seen: dict[str, int] = {}
-    place = [seen[host] for host in hosts if seen.update({host: seen.get(host, -1) + 1}) is None]
+    place = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
     return [(a, b) for a, b in everybody if hosts[a] == hosts[b] or place[a] == place[b]]
 
 
@@ -297,8 +292,7 @@ def matmul_flops(team: Team) -> tuple[float, float]:
     settle(team.device)
     taken: list[float] = []
     had, began = time.thread_time(), time.perf_counter()
-    end = began + MATMUL_S
-    while len(taken) < 5 or time.perf_counter() < end:
+    while len(taken) < 5 or time.perf_counter() < began + MATMUL_S:
         start = time.perf_counter()
         a @ b
         settle(team.device)
@@ -326,8 +320,7 @@ def clock_offset(team: Team, peer: int) -> dict[str, float]:
 def tell_time(team: Team, peer: int) -> None:
     """The other side of `clock_offset`."""
     for _ in range(PINGS):
-        asked = torch.zeros(1, dtype=torch.float64, device=team.device)
-        dist.recv(asked, peer, team.group)
+        dist.recv(torch.zeros(1, dtype=torch.float64, device=team.device), peer, team.group)
         settle(team.device)
         arrived = time.time()
         dist.send(torch.tensor([arrived, time.time()], dtype=torch.float64, device=team.device), peer, team.group)
@@ -340,16 +333,14 @@ def try_folder(team: Team, folder: Path, size_bytes: int) -> dict[str, Any]:
     writer, reader = _Writer(folder), _Reader(folder)
     dcp.save({f"rank{team.rank}": _noise(team.rank, size_bytes)}, storage_writer=writer, process_group=team.group)
     expected = _noise(neighbour, size_bytes)
-    got = {f"rank{neighbour}": torch.zeros_like(expected)}
-    dcp.load(got, storage_reader=reader, process_group=team.group)
-    same = torch.equal(got[f"rank{neighbour}"], expected)
-    wrong = "" if same else f"what rank {neighbour} wrote was read with other bits"
+    got = torch.zeros_like(expected)
+    dcp.load({f"rank{neighbour}": got}, storage_reader=reader, process_group=team.group)
+    wrong = "" if torch.equal(got, expected) else f"what rank {neighbour} wrote was read with other bits"
     return {"write_s": writer.seconds, "read_s": reader.seconds, "wrong": wrong}
 
 
 def _noise(rank: int, size_bytes: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -368,8 +359,6 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Times this rank's read."""
-
     seconds = 0.0
 
     def read_data(self, *plan: Any, **named: Any) -> Future[None]:

@@ -163,8 +163,7 @@ class Work(threading.Thread):
             for number, phase in enumerate(phases, 1):
                 said = phase()
                 if self.place.rank == 0:
-                    took = time.monotonic() - began
-                    head = f"[{took:5.1f} s] {number}/{len(phases)} {phase.__name__:8}"
+                    head = f"[{time.monotonic() - began:5.1f} s] {number}/{len(phases)} {phase.__name__:8}"
                     print(f"{head} {said}", file=sys.stderr, flush=True)
             self.control.meet("leave")
             dist.destroy_process_group()

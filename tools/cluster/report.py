@@ -66,7 +66,6 @@ def as_json(
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report for a terminal."""
     hosts, operations = report["hosts"], report["operations"]
     figures = {rank: own["figures"] for rank, own in report["ranks"].items()}
     names = sorted({host or "?" for host in hosts})
@@ -118,8 +117,7 @@ def _size(size: int) -> str:
 
 
 def draw(report: Mapping[str, Any], lines: str) -> str:
-    """An SVG of every link as a square, with the report's text below. In the colours of plot_loss.py, so it follows the reader's light or
-    dark theme. `report` as `as_json` makes it; `lines` as `text`."""
+    """An SVG: every link a square, and the report's text below, in plot_loss.py's colours. `report`: of `as_json`; `lines`: of `text`."""
     rows = [row for line in lines.splitlines() for row in textwrap.wrap(line, 112) or [""]]
     height = TOP + SIDE + 34 + 17 * len(rows)
     title = f"{report['world_size']} ranks, {(hosts := len(set(report['hosts'])))} host{'s' * (hosts > 1)}, {report['backend']}"

@@ -22,8 +22,6 @@ USUAL_SHARE, CROWDED_SHARE = 0.5, 0.1
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank this process is."""
-
     rank: int
     world_size: int
     local_rank: int
@@ -43,8 +41,6 @@ class RankPlace:
 
 
 class CheckSettings(argparse.Namespace):
-    """The flags, checked."""
-
     backend: str
     init_method: str
     timeout_s: float

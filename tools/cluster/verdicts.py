@@ -19,8 +19,6 @@ LATENCY_TIMES, LATENCY_MORE_S = 5.0, 2e-3  # a link is late that takes so many t
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault, and the ranks that have it."""
-
     what: str  # silent, failed, wrong, slow link, late link, slow rank, slow disk, clock
     ranks: tuple[int, ...]
     text: str
@@ -28,8 +26,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class Names:
-    """Names of ranks in findings."""
-
     hosts: Sequence[str]  # by rank; "": unknown, since it never reported
 
     def rank(self, rank: int) -> str:

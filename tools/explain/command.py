@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from math import prod
 from pathlib import Path
 from textwrap import wrap
@@ -31,6 +31,7 @@ from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
+from scripts.make_seed_checkpoint import for_any_machine
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
@@ -58,14 +59,7 @@ def main(argv: Sequence[str]) -> int:
         argv, n_ranks, device = _options(argv)
         config = load(argv)
         world_size = n_ranks or ranks_asked(config.parallelism)
-        # less what a start asks of the devices that it finds: the run will be on others
-        anywhere = replace(
-            config,
-            parallelism=without_devices(config.parallelism),
-            training=replace(config.training, enable_cpu_offload=False),
-            fault_tolerance=replace(config.fault_tolerance, process_group="auto"),
-            float8=type(config.float8)(),
-        )
+        anywhere = replace(for_any_machine(config), parallelism=without_devices(config.parallelism))
         check_settings(anywhere, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
         beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
@@ -74,8 +68,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of how it is used: the run itself will say them
-        text = explain(job, beside)
-    print(text, end="")
+        print(explain(job, beside), end="")
     return 0
 
 
@@ -105,16 +98,14 @@ def ranks_asked(config: ParallelismConfig) -> int:
 
 
 def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
-    """Memory of a rank that groups take. Raises ValueError where the environment has no number of groups, or the process group is of
-    another device."""
+    """Memory that groups take of a rank. Raises ValueError: no number of groups in the environment, or another device's process group."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
 
     def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
-        dtype = job.layout.precision.master
-        tensors = [torch.empty(kind.local_shape, dtype=dtype, device="meta") for kind in kinds]
+        tensors = [torch.empty(kind.local_shape, dtype=job.layout.precision.master, device="meta") for kind in kinds]
         return memory(tensors, settings, in_child=in_child, slots=slots)
 
     return beside
@@ -133,7 +124,6 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     dtypes = (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
     precision = choose_precision(*dtypes, Device(torch.device(device_type)))
     sizes = degrees(config.parallelism, world_size)
-    at_once = training.local_batch_size * sizes.data_parallel
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=whole,
@@ -142,12 +132,9 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
-        passes=max(1, training.global_batch_size // at_once),
+        passes=max(1, training.global_batch_size // (training.local_batch_size * sizes.data_parallel)),
         seq_len=training.seq_len,
     )
-
-
-# The text
 
 
 def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
@@ -171,7 +158,7 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
         ("COMMUNICATION of a rank, in a step", _communication(job, acted)),
         ("FSDP", _fsdp(job, acted[0])),
         ("PIPELINE", _pipeline(job, acted)),
-        ("WARNINGS", _warnings(job, acted)),
+        ("WARNINGS", chain(*(_wrapped(f"- {warning}", "  ") for warning in _warnings(job, acted)))),
     ]
     lines = []
     for title, body in sections:
@@ -186,8 +173,7 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
     model = job.model()
     per_token = model.flops_per_token(seq_len)
     step = per_token * sequences * seq_len
-    size = sum(p.numel() for p in model.parameters())
-    yield f"{size:,} parameters, {len(model.layers)} blocks"
+    yield f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(model.layers)} blocks"
     yield (
         f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; a rank sees {job.local_batch_size} at once, "
         f"in {job.passes} pass{'es' * (job.passes > 1)}"
@@ -278,7 +264,6 @@ def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 
 
 def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
-    """The figure of the rank that has most."""
     if beside is not None:
         most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
         yield from _table([(what, _size(size)) for what, size in most.items() if size], right=[1])
@@ -315,8 +300,7 @@ def _sent(kind: str, size: int, n: int) -> int:
 
 
 def _ranks_of(axis: str, degrees: Degrees) -> int:
-    sizes = dict(zip(AXES, degrees, strict=True))
-    return sizes[axis] if axis in sizes else sizes["dp_shard"] * sizes["cp"]
+    return degrees.dp_shard * degrees.cp if axis == SHARDS else getattr(degrees, axis)
 
 
 def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
@@ -338,7 +322,7 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
     forward, backward = _order(stage.step.labels)
     yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
-        yield from wrap(f"{name} {' '.join(_ends(order, 20))}", WIDTH - 2, subsequent_indent=" " * 9)
+        yield from _wrapped(f"{name} {' '.join(_ends(order, 20))}", " " * 9)
 
 
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -370,52 +354,50 @@ def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 
 def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
-    stages, peaks = [stage for rank in acted for stage in rank.stages], sorted(rank.peak for rank in acted)
-    least, most = peaks[0], peaks[-1]
-    blocks = [len(stage.modules) for stage in stages]
-    share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches) if d.pp > 1 else 0.0
+    stages = [stage for rank in acted for stage in rank.stages]
+    if d.pp > 1:
+        share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches)
+        blocks, peaks = [len(stage.modules) for stage in stages], [rank.peak for rank in acted]
+        if job.microbatches < len(stages):
+            yield (
+                f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
+                "lower parallelism.pipeline_parallel_microbatch_size"
+            )
+        if share > 0.25:
+            yield f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller"
+        if max(blocks) - min(blocks) > 1:
+            yield f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace"
+        if max(peaks) > 1.25 * min(peaks):
+            yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
     uneven = [
-        f"{name} ({kind.shape[dim]:,})"
+        f"{name} ({size:,})"
         for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
-        for dim in range(2)
-        if any(cut == dim for _, cut in kind.cuts)
-        and kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > kind.shape[dim]
+        for dim, size in enumerate(kind.shape)
+        if kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > size
     ]
-    warnings = {
-        f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
-        "lower parallelism.pipeline_parallel_microbatch_size": d.pp > 1 and job.microbatches < len(stages),
-        f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller": share > 0.25,
-        f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace": max(blocks) - min(blocks) > 1,
-        f"memory is uneven over the pipeline: {_size(least)} to {_size(most)}": most > 1.25 * least,
-        f"cut unevenly, so the last ranks have less: {', '.join(uneven)}": bool(uneven),
-        f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs": (
-            d.tp > 8
-        ),
-        'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch': (
-            config.fsdp_reshard_after_forward == "always" and d.pp > 1
-        ),
-        "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU": (
-            d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024 and on_cuda
-        ),
-        "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once": (
-            d.cp > 1 and config.context_parallel_rotate_method == "ring"
-        ),
-        "compile.enable: fused blocks keep less than these figures, which are of eager mode": layout.compile.enable,
-        "float8.enable: these figures are those without it": layout.float8.enable,
-        "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing": (
-            layout.activation_checkpoint.mode == "memory_budget"
-        ),
-        "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against": (
-            on_cuda and layout.precision.compute.itemsize == 4
-        ),
-        "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
-        "is none unless metrics.peak_tflops says it": on_cuda,
-    }
-    for warning in (text for text, holds in warnings.items() if holds):
-        yield from wrap(f"- {warning}", WIDTH - 2, subsequent_indent="  ")
-
-
-# Rows and words
+    if uneven:
+        yield f"cut unevenly, so the last ranks have less: {', '.join(uneven)}"
+    if d.tp > 8:
+        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs"
+    if d.pp > 1 and config.fsdp_reshard_after_forward == "always":
+        yield 'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch'
+    if on_cuda and d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024:
+        yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
+    if d.cp > 1 and config.context_parallel_rotate_method == "ring":
+        yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
+    if layout.compile.enable:
+        yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
+    if layout.float8.enable:
+        yield "float8.enable: these figures are those without it"
+    if layout.activation_checkpoint.mode == "memory_budget":
+        yield "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing"
+    if on_cuda and layout.precision.compute.itemsize == 4:
+        yield "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against"
+    if on_cuda:
+        yield (
+            "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
+            "is none unless metrics.peak_tflops says it"
+        )
 
 
 def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut: bool = False) -> Iterator[str]:
@@ -428,11 +410,11 @@ def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut:
     for row in rows:
         cells = (c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         line = "  ".join(cells).rstrip()
-        yield from [line] if len(line) <= WIDTH - 2 else wrap(line, WIDTH - 2, subsequent_indent=indent)
+        yield from [line] if len(line) <= WIDTH - 2 else _wrapped(line, indent)
 
 
-def _wrapped(text: str) -> list[str]:
-    return wrap(text, WIDTH - 2)
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return wrap(text, WIDTH - 2, subsequent_indent=indent)
 
 
 def _ends(words: Sequence[str], most: int) -> list[str]:

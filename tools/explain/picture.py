@@ -21,8 +21,7 @@ def _slots(times: Timeline) -> int:
 
 
 def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int, *, columns: int) -> list[str]:
-    """The schedule as lines: its name, a row per rank with a column per time slot, the bubble. Rows that are longer than `columns` lack
-    the slots in their middle."""
+    """Lines: the schedule's name, a row per rank with a column per time slot, the bubble. Rows above `columns` lack their middle."""
     times = timeline(table(schedule, pp, n_stages, n_microbatches))
     n_slots, alone = _slots(times), n_stages == pp
     cells = [["."] * n_slots for _ in times]

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from operator import add
@@ -80,8 +80,6 @@ class Stretch:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step of one rank."""
-
     held: Held
     stretches: tuple[Stretch, ...]  # in order
     labels: tuple[str, ...]  # what FSDP and the pipeline said they do, in order
@@ -97,9 +95,6 @@ def join(stretches: Iterable[Stretch]) -> Stretch:
     return whole
 
 
-# Without memory, without ranks
-
-
 @contextmanager
 def stand_in(*, global_rank: int, world_size: int, device_type: DeviceType) -> Iterator[None]:
     """Makes this process `global_rank` of `world_size` ranks that do not exist. The default process group must be free. All tensors are on
@@ -107,15 +102,13 @@ def stand_in(*, global_rank: int, world_size: int, device_type: DeviceType) -> I
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    store = FakeStore()
-    dist.init_process_group("fake", rank=global_rank, world_size=world_size, store=store)
+    dist.init_process_group("fake", rank=global_rank, world_size=world_size, store=FakeStore())
     try:
         # CUDA's norm and attention keep what their fused kernels keep; a CPU's norm would keep several fp32 copies of its input. Functions
         # and no TorchFunctionMode, which would not be there when the backward computes a block again.
         cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
         cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # tensors without memory walk in blocks, too
-        kernels: AbstractContextManager[Any] = cpu if device_type == "cpu" else cuda
-        with kernels:
+        with cpu if device_type == "cpu" else cuda:
             yield
     finally:
         dist.destroy_process_group()
@@ -178,9 +171,6 @@ class _FusedRMSNorm(Function):
         return torch.empty_like(x), None, grad_weight, None
 
 
-# The ruler
-
-
 def measure(
     parallel: Parallelized,
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
@@ -202,9 +192,8 @@ def measure(
         tensors = ruler.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
         states = ruler.serials(tree_leaves([optimizer.state[p] for p in parameters]))
         held = Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
-    stretches = ruler.stretches(gradients, tensors | states)
     labels = tuple(event for event in ruler.events if isinstance(event, str))
-    return MeasuredStep(held, tuple(stretches), labels)
+    return MeasuredStep(held, tuple(ruler.stretches(gradients, tensors | states)), labels)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -320,13 +309,8 @@ _KINDS = {
 }
 
 
-# Profiles
-
-
 @dataclass(frozen=True)
 class ExplainedJob:
-    """The job that is explained."""
-
     title: str
     build: Callable[[], Model]  # the whole model, for the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
@@ -417,8 +401,7 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     parallelism = without_devices(layout.parallelism)
     # Without what cannot be acted out, which the report mentions
     eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
-    global_rank = pp_rank * prod(sizes[1:])
-    with stand_in(global_rank=global_rank, world_size=sizes.world_size, device_type=job.device_type):
+    with stand_in(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
         parallel = job.parallelize(mesh, model, eager)
@@ -479,9 +462,6 @@ def plain(axis: str, *, dp_shard: int, cp: int) -> str:
     return DP_SHARD if cp == 1 else CP
 
 
-# Pipelines
-
-
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
     """From stages acted out one by one, for two microbatches, on a pipeline with one rank for each."""
     config = job.layout.parallelism
@@ -500,8 +480,7 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
         degrees=job.degrees._replace(pp=len(modules)),
         local_batch_size=2 * config.pipeline_parallel_microbatch_size,
     )
-    seen: dict[Any, Stage] = {}
-    acted = []
+    seen, acted = dict[Any, Stage](), list[Stage]()
     option = job.layout.activation_checkpoint.selective_ac_option
     every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
@@ -556,5 +535,4 @@ class _Replay:
         return [self._seen[name] for name in names if name in self._seen]
 
     def end(self) -> Iterable[Stretch]:
-        """The optimizer."""
         return [stretch for label, stretch in self._seen.items() if label.startswith(("RESHARD", "Optimizer"))]
