@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.job import ROOT, DiaryLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
-from bench.pairs import Failed, Worker, in_turns, parser, ratio, spread, table
+from bench.pairs import Failed, Worker, in_turns, parser, ratio, table
 from bench.step import draw_on_device, our_llama, start
 
 WORKER = (__file__, "--worker")
@@ -94,10 +94,8 @@ def main(argv: Sequence[str]) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     turns = {1: part_1, 2: part_2, 3: part_3}[options.part](options)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), _installed(options) if options.wheels else ""]
-    env = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        **({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}),
-    }
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
     with patch.dict(os.environ, env):
         whole = run(turns, options.folder / "results.jsonl", options)
     print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
@@ -233,12 +231,9 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
     if kind == "none":
         return train(())
     with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
-        group = {
-            "TORCHFT_LIGHTHOUSE": f"http://{lighthouse.address}",
-            "REPLICA_GROUP_ID": "0",
-            "NUM_REPLICA_GROUPS": "1",
-        }
-        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), **group)
+        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
+        address = f"http://{lighthouse.address}"
+        return train(settings, TORCHFT_LIGHTHOUSE=address, REPLICA_GROUP_ID="0", NUM_REPLICA_GROUPS="1")
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
@@ -274,11 +269,10 @@ def _installed(options: argparse.Namespace) -> str:
     """Installs the wheels into a folder, and returns it; last in PYTHONPATH, it hides what the machine has of the same name."""
     target, found = str(options.folder / "wheels"), sorted(map(str, options.wheels.glob("*.whl")))
     install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", target]
-    if (
-        found
-        and (done := subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)).returncode
-    ):
-        print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
+    if found:
+        done = subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)
+        if done.returncode:
+            print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
     sys.path.append(target)
     return target
 
@@ -302,9 +296,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return flags.parse_args(argv)
 
 
-# ------------------------------------------------------------------------------------------------ the page
-
-
 def page(rows: Sequence[Figures], device: str) -> str:
     """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
     a key counts."""
@@ -323,12 +314,10 @@ def page(rows: Sequence[Figures], device: str) -> str:
 
     throughput = []
     for name, side in speeds.items():
-        middle, _, between = spread([*side["by_round"].values()], ",.0f").rstrip(")").partition(" (")
+        median, low, high = (f"{of(side['by_round'].values()):,.0f}" for of in (statistics.median, min, max))
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
-        throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
-    others = [
-        (f"{key[2:]}: {name}", str(x)) for key in ("3 healing", "3 stall") for name, x in good.get(key, {}).items()
-    ]
+        throughput.append((name, median, f"{low}-{high}", mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
+    others = [(f"{of}: {name}", str(x)) for of in ("healing", "stall") for name, x in good.get(f"3 {of}", {}).items()]
     left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
     measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
     blocks = ["# One GPU", f"{measured} Ranges are over rounds or repetitions.{ON_A_CPU if device == 'cpu' else ''}"]
@@ -407,18 +396,12 @@ def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ measurements in processes of their own
-
-
 def versions(device: str) -> Figures:
     """Versions of everything that a figure may depend on, and the operator that attention runs."""
     from models import ops
 
-    found: Figures = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-    }
+    found: Figures = {"python": sys.version.split()[0], "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda or "none"
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
     found |= {package: installed.get(package, "not installed") for package in packages}
@@ -443,19 +426,17 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
     with RecoveryJob(JobSide("ours"), 2, megabytes=megabytes, step_ms=20, kind=kind, device=device) as job:
         a, b = job.groups
         living = [a, b] if victim == "child" else [a]
-
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(
-            group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0, more_s: float = 0.0
-        ) -> DiaryLine:
-            """The count-th such line since then, of so many groups, within KILL_LIMIT_S and `more_s`."""
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
+            """The count-th such line since then, of so many groups."""
 
             def there() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
-            return job.until(f"{event} of group {group.name}", there, KILL_LIMIT_S + more_s, lives=[a])[0]
+            limit_s = KILL_LIMIT_S + max(0.0, after_s - time.monotonic())
+            return job.until(f"{event} of group {group.name}", there, limit_s, lives=[a])[0]
 
         a.start(NCCL_HOSTID=a.name, **nccl)
         alone = seen(a, "commit", 5, of=1)
@@ -464,7 +445,7 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         b.tell(kill=victim)
         killed_s = seen(b, "kill", after_s=before.at_s).at_s
         after = seen(a, "commit", after_s=killed_s)
-        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s, more_s=watch_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
         ends = job.finish(living)
         sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
         reference = before if victim == "child" else alone
