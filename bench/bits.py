@@ -78,14 +78,8 @@ def prove(case: BitsCase, folder: Path) -> tuple[str, str, str]:
     """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
     dice, name = random.Random(0), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
-    config = str(ROOT / "configs" / "llama.toml")
-    argv = [
-        config,
-        f"--job.dump_folder={folder}",
-        "--training.mixed_precision_param=float32",
-        "--training.steps=100000",
-    ]
-    argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options]
+    argv = [str(ROOT / "configs" / "llama.toml"), f"--job.dump_folder={folder}", *TINY.split(), *case.options]
+    argv += ["--training.mixed_precision_param=float32", "--training.steps=100000", f"--checkpoint.interval={INTERVAL}"]
 
     def until_saved(job: DrillJob, step: int) -> Path:
         job.until(f"checkpoint {step}", lambda: job.has(step) and step in logged(job.run))

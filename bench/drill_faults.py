@@ -272,7 +272,6 @@ def corrupt(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def drain(job: DrillJob, name: str) -> None:
-    """A group leaves on purpose, for good."""
     job.drain(name)
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
 
@@ -340,9 +339,6 @@ KINDS = {
 HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.items()}
 
 
-# ------------------------------------------------------------------------------------------------ in which order
-
-
 def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief: bool = False) -> list[str]:
     """Every variant of these kinds once, shuffled; a group comes before one goes. After the first round `add` alone, or `drain` alone, is
     left out: there would be ever more groups, or none. brief: of each kind its first variant alone."""
@@ -372,8 +368,6 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
         step=step, back_s=time.monotonic(), live=frozenset(job.live),
     )  # fmt: skip
 
-
-# ------------------------------------------------------------------------------------------------ the pass rule
 
 LOSS_NATS = 0.02  # from the twin, at most
 EVENTS = ("start", "commit", "refused", "healed", "restored")
@@ -559,7 +553,6 @@ Figure = tuple[str, float, float]  # words, what it is, what it may be at most
 
 
 def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
-    """Checks that every fault kept its bound, where it has one."""
     told, missed = list[str](), list[str]()
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
@@ -599,14 +592,10 @@ def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
     """Without a limit after which others may take the job over, nobody needs the lighthouse to commit: no step waits for it. A look at
     held-out text and a save are among the steps."""
     if settings.takeover_s == 0:
-        limit_s = 2 * steady_s(diaries, incident) + SLACK_S
-        yield "seconds without a step", longest_gap_s(diaries, incident), limit_s
+        yield "seconds without a step", longest_gap_s(diaries, incident), 2 * steady_s(diaries, incident) + SLACK_S
     else:
-        yield (
-            "seconds from its return to the next step",
-            next_commit_s(diaries, incident, incident.repaired_s),
-            2 * SLACK_S,
-        )
+        next_s = next_commit_s(diaries, incident, incident.repaired_s)
+        yield "seconds from its return to the next step", next_s, 2 * SLACK_S
 
 
 def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:

@@ -220,7 +220,7 @@ def calm_step_s(way: str) -> float:
     return float(times[-1] - times[WARM - 1]) / STEPS
 
 
-def calm(rounds: int) -> list[str]:
+def calm(rounds: int) -> str:
     """Steps of the default job with and without fault tolerance, in turns."""
     os.environ.update(LOOPBACK, NPROC="1", CUDA_VISIBLE_DEVICES="")
     seconds = in_turns({way: partial(calm_step_s, way) for way in SETTINGS}, rounds)
@@ -228,10 +228,9 @@ def calm(rounds: int) -> list[str]:
     steps = ", ".join(f"{name} {1e3 * statistics.median(of):.1f} ms" for name, of in seconds.items())
     verdict = reached(seen.high / CALM_GOAL, seen.median / CALM_GOAL)
     text = f"{seen.median:.3f}x ({seen.low:.3f}-{seen.high:.3f})"
-    return [
-        f"a step: {steps}",
-        f"with fault tolerance by without: {text}; at most {CALM_GOAL}x was to be reached: {verdict}",
-    ]
+    return (
+        f"a step: {steps}\nwith fault tolerance by without: {text}; at most {CALM_GOAL}x was to be reached: {verdict}"
+    )
 
 
 def main() -> None:
@@ -249,7 +248,7 @@ def main() -> None:
     options.rounds = options.rounds or (9 if options.no_kills else 2)
     print(here := machine(), file=sys.stderr)
     if options.no_kills:
-        text, heading = "\n".join(calm(options.rounds)), "Without kills"
+        text, heading = calm(options.rounds), "Without kills"
         what = f"{options.rounds} rounds of {STEPS} steps"
     else:
         ways = {"ours": JobSide("ours")}

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import forkserver, resource_tracker
@@ -60,9 +60,6 @@ def until(
         time.sleep(poll_s)
 
 
-# ------------------------------------------------------------------------------------------------ what a process uses
-
-
 def descendants(pid: int) -> list[int]:
     """Children of a process, theirs, and so on (Linux)."""
     found = []
@@ -93,9 +90,6 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-# ------------------------------------------------------------------------------------------------ lighthouses, forked processes
 
 
 def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
@@ -171,9 +165,6 @@ def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
             order, *about = pipe.recv()
             pipe.send(orders[order](*about))
     os._exit(0)
-
-
-# ------------------------------------------------------------------------------------------------ what groups write down
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -256,9 +247,6 @@ def failure(what: str, groups: Mapping[str, Path]) -> Failed:
     return Failed("\n  ".join(words))
 
 
-# ------------------------------------------------------------------------------------------------ a job of tiny groups
-
-
 @dataclass(frozen=True)
 class JobSide:
     """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint, which
@@ -331,7 +319,7 @@ class ReplicaGroup(Diary):
         print(json.dumps(order), file=self.process.stdin, flush=True)
 
 
-class RecoveryJob:
+class RecoveryJob(AbstractContextManager["RecoveryJob"]):
     """A lighthouse and its groups, none of them started. Leaving the context ends all processes."""
 
     def __init__(
@@ -416,9 +404,6 @@ class RecoveryJob:
         if any(line.event != "end" for line in lines):
             raise self.failure("a group ended without its last line")
         return lines
-
-    def __enter__(self) -> RecoveryJob:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in [group.process for group in self.groups if group.process]:

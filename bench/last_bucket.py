@@ -107,10 +107,8 @@ def prove(kills: int) -> int:
             if incidents:
                 incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
             wait("the survivors go on", partial(go_on, at_s))
-            back_s = time.monotonic()
-            incidents.append(
-                Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, back_s=back_s, live=both)
-            )
+            incidents.append(Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, live=both))
+            incidents[-1].back_s = time.monotonic()
         for group in survivors:
             group.tell("enough")
         wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))

@@ -337,8 +337,6 @@ class Herd:
     def do(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
-    # ---- what a test or a picture wants
-
     def open(self, ids: Iterable[str]) -> None:
         """Makes groups known to the lighthouse, in no quorum yet."""
         self.do(self._open(list(ids)))
@@ -361,7 +359,6 @@ class Herd:
         self.do(self.streams[replica_id].write(happened=codec.happened_message(lane, self.step, text)))
 
     def leave(self, replica_id: str) -> None:
-        """Leaves with a clean goodbye."""
         self.do(self._leave(replica_id))
 
     def lose(self, *ids: str) -> None:
@@ -374,8 +371,6 @@ class Herd:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
-
-    # ---- on the loop
 
     async def _open(self, ids: list[str]) -> None:
         self._channels = self._channels or [connect(self._address) for _ in range(CONNECTIONS)]
@@ -416,18 +411,11 @@ class Herd:
         for place, group in enumerate(list(self.streams.values())):
             heals = group.healed_bytes >= 0
             report = pharos_pb2.Report(
-                step=m.VOID if heals else self.step,
-                commit_quorum_id=self.quorum_id,
-                median_step_s=STEP_S,
-                settled=max(0, self.step - 1),
-                sent_s=wall_s,
-                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6],
-                goodput_s=wall_s * (0.9 + place % 9 / 100),
-                wall_s=wall_s,
-                mean_loss=loss,
-                heal_done_bytes=max(0, group.healed_bytes),
-                heal_total_bytes=STATE_BYTES if heals else 0,
-            )
+                step=m.VOID if heals else self.step, settled=max(0, self.step - 1), commit_quorum_id=self.quorum_id, mean_loss=loss,
+                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6], median_step_s=STEP_S,
+                heal_done_bytes=max(0, group.healed_bytes), heal_total_bytes=STATE_BYTES if heals else 0,
+                sent_s=wall_s, wall_s=wall_s, goodput_s=wall_s * (0.9 + place % 9 / 100),
+            )  # fmt: skip
             report.MergeFrom(pharos_pb2.Report(**figures))
             with suppress(*BROKEN):
                 await group.write(report=report)

@@ -18,11 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -40,8 +39,7 @@ def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
     return made
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """The median over rounds of one side's figure by another's, and its range."""
 
     median: float
@@ -114,7 +112,6 @@ class Worker:
         return self._process.stdout.readline()
 
     def close(self) -> None:
-        """Ends the process and waits for it."""
         self._timer.cancel()
         self._process.kill()
         self._process.communicate()

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 import torch
 
 from bench.job import ROOT
-from bench.pairs import markdown, renew
+from bench.pairs import markdown, parser, renew
 from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, build
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
@@ -84,8 +84,6 @@ class Deviation:
 
 @dataclass(frozen=True)
 class ParityVerdict:
-    """A case's line."""
-
     case: ParityCase
     worst: Deviation  # the gradient next to its bound; or what is farthest beyond
     problems: tuple[str, ...]  # none: it holds
@@ -165,8 +163,6 @@ class Proof:
         return replace(found, seconds=time.monotonic() - began)
 
 
-# ------------------------------------------------------------------------------------------------ the cases
-
 VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
 TRIES = 8  # to draw options that go together
 CHUNK_TOKENS = 11  # of the loss; divides nothing
@@ -182,7 +178,6 @@ class Option:
     activation_checkpoint: ActivationCheckpointConfig | None = None
 
 
-PLAIN = Option("", {})
 GROUPING = (
     Option("2 blocks a group", {"fsdp_blocks_per_group": 2}),
     Option("prefetch 2", {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
@@ -216,7 +211,7 @@ def cases(task: Task, world_size: int) -> list[ParityCase]:
 
 def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
     following = {axis: cycle(options) for axis, options in OPTIONS.items()}
-    recomputation = cycle((*RECOMPUTATION, PLAIN))
+    recomputation = cycle((*RECOMPUTATION, Option("", {})))
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     for degrees in (Degrees(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
         if not _legal(task, degrees, ()):
@@ -253,9 +248,7 @@ def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     return True
 
 
-def _case(
-    task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, index: int
-) -> ParityCase:
+def _case(task: Task, degrees: Degrees, options: Sequence[Option], optimizer: OptimizerName, index: int) -> ParityCase:
     """A case with the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
     halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
@@ -300,8 +293,6 @@ def _title(degrees: Degrees) -> str:
     return text.replace(f"ddp {replicas} + fsdp {shards}", f"hsdp {replicas}x{shards}")
 
 
-# ------------------------------------------------------------------------------------------------ the command line
-
 HEAD = {  # columns of a line, and their widths
     "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "apart": 7, "where most": 38, "bound": 5, "s": 5, "result": 6
 }  # fmt: skip
@@ -309,25 +300,15 @@ HEAD = {  # columns of a line, and their widths
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
     """The cells under HEAD."""
-    case, chunk = verdict.case, verdict.case.layout.loss_chunk_tokens
-    return (
-        case.title,
-        case.optimizer,
-        str(case.microsteps),
-        str(case.vocab_size),
-        f"by {chunk} tokens" if chunk else "whole",
-        f"{verdict.worst.apart:.1e}",
-        verdict.worst.what,
-        f"{verdict.worst.bound:.0e}",
-        f"{verdict.seconds:.1f}",
-        "FAIL" if verdict.problems else "pass",
-    )
+    case, worst, chunk = verdict.case, verdict.worst, verdict.case.layout.loss_chunk_tokens
+    loss, result = f"by {chunk} tokens" if chunk else "whole", "FAIL" if verdict.problems else "pass"
+    asked = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss)
+    return (*asked, f"{worst.apart:.1e}", worst.what, f"{worst.bound:.0e}", f"{verdict.seconds:.1f}", result)
 
 
 def line(number: str, cells: Iterable[str]) -> str:
-    return "  ".join(
-        cell.ljust(width) for cell, width in zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
-    ).rstrip()
+    padded = zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
+    return "  ".join(cell.ljust(width) for cell, width in padded).rstrip()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -363,15 +344,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
-    )
-    text = "a regular expression over layout and optimizer"
-    parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
-    parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=text)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
-    return parser.parse_args(argv)
+    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "the table as a page of Markdown, too"))
+    flags.epilog = "After -- come settings: -- --model.dim 128"
+    flags.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
+    flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
+    flags.add_argument("--only", type=_pattern, default="", help="a regular expression over layout and optimizer")
+    return flags.parse_args(argv)
 
 
 def _ranks(text: str) -> list[int]:

@@ -39,9 +39,6 @@ HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
 STARTS = 20  # of `staggered`
 
 
-# ------------------------------------------------------------------------------------------------ figures from logs
-
-
 def refused(groups: Sequence[Diary], from_s: float) -> int:
     """Returns the number of failed steps of the group that has most of them."""
     return max(len(group.since(from_s, "abort")) for group in groups)
@@ -51,8 +48,6 @@ def weights(ends: Sequence[DiaryLine]) -> str:
     """Compares the weights of all groups, bit for bit, after the same step."""
     return "equal" if len({line.state for line in ends}) == 1 else "differ"
 
-
-# ------------------------------------------------------------------------------------------------ faults
 
 Fault = Callable[[RecoveryJob, ReplicaGroup], dict[str, float]]
 
@@ -84,7 +79,6 @@ def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, mend: Callable
 
 
 def kill(job: RecoveryJob, victim: ReplicaGroup) -> dict[str, float]:
-    """SIGKILL, and another start."""
     return followed(job, victim, victim.kill(), victim.start)
 
 
@@ -165,9 +159,6 @@ def stops(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
             what, fault = f"{kind}, {who} stopped", partial(stop, whole=who == "group")
             rows += faults(sides, options, what, kind, 4.0, fault, bound, back=False)
     print(table(HEADER, rows))
-
-
-# ------------------------------------------------------------------------------------------------ storms
 
 
 def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
@@ -255,9 +246,6 @@ def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]
     return wrong + [f"weight {end.weight} after {last} steps" for end in ends if end.weight not in legal]
 
 
-# ------------------------------------------------------------------------------------------------ lighthouse, starts
-
-
 def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Groups that have stopped: without a commit in the last ten seconds of twenty, whether they wait in vain or have ended."""
 
@@ -316,8 +304,6 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
         print(f"{side.name}: {error}", file=sys.stderr)
         return inf
 
-
-# ------------------------------------------------------------------------------------------------ the command line
 
 WHAT = {
     "kill": kills, "stop": stops, "storm": storm, "lighthouse": lighthouse, "staggered": staggered, "killstorm": killstorm,

@@ -104,8 +104,7 @@ def ours(replica: Replica) -> None:
     manager.attach([replica.model])
     replica.say("start")
 
-    def kill(target: int, after_s: float) -> None:
-        time.sleep(after_s)
+    def kill(target: int) -> None:
         replica.say("kill")
         os.kill(target, signal.SIGKILL)
 
@@ -117,7 +116,7 @@ def ours(replica: Replica) -> None:
             replica.compute(len(deal.slots))
         if "kill" in replica.orders and contributors == 2:
             target = group.child.pid if replica.orders.pop("kill") == "child" else os.getpid()
-            threading.Thread(target=kill, args=(target, sum_s / 2), daemon=True).start()
+            threading.Timer(sum_s / 2, kill, [target]).start()
         began_s = time.monotonic()
         sums = manager.reduce([1.0] * len(deal.slots), 0.0, True)
         sum_s = time.monotonic() - began_s
@@ -141,18 +140,15 @@ def torchft(replica: Replica) -> None:
     from torchft.process_group import ProcessGroupBabyGloo  # type: ignore[import-not-found]
 
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    states = replica.states
+    alone = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
     manager = Manager(
         pg=(ProcessGroupBabyGloo if replica.kind == "baby" else ProcessGroupGloo)(timeout=TIMEOUT),
         min_replica_size=1,
         timeout=TIMEOUT,
-        state_dict=lambda: {name: of.state_dict() for name, of in states.items()},
-        load_state_dict=lambda state: [of.load_state_dict(state[name]) for name, of in states.items()],
+        state_dict=lambda: {name: of.state_dict() for name, of in replica.states.items()},
+        load_state_dict=lambda state: [of.load_state_dict(state[name]) for name, of in replica.states.items()],
         replica_id=f"group{replica.group}_",
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
+        **alone,
     )
     optimizer = Optimizer(manager, replica.optimizer)
     replica.say("start")

@@ -47,13 +47,11 @@ START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
 WEIGHT_BOUND = 1e-3
 LOSS_BOUND = 1e-5
 LOGGED = ("loss", "grad_norm", "lr", "tokens")
-
 TINY = """
 --model.dim 64 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 --model.hidden_dim 128
 --training.seq_len 64 --training.global_batch_size 4 --training.local_batch_size 2 --lr_scheduler.warmup_steps 3
 --validation.enable false --sample.tokens 0 --metrics.enable_tensorboard false --checkpoint.keep_latest_k 0
 """
-
 # Two ranks each but for the first; a checkpoint of each is carried on by the next one.
 LAYOUTS = {
     "1 rank": (),
@@ -61,8 +59,6 @@ LAYOUTS = {
     "tp 2": ("--parallelism.tensor_parallel_degree=2",),
     "pp 2": ("--parallelism.pipeline_parallel_degree=2",),
 }
-
-
 EQUAL, NEAR = "equal", "within rounding"  # results where there is no problem
 Row = tuple[str, str, str, str]  # what, history, compared, result
 

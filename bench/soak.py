@@ -51,9 +51,6 @@ KB_PER_CHANGE = 1.0
 LEAST = 8  # looks that a life needs for a verdict
 
 
-# ------------------------------------------------------------------------------------------------ the processes
-
-
 def house(folder: Path, talk: Any) -> None:
     """The process of the lighthouse."""
     from ft.compat.lighthouse import LighthouseServer
@@ -209,9 +206,6 @@ def _entries(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
-# ------------------------------------------------------------------------------------------------ the job
-
-
 @dataclass
 class Done:
     """Changes made so far, over all lives."""
@@ -338,15 +332,11 @@ def soak(folder: Path, changes: int, kills: int, seed: int) -> list[str]:
                 with (folder / "soak.jsonl").open("a") as file:
                     file.write(json.dumps(row | job.look()) + "\n")
                 if looks % 10 == 0:
-                    print(
-                        f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}", flush=True
-                    )
+                    so_far = f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s"
+                    print(f"{so_far}: {done.orders}", flush=True)
         return job.problems
     finally:
         job.close()
-
-
-# ------------------------------------------------------------------------------------------------ the verdict
 
 
 @dataclass(frozen=True)
@@ -395,9 +385,8 @@ def judge_logs(folder: Path) -> list[GrowthLine]:
         lines.append(GrowthLine(f"{name}: steps", f"{len(steps)} rows", "each step once, in order", once))
         tenth = max(1, len(rows) // 10)
         early, late = (sum(map(len, part)) / len(part) for part in (rows[:tenth], rows[-tenth:]))
-        lines.append(
-            GrowthLine(f"{name}: bytes a row", f"{early:.0f} to {late:.0f}", "at most 20 more", late - early <= 20)
-        )
+        grown = f"{early:.0f} to {late:.0f}"
+        lines.append(GrowthLine(f"{name}: bytes a row", grown, "at most 20 more", late - early <= 20))
     return lines
 
 
