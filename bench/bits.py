@@ -21,8 +21,8 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -39,8 +39,7 @@ WRONG = "WRONG"  # a result
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
 
 
-@dataclass(frozen=True)
-class BitsCase:
+class BitsCase(NamedTuple):
     """A job that is run with kills and without. `equal`: what must come of it."""
 
     what: str
@@ -117,8 +116,7 @@ def main(argv: Sequence[str]) -> int:
     flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "the page of the table")}
     with asked(__doc__ or "", argv, **flags) as (options, folder):
         for case in QUICK if options.quick else CASES:
-            told = prove(case, folder)
-            rows.append((case.what, f"{case.groups} x {case.ranks}", *told))
+            rows.append((case.what, f"{case.groups} x {case.ranks}", *prove(case, folder)))
             print(" | ".join(rows[-1]), flush=True)
     right = not any(row[-1].startswith(WRONG) for row in rows)
     if options.write and right:

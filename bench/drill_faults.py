@@ -35,7 +35,6 @@ QUIET_S = 10.0  # a group that has committed nothing for so long sits out
 SAVE_S = 60.0  # for what a dead writer was about to save
 JOINERS = 3  # deaths of one group, each while it heals
 WRONG_S, BAD_INPUT = 60.0, 2  # for a start that is refused; its exit code
-REFILL_S = 0.2
 
 
 @dataclass
@@ -211,7 +210,7 @@ def full(job: DrillJob, dice: random.Random, *, state: bool) -> Incident:
     at_s = time.monotonic()
     while time.monotonic() < at_s + job.full_s:
         Disk.fill(place)
-        job.hold(REFILL_S)
+        job.hold(0.2)
     Disk.free(place)
     return Incident(f"{what}, {job.full_s:g} s", at_s=at_s, repaired_s=time.monotonic())
 
@@ -557,8 +556,7 @@ def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTole
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
         for words, is_, at_most in bound(diaries, incident, settings):
-            said = f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}"
-            (told if is_ <= at_most else missed).append(said)
+            (told if is_ <= at_most else missed).append(f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}")
     words = "; ".join([*(f"NOT {miss}" for miss in missed), *told]) or "no fault that has a bound"
     return Verdict("in time", not missed, words)
 

@@ -267,7 +267,7 @@ class Network:
                 f"ip addr add {HUB_ADDRESS}/24 dev bridge",
                 "ip link set bridge up",
             )
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 

@@ -131,7 +131,7 @@ class FormingMember:
     def do(self, what: str, *about: Any) -> Any:
         """The result, or the reason why no group forms."""
         try:
-            return {"form": self.form, "drop": self.drop}[what](*about)
+            return {"form": self.form, "drop": partial(self.group.shutdown, RENDEZVOUS_S)}[what](*about)
         except Exception as error:  # noqa: BLE001 (a row has the reason)
             return str(error) or type(error).__name__
 
@@ -150,9 +150,6 @@ class FormingMember:
         descriptors = len(list(Path(f"/proc/{process}/fd").iterdir())) if sys.platform == "linux" else 0
         mib = memory_bytes("VmRSS", child.pid) / 2**20 if child and sys.platform == "linux" else 0.0
         return {"s": spent_s, "descriptors": descriptors, "mib": mib}
-
-    def drop(self) -> None:
-        self.group.shutdown(RENDEZVOUS_S)
 
 
 def serve_member(talk: Any) -> None:

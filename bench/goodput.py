@@ -146,13 +146,6 @@ def running(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
     return runs if len(runs) > 1 else []
 
 
-def storm(side: JobSide, megabytes: float, options: argparse.Namespace) -> GoodputRun:
-    """One turn of a way. Raises Failed."""
-    with RecoveryJob(side, PROCESSES, megabytes=megabytes) as job:
-        made = Storm(job, options.startup_s, side.checkpoint_s)
-        return made.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running)
-
-
 def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
     """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
     runs: dict[str, list[GoodputRun]] = {name: [] for name in ways}
@@ -160,7 +153,9 @@ def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[l
     for _ in range(options.rounds):
         for name in turns:
             try:
-                runs[name].append(storm(ways[name], megabytes, options))
+                with RecoveryJob(ways[name], PROCESSES, megabytes=megabytes) as job:
+                    storm = Storm(job, options.startup_s, ways[name].checkpoint_s)
+                    runs[name].append(storm.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running))
                 said = str(runs[name][-1])
             except Failed as error:
                 said = str(error)

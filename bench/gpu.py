@@ -142,8 +142,7 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
     for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*compiled, *trace))):
-        do = partial(_train, options, name, settings, steps=15)
-        yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
+        yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, partial(_train, options, name, settings, steps=15))
 
 
 def _tests(path: Path, allocation: str, limit_s: float) -> Figures:
@@ -408,8 +407,7 @@ def versions(device: str) -> Figures:
     q, k, v = (torch.randn(1, 256, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
     with torch.profiler.profile() as profile:
         ops.causal_attention(q, k, v)
-    names = {event.key for event in profile.key_averages()}
-    found["attention"] = " ".join(sorted(name for name in names if "attention" in name))
+    found["attention"] = " ".join(sorted({x.key for x in profile.key_averages() if "attention" in x.key}))
     found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"

@@ -40,7 +40,6 @@ from ft.rpc.access import Access
 
 KINDS = ("raw", "http", "process group", "bare gloo", "bare gloo, digests")
 LAYERS = 16
-ACCESS = Access(token="a token of the benchmark's own")
 
 
 class HealingSide:
@@ -57,7 +56,7 @@ class HealingSide:
         self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
         self.store, self.listener = serve_store(), socket.create_server(("127.0.0.1", 0))
         self.transports: dict[str, Transport] = {
-            "http": HttpTransport("127.0.0.1", role, ACCESS),
+            "http": HttpTransport("127.0.0.1", role, Access(token="a token of the benchmark's own")),
             "process group": PgTransport(lambda: ProcessGroupGloo(60.0), f"127.0.0.1:{self.store.port}/bench", role),
         }
 

@@ -261,17 +261,17 @@ class JobSide:
         """Its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
         if self.name == "torchft":
             return their_lighthouse(1, self.python, bind)
-        state = folder / "lighthouse.json"
-        return our_lighthouse(1, bind=bind, state_file=state) if self.name == "ours" else []
+        return our_lighthouse(1, bind=bind, state_file=folder / "lighthouse.json") if self.name == "ours" else []
 
 
 class ReplicaGroup(Diary):
-    """One group of replica.py over all its lives: the process that lives now, and the log that they share."""
+    """One group of replica.py over all its lives: the process that lives now, and the log that they share. `command`: but for the group's
+    name and folder."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         super().__init__(name, folder / name)
         self.folder.mkdir()
-        self.out, self._command = folder / f"{name}.out", command
+        self.out, self._command = folder / f"{name}.out", [*command, name, str(self.folder)]
         self._env = {**env, "REPLICA_GROUP_ID": name}
         self.process: subprocess.Popen[str] | None = None
         self.started_s = 0.0
@@ -335,10 +335,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
         self.start_lighthouse()
         env["TORCHFT_LIGHTHOUSE"] = f"http://{self._bind}"
         command = [side.python, str(side.program), side.name, str(megabytes), str(step_ms), kind, device]
-        self.groups = [
-            ReplicaGroup(str(number), self.folder, [*command, str(number), str(self.folder / str(number))], env)
-            for number in range(groups)
-        ]
+        self.groups = [ReplicaGroup(str(number), self.folder, command, env) for number in range(groups)]
 
     def start_lighthouse(self) -> None:
         """Starts the lighthouse; the next time at the same address and with the state file that it left, if it leaves one."""

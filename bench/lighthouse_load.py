@@ -56,7 +56,6 @@ async def main():
 
 asyncio.run(main())
 """
-NEVER_MS = "3600000"
 BEAT_S = 0.1  # how often groups of torchft beat
 # Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
 FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
@@ -71,7 +70,7 @@ STATE_BYTES = 3 << 30  # that a healing group fetches
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
     """Our lighthouse, with a heartbeat timeout that never passes, unless `flags` say otherwise."""
-    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
+    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": 3_600_000, **flags}))
 
 
 def connect(address: str) -> Any:
@@ -155,11 +154,8 @@ def pharos_call(call: m.Call, roster: str = "") -> bytes:
 
 def members_at(groups: int, step: int, commit_quorum_id: int = 0) -> list[m.Member]:
     """Groups of 8 ranks that have all committed `step`."""
-    commit_id = f"{step:016x}" if step else ""
-    return [
-        m.Member(replica_id(i), *addresses(i), step, 8, commit_quorum_id=commit_quorum_id, commit_id=commit_id)
-        for i in range(groups)
-    ]
+    state: Any = {"commit_quorum_id": commit_quorum_id, "commit_id": f"{step:016x}" if step else ""}
+    return [m.Member(replica_id(i), *addresses(i), step, 8, **state) for i in range(groups)]
 
 
 def replica_id(i: int) -> str:
@@ -252,8 +248,7 @@ class LoadStream:
         self.tasks.append(asyncio.ensure_future(self._hear_all()))
 
     def call(self, method: str, request: bytes) -> Any:
-        call = self.channel.unary_unary(f"/{self._service}/{method}")
-        return call(request, timeout=120, metadata=self._metadata)
+        return self.channel.unary_unary(f"/{self._service}/{method}")(request, timeout=120, metadata=self._metadata)
 
     async def write(self, **up: Any) -> None:
         await self.stream.write(self._up(**up).SerializeToString())

@@ -64,14 +64,8 @@ class Worker:
     """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        limit_s: float | None = None,
-        cwd: Path | None = None,
-    ) -> None:
+        self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None, cwd: Path | None = None
+    ) -> None:  # fmt: skip
         """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
         self.name = name
         # not a pipe: one that nobody reads fills up and blocks the side

@@ -26,13 +26,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice, product
 from math import inf, isfinite, prod
 from operator import attrgetter
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -66,8 +66,7 @@ GRADIENT_BOUND = 1e-5  # from the same weights; rounding in another order makes 
 ADAMW_BOUND = 1e-3
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """How far something is from the truth, relative, and how far it may be."""
 
     what: str
@@ -82,8 +81,7 @@ class Deviation:
         return f"{self.what}: {self.apart:.1e} apart, allowed {self.bound:.0e}"
 
 
-@dataclass(frozen=True)
-class ParityVerdict:
+class ParityVerdict(NamedTuple):
     case: ParityCase
     worst: Deviation  # the gradient next to its bound; or what is farthest beyond
     problems: tuple[str, ...]  # none: it holds
@@ -160,7 +158,7 @@ class Proof:
             texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
             problems = tuple(dict.fromkeys(filter(None, texts)))
             found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
-        return replace(found, seconds=time.monotonic() - began)
+        return found._replace(seconds=time.monotonic() - began)
 
 
 VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
@@ -169,8 +167,7 @@ CHUNK_TOKENS = 11  # of the loss; divides nothing
 BACKWARDS_CSV = "backwards"  # stands for a file that is written when the number of microbatches is known
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A deviation from the defaults, and what it is called."""
 
     title: str

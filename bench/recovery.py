@@ -211,8 +211,7 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
         commits = sorted(line.at_s for group in groups for line in group.since(seen.began_s, "commit"))
         longest_s, speed = max(b - a for a, b in pairwise(commits)), last / (ends[0].at_s - seen.began_s)
         figures = [str(seen.kills), str(last), f"{speed:.1f}", f"{longest_s:.2f}", str(seen.redone)]
-        bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})
-        return [*figures, str(len(wrong)), end, bounds]
+        return [*figures, str(len(wrong)), end, verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})]
 
     header = ["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"]
     print_rows(header, row, sides)

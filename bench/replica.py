@@ -43,8 +43,7 @@ class Replica:
         torch.set_num_threads(1)
         self.kind, self.device, self.group, self.step_s, self.step = kind, device, int(group), float(step_ms) / 1e3, 0
         width = max(1, int(float(megabytes) * 1e6 / 4 / 1000 / 8))
-        layers = [torch.nn.Linear(1000, width, bias=False, device=device) for _ in range(8)]
-        self.model = torch.nn.Sequential(*layers)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(1000, width, bias=False, device=device) for _ in range(8)))
         self.parameters = list(self.model.parameters())
         for parameter in self.parameters:
             parameter.data.fill_(float(group))

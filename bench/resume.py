@@ -67,10 +67,9 @@ class Runs:
     """Starts of runs in one folder, all by the same command but for the name."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder = folder
+        self.folder, self.steps = folder, steps  # n: the runs have 2n
         # A copy: an edit meanwhile must not make it another run.
         config = str(shutil.copy(ROOT / "configs" / "llama.toml", folder))
-        self.steps = steps  # n: the runs have 2n
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
         self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split()]
 
@@ -170,8 +169,7 @@ def compare(
     lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
     entries = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
     steps = sorted({at for at, _ in lines[0].items() ^ lines[1].items()})
-    compared = f"{len(digests[0])} entries, {len(lines[0])} steps"
-    return compared, [*entries, *(f"logged step {at}" for at in steps)]
+    return f"{len(digests[0])} entries, {len(lines[0])} steps", [*entries, *(f"logged step {at}" for at in steps)]
 
 
 def apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> float:

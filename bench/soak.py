@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -195,15 +195,11 @@ def held() -> dict[str, int]:
 def _of(process: int | str) -> dict[str, int]:
     folder = Path("/proc", str(process))
     return {
-        "descriptors": _entries(folder / "fd"),
-        "threads": _entries(folder / "task"),
+        "descriptors": len(list(folder.glob("fd/*"))),
+        "threads": len(list(folder.glob("task/*"))),
         "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
         "KiB": memory_bytes("VmRSS", process) // 1024,
     }
-
-
-def _entries(folder: Path) -> int:
-    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
 @dataclass
@@ -287,7 +283,7 @@ class SoakJob:
             heard = self.homes[name].hear()
             found |= {f"group {name}: {what}": count for what, count in heard["home"].items()}
             found |= {f"server of {name}: {what}": count for what, count in heard["server"].items()}
-        found["shared memory: files"] = _entries(Path("/dev/shm"))
+        found["shared memory: files"] = len(list(Path("/dev/shm").glob("*")))
         others = [path for path in self.folder.rglob("*") if path.is_file() and path.name not in LOGS]
         found["other files: KiB"] = sum(path.stat().st_size for path in others if path.exists()) // 1024
         found["other files: number"] = len(others)
@@ -339,8 +335,7 @@ def soak(folder: Path, changes: int, kills: int, seed: int) -> list[str]:
         job.close()
 
 
-@dataclass(frozen=True)
-class GrowthLine:
+class GrowthLine(NamedTuple):
     """The counts of one resource, and their bound."""
 
     what: str
