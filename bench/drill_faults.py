@@ -283,7 +283,7 @@ def add(job: DrillJob, dice: random.Random) -> Incident:
 def wrong(job: DrillJob, dice: random.Random) -> Incident:
     """The lighthouse starts again, and then a group comes whose model has other layers. It must be refused, without an effect on others."""
     job.kill_lighthouse()
-    other = job.config.model.hidden_dim * 2 or 96
+    other = vars(job.config.model)["hidden_dim"] * 2 or 96
     stray = job.group("wrong", f"--model.hidden_dim={other}", f"--job.dump_folder={Path(job.folder, 'wrong')}")
     at_s = time.monotonic()
     stray.start()

@@ -131,7 +131,7 @@ class FormingMember:
     def do(self, what: str, *about: Any) -> Any:
         """The result, or the reason why no group forms."""
         try:
-            return {"form": self.form, "drop": partial(self.group.shutdown, RENDEZVOUS_S)}[what](*about)
+            return self.form(*about) if what == "form" else self.group.shutdown(RENDEZVOUS_S)
         except Exception as error:  # noqa: BLE001 (a row has the reason)
             return str(error) or type(error).__name__
 

@@ -46,7 +46,7 @@ SETTINGS = {
     "ft": [f"--fault_tolerance.min_replica_size={PROCESSES}"],
     "ddp": [f"--parallelism.data_parallel_replicate_degree={PROCESSES}", "--parallelism.data_parallel_shard_degree=1"],
 }
-GOALS = {"restart": {4: 1.3, 100: 2.0}, "torchft": {4: 1.35, 100: 2.0}}  # ours by theirs, by megabytes
+GOALS = {"restart": {4.0: 1.3, 100.0: 2.0}, "torchft": {4.0: 1.35, 100.0: 2.0}}  # ours by theirs, by megabytes
 STARTUP_GOAL, CALM_GOAL = 2.0, 1.02
 
 Ways = dict[str, JobSide]  # how the job goes on after a kill

@@ -357,7 +357,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
         both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
         pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
-        bound(f"a step by {kind}: at most {limit}x", step, lambda step, limit=limit: step.median <= limit)
+        bound(f"a step by {kind}: at most {limit}x", step, lambda step: step.median <= limit)  # noqa: B023 (called at once)
     kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
     for name, figure, most in (
         ("the next commit within 1 s of a kill", "next step s", 1),
@@ -368,7 +368,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
         seen = [row[figure] for row in kills.values()]
         holds = all(seen) if most is None else all(x <= most for x in seen)
         three = ", ".join(map(str, seen)) if len(seen) == 3 else None
-        bound(name, three, lambda _, holds=holds: holds)
+        bound(name, three, lambda _: holds)  # noqa: B023 (called at once)
     lived_s = [kills[key]["watched s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
     bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
     healing, stall = (good.get(key, {}).get("share") for key in ("3 healing", "3 stall"))
@@ -491,7 +491,7 @@ def worker(what: str, *arguments: str) -> None:
     if what == "train":
         return train(*arguments)
     try:
-        answer = {"versions": versions, "kill": kill, "healing": healing, "stall": stall}[what]
+        answer: Any = {"versions": versions, "kill": kill, "healing": healing, "stall": stall}[what]
         return print(json.dumps(answer(**json.loads(arguments[0]))), flush=True)
     except Failed as failure:
         sys.exit(str(failure))

@@ -120,7 +120,7 @@ class HealingSide:
     def _bare_gloo(self, rank: int, port: int, kind: str, turn: int) -> None:
         """Messages of the same size, as many under way: what a transport over gloo could reach at best, with the same digests or none."""
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        group = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
         under_way = deque[tuple[dist.Work, torch.Tensor]]()
 
         def compare(message: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from training.writer_lease import WriterLease
 
     torch.set_num_threads(1)
-    model = nn.Linear(16, 16)
+    model: Any = nn.Linear(16, 16)
 
     class Group:
         """One group over all its memberships, trained by a thread."""
@@ -97,7 +97,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
 
         def where(self) -> dict[str, Any]:
             part, writes = self.manager.part, self.manager.writes is not None
-            told = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
+            told: Any = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
             told["phase"] = self.manager.machine.phase.value
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 
@@ -151,7 +151,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 deal = manager.begin_step()
                 for slot in deal.slots:
                     with manager.last_pass(slot):
-                        sum((parameter * (slot % 1000)).sum() for parameter in model.parameters()).backward()
+                        ((model.weight.sum() + model.bias.sum()) * (slot % 1000)).backward()
                 commit = manager.commit(manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
                 if commit is not None:
                     with torch.no_grad():

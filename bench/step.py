@@ -110,7 +110,7 @@ def our_llama(sizes: dict[str, int]) -> Any:
     """Our model, on the meta device."""
     from models.llama import Config, build
 
-    heads = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
+    heads: Any = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
     config = Config(dim=sizes["dim"], n_layers=sizes["layers"], hidden_dim=sizes["hidden"], **heads)
     with torch.device("meta"):
         return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
@@ -267,7 +267,8 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
-    make, where = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side], torch.device(device)
+    make: Any = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side]
+    where = torch.device(device)
     with ExitStack() as cleanup:
         member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
         if where.type == "cuda":
