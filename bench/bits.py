@@ -21,8 +21,8 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -39,8 +39,7 @@ WRONG = "WRONG"  # a result
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
 
 
-@dataclass(frozen=True)
-class BitsCase:
+class BitsCase(NamedTuple):
     """A job that is run with kills and without. `equal`: what must come of it."""
 
     what: str
@@ -78,14 +77,8 @@ def prove(case: BitsCase, folder: Path) -> tuple[str, str, str]:
     """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
     dice, name = random.Random(0), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
-    config = str(ROOT / "configs" / "llama.toml")
-    argv = [
-        config,
-        f"--job.dump_folder={folder}",
-        "--training.mixed_precision_param=float32",
-        "--training.steps=100000",
-    ]
-    argv += [*TINY.split(), f"--checkpoint.interval={INTERVAL}", *case.options]
+    argv = [str(ROOT / "configs" / "llama.toml"), f"--job.dump_folder={folder}", *TINY.split(), *case.options]
+    argv += ["--training.mixed_precision_param=float32", "--training.steps=100000", f"--checkpoint.interval={INTERVAL}"]
 
     def until_saved(job: DrillJob, step: int) -> Path:
         job.until(f"checkpoint {step}", lambda: job.has(step) and step in logged(job.run))
@@ -123,8 +116,7 @@ def main(argv: Sequence[str]) -> int:
     flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "the page of the table")}
     with asked(__doc__ or "", argv, **flags) as (options, folder):
         for case in QUICK if options.quick else CASES:
-            told = prove(case, folder)
-            rows.append((case.what, f"{case.groups} x {case.ranks}", *told))
+            rows.append((case.what, f"{case.groups} x {case.ranks}", *prove(case, folder)))
             print(" | ".join(rows[-1]), flush=True)
     right = not any(row[-1].startswith(WRONG) for row in rows)
     if options.write and right:

@@ -52,9 +52,8 @@ def main() -> None:
         saves = {"save": bench.save, "save without digests": bench.save_without_digests, "DCP alone": bench.dcp_alone}
         loads = {"load, verified": partial(bench.load, True), "load, not verified": partial(bench.load, False)}
         for compared in (saves, loads, {"stall of an async save": bench.stall, "copy of the state": bench.copy}):
-            sides |= in_turns(
-                {name: partial(bench.turn, call) for name, call in compared.items()}, options.rounds, warm=1
-            )
+            turns = {name: partial(bench.turn, call) for name, call in compared.items()}
+            sides |= in_turns(turns, options.rounds, warm=1)
     medians = {name: statistics.median(seconds) for name, seconds in sides.items()}
     print(table(("", "s", "GB/s"), [(name, f"{s:.3f}", f"{bench.bytes / s / 1e9:.2f}") for name, s in medians.items()]))
     print(f"\nstate of {bench.bytes / 1e6:.0f} MB, {options.rounds} rounds, {folder}")

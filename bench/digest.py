@@ -48,9 +48,9 @@ def main() -> None:
         share = ratio(digests_s, [INTERVAL * seconds for seconds in steps_s])
         megabytes = sum(parameter.nbytes for parameter in parameters) / 1e6
         figures = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (steps_s, digests_s)]
-        percent = [f"{100 * part:.4f}" for part in (share.median, share.low, share.high)]
+        percent, low, high = (f"{100 * part:.4f}" for part in share)
         verdict = "reached" if share.high <= 0.01 else "missed"
-        rows.append([f"{megabytes:.1f} MB", *figures, f"{percent[0]} ({percent[1]}-{percent[2]})", verdict])
+        rows.append([f"{megabytes:.1f} MB", *figures, f"{percent} ({low}-{high})", verdict])
     print(table(["weights", "ms a step", "ms a digest", f"% of a step, every {INTERVAL}", "at most 1 %"], rows))
 
 

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
@@ -122,11 +122,9 @@ def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, 
     wanting = [name for name, kind in kinds.items() if kind.network and name not in out]
     disk, network = [name for name, kind in kinds.items() if kind.disk and name not in out], None
     try:
-        network = Network() if wanting else None
+        network = cleanup.enter_context(closing(Network())) if wanting else None
     except RuntimeError as why:
         out |= dict.fromkeys(wanting, str(why))
-    if network:
-        cleanup.callback(network.close)
     if disk and (why_not := no_disk()):
         out |= dict.fromkeys(disk, why_not)
     return network, any(name not in out for name in disk), out
@@ -198,9 +196,7 @@ def open_job(
     argv = asked.argv(name, **last)
     run = load(argv).run_folder
     shutil.rmtree(run, ignore_errors=True)
-    own = Disk(run) if disk else None
-    if disk and own:
-        disk.callback(own.close)
+    own = disk.enter_context(closing(Disk(run))) if disk else None
     job = DrillJob(argv, asked.groups, network=network, disk=own, under=asked.under)
     job.away_s, job.full_s, job.pair_s = asked.away, asked.full, asked.pair
     return job

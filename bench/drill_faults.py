@@ -35,7 +35,6 @@ QUIET_S = 10.0  # a group that has committed nothing for so long sits out
 SAVE_S = 60.0  # for what a dead writer was about to save
 JOINERS = 3  # deaths of one group, each while it heals
 WRONG_S, BAD_INPUT = 60.0, 2  # for a start that is refused; its exit code
-REFILL_S = 0.2
 
 
 @dataclass
@@ -211,7 +210,7 @@ def full(job: DrillJob, dice: random.Random, *, state: bool) -> Incident:
     at_s = time.monotonic()
     while time.monotonic() < at_s + job.full_s:
         Disk.fill(place)
-        job.hold(REFILL_S)
+        job.hold(0.2)
     Disk.free(place)
     return Incident(f"{what}, {job.full_s:g} s", at_s=at_s, repaired_s=time.monotonic())
 
@@ -272,7 +271,6 @@ def corrupt(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def drain(job: DrillJob, name: str) -> None:
-    """A group leaves on purpose, for good."""
     job.drain(name)
     job.until(f"the end of group {name}", lambda: job.groups[name].code == 0)
 
@@ -285,7 +283,7 @@ def add(job: DrillJob, dice: random.Random) -> Incident:
 def wrong(job: DrillJob, dice: random.Random) -> Incident:
     """The lighthouse starts again, and then a group comes whose model has other layers. It must be refused, without an effect on others."""
     job.kill_lighthouse()
-    other = job.config.model.hidden_dim * 2 or 96
+    other = vars(job.config.model)["hidden_dim"] * 2 or 96
     stray = job.group("wrong", f"--model.hidden_dim={other}", f"--job.dump_folder={Path(job.folder, 'wrong')}")
     at_s = time.monotonic()
     stray.start()
@@ -340,9 +338,6 @@ KINDS = {
 HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.items()}
 
 
-# ------------------------------------------------------------------------------------------------ in which order
-
-
 def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief: bool = False) -> list[str]:
     """Every variant of these kinds once, shuffled; a group comes before one goes. After the first round `add` alone, or `drain` alone, is
     left out: there would be ever more groups, or none. brief: of each kind its first variant alone."""
@@ -372,8 +367,6 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
         step=step, back_s=time.monotonic(), live=frozenset(job.live),
     )  # fmt: skip
 
-
-# ------------------------------------------------------------------------------------------------ the pass rule
 
 LOSS_NATS = 0.02  # from the twin, at most
 EVENTS = ("start", "commit", "refused", "healed", "restored")
@@ -559,13 +552,11 @@ Figure = tuple[str, float, float]  # words, what it is, what it may be at most
 
 
 def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
-    """Checks that every fault kept its bound, where it has one."""
     told, missed = list[str](), list[str]()
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
         for words, is_, at_most in bound(diaries, incident, settings):
-            said = f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}"
-            (told if is_ <= at_most else missed).append(said)
+            (told if is_ <= at_most else missed).append(f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}")
     words = "; ".join([*(f"NOT {miss}" for miss in missed), *told]) or "no fault that has a bound"
     return Verdict("in time", not missed, words)
 
@@ -599,14 +590,10 @@ def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
     """Without a limit after which others may take the job over, nobody needs the lighthouse to commit: no step waits for it. A look at
     held-out text and a save are among the steps."""
     if settings.takeover_s == 0:
-        limit_s = 2 * steady_s(diaries, incident) + SLACK_S
-        yield "seconds without a step", longest_gap_s(diaries, incident), limit_s
+        yield "seconds without a step", longest_gap_s(diaries, incident), 2 * steady_s(diaries, incident) + SLACK_S
     else:
-        yield (
-            "seconds from its return to the next step",
-            next_commit_s(diaries, incident, incident.repaired_s),
-            2 * SLACK_S,
-        )
+        next_s = next_commit_s(diaries, incident, incident.repaired_s)
+        yield "seconds from its return to the next step", next_s, 2 * SLACK_S
 
 
 def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,8 +37,6 @@ DISK_MB = 256  # of each, in memory
 
 
 class DevicePool:
-    """The devices of a job's groups, by `deal_devices`."""
-
     def __init__(self, devices: Sequence[list[str]]) -> None:
         self._devices = devices
         self._dealt: dict[str, int] = {}  # which of them a group has
@@ -52,7 +50,7 @@ class DevicePool:
         return self._devices[self._dealt[name]]
 
 
-class DrillJob:
+class DrillJob(AbstractContextManager["DrillJob"]):
     """`argv`: a configuration and overrides. `network`: where groups are machines of their own. `disk`: that the run lies on. `under`: a
     command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
 
@@ -106,7 +104,6 @@ class DrillJob:
         self.start_lighthouse()
 
     def add(self) -> str:
-        """Starts one more group. Returns its name."""
         name = str(len(self.groups))
         if self.disk:
             self.disk.keep_diaries(self.folder / name, self.ranks)
@@ -126,7 +123,6 @@ class DrillJob:
         return group
 
     def drain(self, name: str) -> None:
-        """Tells a group to leave; it does not come again."""
         self.gone.add(name)
         self.groups[name].restarts = 0
         self.groups[name].tell(signal.SIGTERM)
@@ -142,7 +138,6 @@ class DrillJob:
         return [pids[-1] for pids in starts if pids]
 
     def server(self, name: str) -> list[int]:
-        """The process of the group's server, alone."""
         return [pid for pid in self.processes(name) if b"ft.rpc.group_server" in _command(pid)]
 
     def kill(self, *names: str) -> float:
@@ -153,13 +148,11 @@ class DrillJob:
 
     @property
     def quorum(self) -> DiaryLine:
-        """The newest quorum that any group took part in."""
         lines = (next(x for x in reversed(self.diaries[name].ranks[0]) if x.event == "quorum") for name in self.live)
         return max(lines, key=lambda line: line.quorum_id)
 
     @property
     def step(self) -> int:
-        """The newest step that any group has committed."""
         return max(diary.step for diary in self.diaries.values())
 
     @property
@@ -215,7 +208,6 @@ class DrillJob:
         self.until(what, lambda: all(is_compared(self.diaries[name].ranks[0]) for name in self.live))
 
     def end(self) -> None:
-        """Lets all groups save and leave."""
         for name in self.live:
             self.drain(name)
         self.ended()
@@ -229,12 +221,8 @@ class DrillJob:
             self.until(news, lambda: self.over or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
 
     def failure(self, what: str) -> Failed:
-        return failure(
-            what, {f"{name} at step {self.diaries[name].step}": one.log for name, one in self.groups.items()}
-        )
-
-    def __enter__(self) -> DrillJob:
-        return self
+        logs = {f"{name} at step {self.diaries[name].step}": group.log for name, group in self.groups.items()}
+        return failure(what, logs)
 
     def __exit__(self, *_: object) -> None:
         for name, group in self.groups.items():
@@ -248,9 +236,6 @@ def _command(pid: int) -> bytes:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-# ------------------------------------------------------------------------------------------------ machines
 
 
 def _run(*command: str) -> None:
@@ -282,7 +267,7 @@ class Network:
                 f"ip addr add {HUB_ADDRESS}/24 dev bridge",
                 "ip link set bridge up",
             )
-        except RuntimeError:
+        except BaseException:
             self.close()
             raise
 

@@ -34,13 +34,11 @@ FORMS, STARTS = 5, 20  # times that each size is formed anew; starts of each kin
 RENDEZVOUS_S = 120.0
 WITHIN_S = 2.0  # of the last start
 Team = Sequence[Callable[..., Any]]  # members, each called with an order
-HEADER = ["kind", "members", "form, s", "anew, s", "descriptors", "RSS of a child, MiB"]
 
 
 def main(argv: Sequence[str]) -> int:
-    write = (Path, "draws the curves (SVG)")
-    options = parser(__doc__, sizes="2,4,8,16,32,64", write=write).parse_args(argv)
-    sizes = sorted(int(size) for size in options.sizes.split(","))
+    options = parser(__doc__, sizes="2,4,8,16,32,64", write=(Path, "draws the curves (SVG)")).parse_args(argv)
+    sizes = sorted(map(int, options.sizes.split(",")))
 
     from ft.process_groups.store import serve
 
@@ -64,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             rows.append([kind, str(size), *of_all])
             for name, s in (("first", first), ("anew", statistics.median(anew))):
                 curves.setdefault(f"{kind.replace('_', ' ')}, {name}", []).append((size, s))
-    print(table(HEADER, rows), flush=True)
+    print(table(["kind", "members", "form, s", "anew, s", "descriptors", "RSS of a child, MiB"], rows), flush=True)
     for kind, members in teams.items():
         good &= stagger(members, kind, f"{store}/{kind}/starts")
     if options.write:
@@ -92,7 +90,8 @@ def stagger(members: Team, kind: str, store: str) -> bool:
         answers = form(here, f"{store}/{seed}", delays_s)
         after_s.append(max(d + answer["s"] for d, answer in zip(delays_s, answers, strict=True)) - max(delays_s))
         drop(here)
-    when = f"{spread(after_s, '.3f').replace(' (', ' s after the last start (')}; at most {WITHIN_S:g} is asked for"
+    median, low, high = (f"{of(after_s):.3f}" for of in (statistics.median, min, max))
+    when = f"{median} s after the last start ({low}-{high}); at most {WITHIN_S:g} is asked for"
     print(f"\n{kind}: {STARTS} starts of 3 to 5 members in any order: all have formed their group {when}")
     return max(after_s) <= WITHIN_S
 
@@ -132,7 +131,7 @@ class FormingMember:
     def do(self, what: str, *about: Any) -> Any:
         """The result, or the reason why no group forms."""
         try:
-            return {"form": self.form, "drop": self.drop}[what](*about)
+            return self.form(*about) if what == "form" else self.group.shutdown(RENDEZVOUS_S)
         except Exception as error:  # noqa: BLE001 (a row has the reason)
             return str(error) or type(error).__name__
 
@@ -151,9 +150,6 @@ class FormingMember:
         descriptors = len(list(Path(f"/proc/{process}/fd").iterdir())) if sys.platform == "linux" else 0
         mib = memory_bytes("VmRSS", child.pid) / 2**20 if child and sys.platform == "linux" else 0.0
         return {"s": spent_s, "descriptors": descriptors, "mib": mib}
-
-    def drop(self) -> None:
-        self.group.shutdown(RENDEZVOUS_S)
 
 
 def serve_member(talk: Any) -> None:

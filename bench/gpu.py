@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.job import ROOT, DiaryLine, JobSide, LighthouseProcess, RecoveryJob, ReplicaGroup, our_lighthouse
-from bench.pairs import Failed, Worker, in_turns, parser, ratio, spread, table
+from bench.pairs import Failed, Worker, in_turns, parser, ratio, table
 from bench.step import draw_on_device, our_llama, start
 
 WORKER = (__file__, "--worker")
@@ -94,10 +94,8 @@ def main(argv: Sequence[str]) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     turns = {1: part_1, 2: part_2, 3: part_3}[options.part](options)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), _installed(options) if options.wheels else ""]
-    env = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        **({"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}),
-    }
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
     with patch.dict(os.environ, env):
         whole = run(turns, options.folder / "results.jsonl", options)
     print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
@@ -144,8 +142,7 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
     trace = ("--profiling.enable_profiling=true", "--profiling.profile_freq=8")
     for name, limit_s, settings in (("eager", 240, eager), ("compiled", 300, (*compiled, *trace))):
-        do = partial(_train, options, name, settings, steps=15)
-        yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, do)
+        yield GpuTurn(f"1 train {options.sizes[0]} {name}", limit_s, partial(_train, options, name, settings, steps=15))
 
 
 def _tests(path: Path, allocation: str, limit_s: float) -> Figures:
@@ -233,12 +230,9 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
     if kind == "none":
         return train(())
     with closing(LighthouseProcess(our_lighthouse(1))) as lighthouse:
-        group = {
-            "TORCHFT_LIGHTHOUSE": f"http://{lighthouse.address}",
-            "REPLICA_GROUP_ID": "0",
-            "NUM_REPLICA_GROUPS": "1",
-        }
-        return train(("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}"), **group)
+        settings = ("--fault_tolerance.enable=true", f"--fault_tolerance.process_group={kind}")
+        address = f"http://{lighthouse.address}"
+        return train(settings, TORCHFT_LIGHTHOUSE=address, REPLICA_GROUP_ID="0", NUM_REPLICA_GROUPS="1")
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
@@ -274,11 +268,10 @@ def _installed(options: argparse.Namespace) -> str:
     """Installs the wheels into a folder, and returns it; last in PYTHONPATH, it hides what the machine has of the same name."""
     target, found = str(options.folder / "wheels"), sorted(map(str, options.wheels.glob("*.whl")))
     install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target", target]
-    if (
-        found
-        and (done := subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)).returncode
-    ):
-        print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
+    if found:
+        done = subprocess.run([sys.executable, *install, *found], capture_output=True, text=True)
+        if done.returncode:
+            print(f"wheels were not installed: {_last_line(done.stderr, done.returncode)}", file=sys.stderr)
     sys.path.append(target)
     return target
 
@@ -302,9 +295,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     return flags.parse_args(argv)
 
 
-# ------------------------------------------------------------------------------------------------ the page
-
-
 def page(rows: Sequence[Figures], device: str) -> str:
     """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
     a key counts."""
@@ -323,12 +313,10 @@ def page(rows: Sequence[Figures], device: str) -> str:
 
     throughput = []
     for name, side in speeds.items():
-        middle, _, between = spread([*side["by_round"].values()], ",.0f").rstrip(")").partition(" (")
+        median, low, high = (f"{of(side['by_round'].values()):,.0f}" for of in (statistics.median, min, max))
         mfu = f"{100 * side['mfu']:.1f} %" if side["mfu"] else "unknown"
-        throughput.append((name, middle, between, mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
-    others = [
-        (f"{key[2:]}: {name}", str(x)) for key in ("3 healing", "3 stall") for name, x in good.get(key, {}).items()
-    ]
+        throughput.append((name, median, f"{low}-{high}", mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
+    others = [(f"{of}: {name}", str(x)) for of in ("healing", "stall") for name, x in good.get(f"3 {of}", {}).items()]
     left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
     measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
     blocks = ["# One GPU", f"{measured} Ranges are over rounds or repetitions.{ON_A_CPU if device == 'cpu' else ''}"]
@@ -369,7 +357,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
         both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
         pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
-        bound(f"a step by {kind}: at most {limit}x", step, lambda step, limit=limit: step.median <= limit)
+        bound(f"a step by {kind}: at most {limit}x", step, lambda step: step.median <= limit)  # noqa: B023 (called at once)
     kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
     for name, figure, most in (
         ("the next commit within 1 s of a kill", "next step s", 1),
@@ -380,7 +368,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
         seen = [row[figure] for row in kills.values()]
         holds = all(seen) if most is None else all(x <= most for x in seen)
         three = ", ".join(map(str, seen)) if len(seen) == 3 else None
-        bound(name, three, lambda _, holds=holds: holds)
+        bound(name, three, lambda _: holds)  # noqa: B023 (called at once)
     lived_s = [kills[key]["watched s"] for key in ("3 kill group, nccl", "3 kill group, gloo") if key in kills]
     bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
     healing, stall = (good.get(key, {}).get("share") for key in ("3 healing", "3 stall"))
@@ -407,26 +395,19 @@ def _speeds(good: Rows, device: str) -> dict[str, Figures]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------ measurements in processes of their own
-
-
 def versions(device: str) -> Figures:
     """Versions of everything that a figure may depend on, and the operator that attention runs."""
     from models import ops
 
-    found: Figures = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
-    }
+    found: Figures = {"python": sys.version.split()[0], "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda or "none"
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
     found |= {package: installed.get(package, "not installed") for package in packages}
     q, k, v = (torch.randn(1, 256, heads, 64, device=device, dtype=torch.bfloat16) for heads in (4, 2, 2))
     with torch.profiler.profile() as profile:
         ops.causal_attention(q, k, v)
-    names = {event.key for event in profile.key_averages()}
-    found["attention"] = " ".join(sorted(name for name in names if "attention" in name))
+    found["attention"] = " ".join(sorted({x.key for x in profile.key_averages() if "attention" in x.key}))
     found |= dict.fromkeys(("device", "driver", "NCCL", "cuDNN", "memory_gib"), "no GPU")
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     found["ptrace scope"] = scope.read_text().strip() if scope.exists() else "no Yama"
@@ -443,19 +424,17 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
     with RecoveryJob(JobSide("ours"), 2, megabytes=megabytes, step_ms=20, kind=kind, device=device) as job:
         a, b = job.groups
         living = [a, b] if victim == "child" else [a]
-
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
-        def seen(
-            group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0, more_s: float = 0.0
-        ) -> DiaryLine:
-            """The count-th such line since then, of so many groups, within KILL_LIMIT_S and `more_s`."""
+        def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
+            """The count-th such line since then, of so many groups."""
 
             def there() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
-            return job.until(f"{event} of group {group.name}", there, KILL_LIMIT_S + more_s, lives=[a])[0]
+            limit_s = KILL_LIMIT_S + max(0.0, after_s - time.monotonic())
+            return job.until(f"{event} of group {group.name}", there, limit_s, lives=[a])[0]
 
         a.start(NCCL_HOSTID=a.name, **nccl)
         alone = seen(a, "commit", 5, of=1)
@@ -464,7 +443,7 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int) ->
         b.tell(kill=victim)
         killed_s = seen(b, "kill", after_s=before.at_s).at_s
         after = seen(a, "commit", after_s=killed_s)
-        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s, more_s=watch_s)
+        last = seen(a, "commit", of=len(living), after_s=killed_s + watch_s)
         ends = job.finish(living)
         sums = [line.sum_s for line in a.since(0.0, "commit") if line.contributors == 2 and line.at_s < killed_s]
         reference = before if victim == "child" else alone
@@ -512,7 +491,7 @@ def worker(what: str, *arguments: str) -> None:
     if what == "train":
         return train(*arguments)
     try:
-        answer = {"versions": versions, "kill": kill, "healing": healing, "stall": stall}[what]
+        answer: Any = {"versions": versions, "kill": kill, "healing": healing, "stall": stall}[what]
         return print(json.dumps(answer(**json.loads(arguments[0]))), flush=True)
     except Failed as failure:
         sys.exit(str(failure))

@@ -59,22 +59,18 @@ async def measure(count: int, *, each: bool) -> tuple[float, float, float, float
     """Seconds of CPU and of the clock a step; of CPU a second without reports, and with them."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     server = GroupProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
-    service, steps = (
-        ("pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown),
-        max(20, VOTES // count) if each else STEPS,
-    )
+    service = ("pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown)
+    steps = max(20, VOTES // count) if each else STEPS
     ranks = [LoadStream(connect(server.address), *service) for _ in range(count)]
     try:
         for rank, one in enumerate(ranks):
             await one.open(pharos_pb2.RankHello(group_rank=rank))
         replies = await call(ranks, "Quorum", lambda rank: m.RankCall(rank, m.Member(""), number=1))
-        quorum_id = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
+        quorum = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
         voting = ranks if each else ranks[:1]
 
         async def vote(step: int) -> None:
-            await call(
-                voting, "CastVote", lambda rank: m.Vote(rank, "commit", quorum_id, 0, step, "yes", whole=not each)
-            )
+            await call(voting, "CastVote", lambda rank: m.Vote(rank, "commit", quorum, 0, step, "yes", whole=not each))
 
         await vote(0)
         before_s = cpu_s(server.pid)

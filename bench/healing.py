@@ -40,7 +40,6 @@ from ft.rpc.access import Access
 
 KINDS = ("raw", "http", "process group", "bare gloo", "bare gloo, digests")
 LAYERS = 16
-ACCESS = Access(token="a token of the benchmark's own")
 
 
 class HealingSide:
@@ -57,7 +56,7 @@ class HealingSide:
         self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
         self.store, self.listener = serve_store(), socket.create_server(("127.0.0.1", 0))
         self.transports: dict[str, Transport] = {
-            "http": HttpTransport("127.0.0.1", role, ACCESS),
+            "http": HttpTransport("127.0.0.1", role, Access(token="a token of the benchmark's own")),
             "process group": PgTransport(lambda: ProcessGroupGloo(60.0), f"127.0.0.1:{self.store.port}/bench", role),
         }
 
@@ -121,7 +120,7 @@ class HealingSide:
     def _bare_gloo(self, rank: int, port: int, kind: str, turn: int) -> None:
         """Messages of the same size, as many under way: what a transport over gloo could reach at best, with the same digests or none."""
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        group = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
+        group: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
         under_way = deque[tuple[dist.Work, torch.Tensor]]()
 
         def compare(message: torch.Tensor) -> None:

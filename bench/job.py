@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import forkserver, resource_tracker
@@ -60,9 +60,6 @@ def until(
         time.sleep(poll_s)
 
 
-# ------------------------------------------------------------------------------------------------ what a process uses
-
-
 def descendants(pid: int) -> list[int]:
     """Children of a process, theirs, and so on (Linux)."""
     found = []
@@ -93,9 +90,6 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-# ------------------------------------------------------------------------------------------------ lighthouses, forked processes
 
 
 def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
@@ -171,9 +165,6 @@ def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
             order, *about = pipe.recv()
             pipe.send(orders[order](*about))
     os._exit(0)
-
-
-# ------------------------------------------------------------------------------------------------ what groups write down
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -256,9 +247,6 @@ def failure(what: str, groups: Mapping[str, Path]) -> Failed:
     return Failed("\n  ".join(words))
 
 
-# ------------------------------------------------------------------------------------------------ a job of tiny groups
-
-
 @dataclass(frozen=True)
 class JobSide:
     """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint, which
@@ -273,17 +261,17 @@ class JobSide:
         """Its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
         if self.name == "torchft":
             return their_lighthouse(1, self.python, bind)
-        state = folder / "lighthouse.json"
-        return our_lighthouse(1, bind=bind, state_file=state) if self.name == "ours" else []
+        return our_lighthouse(1, bind=bind, state_file=folder / "lighthouse.json") if self.name == "ours" else []
 
 
 class ReplicaGroup(Diary):
-    """One group of replica.py over all its lives: the process that lives now, and the log that they share."""
+    """One group of replica.py over all its lives: the process that lives now, and the log that they share. `command`: but for the group's
+    name and folder."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         super().__init__(name, folder / name)
         self.folder.mkdir()
-        self.out, self._command = folder / f"{name}.out", command
+        self.out, self._command = folder / f"{name}.out", [*command, name, str(self.folder)]
         self._env = {**env, "REPLICA_GROUP_ID": name}
         self.process: subprocess.Popen[str] | None = None
         self.started_s = 0.0
@@ -331,7 +319,7 @@ class ReplicaGroup(Diary):
         print(json.dumps(order), file=self.process.stdin, flush=True)
 
 
-class RecoveryJob:
+class RecoveryJob(AbstractContextManager["RecoveryJob"]):
     """A lighthouse and its groups, none of them started. Leaving the context ends all processes."""
 
     def __init__(
@@ -347,10 +335,7 @@ class RecoveryJob:
         self.start_lighthouse()
         env["TORCHFT_LIGHTHOUSE"] = f"http://{self._bind}"
         command = [side.python, str(side.program), side.name, str(megabytes), str(step_ms), kind, device]
-        self.groups = [
-            ReplicaGroup(str(number), self.folder, [*command, str(number), str(self.folder / str(number))], env)
-            for number in range(groups)
-        ]
+        self.groups = [ReplicaGroup(str(number), self.folder, command, env) for number in range(groups)]
 
     def start_lighthouse(self) -> None:
         """Starts the lighthouse; the next time at the same address and with the state file that it left, if it leaves one."""
@@ -416,9 +401,6 @@ class RecoveryJob:
         if any(line.event != "end" for line in lines):
             raise self.failure("a group ended without its last line")
         return lines
-
-    def __enter__(self) -> RecoveryJob:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in [group.process for group in self.groups if group.process]:

@@ -50,8 +50,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
     config = ReplicaGroupConfig(folder.name, 0, 1, lighthouse, "127.0.0.1", Access(), Times())
     gradients = (Told if folder.name == "c" else Gradients)(bucket_bytes=BUCKET_BYTES)
-    options = ManagerOptions(init_sync=False)
-    manager = RecordingManager(folder, ProcessGroupGloo(), config, options, gradients=gradients)
+    manager = RecordingManager(folder, ProcessGroupGloo(), config, ManagerOptions(init_sync=False), gradients=gradients)
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
     while not manager.left:
@@ -107,10 +106,8 @@ def prove(kills: int) -> int:
             if incidents:
                 incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
             wait("the survivors go on", partial(go_on, at_s))
-            back_s = time.monotonic()
-            incidents.append(
-                Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, back_s=back_s, live=both)
-            )
+            incidents.append(Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, live=both))
+            incidents[-1].back_s = time.monotonic()
         for group in survivors:
             group.tell("enough")
         wait("the survivors leave", lambda: not any(group.process.is_alive() for group in survivors))

@@ -56,7 +56,6 @@ async def main():
 
 asyncio.run(main())
 """
-NEVER_MS = "3600000"
 BEAT_S = 0.1  # how often groups of torchft beat
 # Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
 FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
@@ -71,7 +70,7 @@ STATE_BYTES = 3 << 30  # that a healing group fetches
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
     """Our lighthouse, with a heartbeat timeout that never passes, unless `flags` say otherwise."""
-    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": NEVER_MS, **flags}))
+    return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": 3_600_000, **flags}))
 
 
 def connect(address: str) -> Any:
@@ -155,11 +154,8 @@ def pharos_call(call: m.Call, roster: str = "") -> bytes:
 
 def members_at(groups: int, step: int, commit_quorum_id: int = 0) -> list[m.Member]:
     """Groups of 8 ranks that have all committed `step`."""
-    commit_id = f"{step:016x}" if step else ""
-    return [
-        m.Member(replica_id(i), *addresses(i), step, 8, commit_quorum_id=commit_quorum_id, commit_id=commit_id)
-        for i in range(groups)
-    ]
+    state: Any = {"commit_quorum_id": commit_quorum_id, "commit_id": f"{step:016x}" if step else ""}
+    return [m.Member(replica_id(i), *addresses(i), step, 8, **state) for i in range(groups)]
 
 
 def replica_id(i: int) -> str:
@@ -252,8 +248,7 @@ class LoadStream:
         self.tasks.append(asyncio.ensure_future(self._hear_all()))
 
     def call(self, method: str, request: bytes) -> Any:
-        call = self.channel.unary_unary(f"/{self._service}/{method}")
-        return call(request, timeout=120, metadata=self._metadata)
+        return self.channel.unary_unary(f"/{self._service}/{method}")(request, timeout=120, metadata=self._metadata)
 
     async def write(self, **up: Any) -> None:
         await self.stream.write(self._up(**up).SerializeToString())
@@ -337,8 +332,6 @@ class Herd:
     def do(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
-    # ---- what a test or a picture wants
-
     def open(self, ids: Iterable[str]) -> None:
         """Makes groups known to the lighthouse, in no quorum yet."""
         self.do(self._open(list(ids)))
@@ -361,7 +354,6 @@ class Herd:
         self.do(self.streams[replica_id].write(happened=codec.happened_message(lane, self.step, text)))
 
     def leave(self, replica_id: str) -> None:
-        """Leaves with a clean goodbye."""
         self.do(self._leave(replica_id))
 
     def lose(self, *ids: str) -> None:
@@ -374,8 +366,6 @@ class Herd:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
-
-    # ---- on the loop
 
     async def _open(self, ids: list[str]) -> None:
         self._channels = self._channels or [connect(self._address) for _ in range(CONNECTIONS)]
@@ -416,18 +406,11 @@ class Herd:
         for place, group in enumerate(list(self.streams.values())):
             heals = group.healed_bytes >= 0
             report = pharos_pb2.Report(
-                step=m.VOID if heals else self.step,
-                commit_quorum_id=self.quorum_id,
-                median_step_s=STEP_S,
-                settled=max(0, self.step - 1),
-                sent_s=wall_s,
-                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6],
-                goodput_s=wall_s * (0.9 + place % 9 / 100),
-                wall_s=wall_s,
-                mean_loss=loss,
-                heal_done_bytes=max(0, group.healed_bytes),
-                heal_total_bytes=STATE_BYTES if heals else 0,
-            )
+                step=m.VOID if heals else self.step, settled=max(0, self.step - 1), commit_quorum_id=self.quorum_id, mean_loss=loss,
+                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6], median_step_s=STEP_S,
+                heal_done_bytes=max(0, group.healed_bytes), heal_total_bytes=STATE_BYTES if heals else 0,
+                sent_s=wall_s, wall_s=wall_s, goodput_s=wall_s * (0.9 + place % 9 / 100),
+            )  # fmt: skip
             report.MergeFrom(pharos_pb2.Report(**figures))
             with suppress(*BROKEN):
                 await group.write(report=report)

@@ -56,8 +56,7 @@ class PageJob(load.Herd):
         self.page = self.server.line().strip()
         super().__init__(f"http://{self.server.address}", self.token)
         unique = [f"{i * 2654435761 & 0xFFFFFFFF:08x}" for i in range(count)]
-        few = count < 100
-        self.ids = [f"{i}:{x}" if few else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
+        self.ids = [f"{i}:{x}" if count < 100 else f"rack{i // 25:02}-{i % 25:02}:{x}" for i, x in enumerate(unique)]
         self.open(self.ids)
         self.form()
 

@@ -18,11 +18,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -40,8 +39,7 @@ def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
     return made
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """The median over rounds of one side's figure by another's, and its range."""
 
     median: float
@@ -66,14 +64,8 @@ class Worker:
     """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        limit_s: float | None = None,
-        cwd: Path | None = None,
-    ) -> None:
+        self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None, cwd: Path | None = None
+    ) -> None:  # fmt: skip
         """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
         self.name = name
         # not a pipe: one that nobody reads fills up and blocks the side
@@ -114,7 +106,6 @@ class Worker:
         return self._process.stdout.readline()
 
     def close(self) -> None:
-        """Ends the process and waits for it."""
         self._timer.cancel()
         self._process.kill()
         self._process.communicate()

@@ -26,20 +26,20 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice, product
 from math import inf, isfinite, prod
 from operator import attrgetter
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
 import torch
 
 from bench.job import ROOT
-from bench.pairs import markdown, renew
+from bench.pairs import markdown, parser, renew
 from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, build
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
@@ -66,8 +66,7 @@ GRADIENT_BOUND = 1e-5  # from the same weights; rounding in another order makes 
 ADAMW_BOUND = 1e-3
 
 
-@dataclass(frozen=True)
-class Deviation:
+class Deviation(NamedTuple):
     """How far something is from the truth, relative, and how far it may be."""
 
     what: str
@@ -82,10 +81,7 @@ class Deviation:
         return f"{self.what}: {self.apart:.1e} apart, allowed {self.bound:.0e}"
 
 
-@dataclass(frozen=True)
-class ParityVerdict:
-    """A case's line."""
-
+class ParityVerdict(NamedTuple):
     case: ParityCase
     worst: Deviation  # the gradient next to its bound; or what is farthest beyond
     problems: tuple[str, ...]  # none: it holds
@@ -162,10 +158,8 @@ class Proof:
             texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
             problems = tuple(dict.fromkeys(filter(None, texts)))
             found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
-        return replace(found, seconds=time.monotonic() - began)
+        return found._replace(seconds=time.monotonic() - began)
 
-
-# ------------------------------------------------------------------------------------------------ the cases
 
 VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
 TRIES = 8  # to draw options that go together
@@ -173,8 +167,7 @@ CHUNK_TOKENS = 11  # of the loss; divides nothing
 BACKWARDS_CSV = "backwards"  # stands for a file that is written when the number of microbatches is known
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A deviation from the defaults, and what it is called."""
 
     title: str
@@ -182,7 +175,6 @@ class Option:
     activation_checkpoint: ActivationCheckpointConfig | None = None
 
 
-PLAIN = Option("", {})
 GROUPING = (
     Option("2 blocks a group", {"fsdp_blocks_per_group": 2}),
     Option("prefetch 2", {"fsdp_forward_prefetch": 2, "fsdp_backward_prefetch": 2}),
@@ -216,7 +208,7 @@ def cases(task: Task, world_size: int) -> list[ParityCase]:
 
 def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
     following = {axis: cycle(options) for axis, options in OPTIONS.items()}
-    recomputation = cycle((*RECOMPUTATION, PLAIN))
+    recomputation = cycle((*RECOMPUTATION, Option("", {})))
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     for degrees in (Degrees(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
         if not _legal(task, degrees, ()):
@@ -253,9 +245,7 @@ def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     return True
 
 
-def _case(
-    task: Task, degrees: Degrees, options: tuple[Option, ...], optimizer: OptimizerName, index: int
-) -> ParityCase:
+def _case(task: Task, degrees: Degrees, options: Sequence[Option], optimizer: OptimizerName, index: int) -> ParityCase:
     """A case with the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
     halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
@@ -300,8 +290,6 @@ def _title(degrees: Degrees) -> str:
     return text.replace(f"ddp {replicas} + fsdp {shards}", f"hsdp {replicas}x{shards}")
 
 
-# ------------------------------------------------------------------------------------------------ the command line
-
 HEAD = {  # columns of a line, and their widths
     "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "apart": 7, "where most": 38, "bound": 5, "s": 5, "result": 6
 }  # fmt: skip
@@ -309,25 +297,15 @@ HEAD = {  # columns of a line, and their widths
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
     """The cells under HEAD."""
-    case, chunk = verdict.case, verdict.case.layout.loss_chunk_tokens
-    return (
-        case.title,
-        case.optimizer,
-        str(case.microsteps),
-        str(case.vocab_size),
-        f"by {chunk} tokens" if chunk else "whole",
-        f"{verdict.worst.apart:.1e}",
-        verdict.worst.what,
-        f"{verdict.worst.bound:.0e}",
-        f"{verdict.seconds:.1f}",
-        "FAIL" if verdict.problems else "pass",
-    )
+    case, worst, chunk = verdict.case, verdict.worst, verdict.case.layout.loss_chunk_tokens
+    loss, result = f"by {chunk} tokens" if chunk else "whole", "FAIL" if verdict.problems else "pass"
+    asked = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss)
+    return (*asked, f"{worst.apart:.1e}", worst.what, f"{worst.bound:.0e}", f"{verdict.seconds:.1f}", result)
 
 
 def line(number: str, cells: Iterable[str]) -> str:
-    return "  ".join(
-        cell.ljust(width) for cell, width in zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
-    ).rstrip()
+    padded = zip((f"{number:>8}", *cells), (8, *HEAD.values()), strict=True)
+    return "  ".join(cell.ljust(width) for cell, width in padded).rstrip()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -363,15 +341,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0], epilog="After -- come settings: -- --model.dim 128"
-    )
-    text = "a regular expression over layout and optimizer"
-    parser.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
-    parser.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
-    parser.add_argument("--only", type=_pattern, default="", metavar="PATTERN", help=text)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the table as a page of Markdown, too")
-    return parser.parse_args(argv)
+    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "the table as a page of Markdown, too"))
+    flags.epilog = "After -- come settings: -- --model.dim 128"
+    flags.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
+    flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
+    flags.add_argument("--only", type=_pattern, default="", help="a regular expression over layout and optimizer")
+    return flags.parse_args(argv)
 
 
 def _ranks(text: str) -> list[int]:

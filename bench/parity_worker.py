@@ -168,8 +168,6 @@ def beside(task: Task, case: ParityCase) -> Seen:
 
 
 class Rank:
-    """A case on one rank."""
-
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
         self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the truth's weights after a step
@@ -177,16 +175,9 @@ class Rank:
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
             model = build(task, case.vocab_size)
-        self.parallel = parallelize(  # as train.py does
-            model,
-            build_mesh(case.degrees, "cpu"),
-            cross_entropy_sum,
-            case.layout,
-            local_batch_size=case.local_batch_size,
-            seq_len=task.seq_len,
-            device=torch.device("cpu"),
-            seed=task.seed,
-        )
+        mesh, device = build_mesh(case.degrees, "cpu"), torch.device("cpu")
+        sizes = {"local_batch_size": case.local_batch_size, "seq_len": task.seq_len, "seed": task.seed}
+        self.parallel = parallelize(model, mesh, cross_entropy_sum, case.layout, **sizes, device=device)  # as train.py
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
 
     def moves(self) -> list[Compared]:

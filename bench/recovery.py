@@ -39,9 +39,6 @@ HEARTBEAT_TIMEOUT_S = 5.0  # the default of both sides
 STARTS = 20  # of `staggered`
 
 
-# ------------------------------------------------------------------------------------------------ figures from logs
-
-
 def refused(groups: Sequence[Diary], from_s: float) -> int:
     """Returns the number of failed steps of the group that has most of them."""
     return max(len(group.since(from_s, "abort")) for group in groups)
@@ -51,8 +48,6 @@ def weights(ends: Sequence[DiaryLine]) -> str:
     """Compares the weights of all groups, bit for bit, after the same step."""
     return "equal" if len({line.state for line in ends}) == 1 else "differ"
 
-
-# ------------------------------------------------------------------------------------------------ faults
 
 Fault = Callable[[RecoveryJob, ReplicaGroup], dict[str, float]]
 
@@ -84,7 +79,6 @@ def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, mend: Callable
 
 
 def kill(job: RecoveryJob, victim: ReplicaGroup) -> dict[str, float]:
-    """SIGKILL, and another start."""
     return followed(job, victim, victim.kill(), victim.start)
 
 
@@ -167,9 +161,6 @@ def stops(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     print(table(HEADER, rows))
 
 
-# ------------------------------------------------------------------------------------------------ storms
-
-
 def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
     """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
 
@@ -220,8 +211,7 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
         commits = sorted(line.at_s for group in groups for line in group.since(seen.began_s, "commit"))
         longest_s, speed = max(b - a for a, b in pairwise(commits)), last / (ends[0].at_s - seen.began_s)
         figures = [str(seen.kills), str(last), f"{speed:.1f}", f"{longest_s:.2f}", str(seen.redone)]
-        bounds = verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})
-        return [*figures, str(len(wrong)), end, bounds]
+        return [*figures, str(len(wrong)), end, verdict(side, {"unaccounted": (len(wrong), 0), **same(end)})]
 
     header = ["", "kills", "steps", "a second", "longest gap s", "lost", "unaccounted", "weights", "bounds"]
     print_rows(header, row, sides)
@@ -253,9 +243,6 @@ def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]
     wrong += [f"step {step}: of {sorted(counts)} groups" for step, counts in seen.items() if len(counts) > 1]
     legal = {int(group.name) - last / 1024 for group in groups}
     return wrong + [f"weight {end.weight} after {last} steps" for end in ends if end.weight not in legal]
-
-
-# ------------------------------------------------------------------------------------------------ lighthouse, starts
 
 
 def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
@@ -316,8 +303,6 @@ def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delay
         print(f"{side.name}: {error}", file=sys.stderr)
         return inf
 
-
-# ------------------------------------------------------------------------------------------------ the command line
 
 WHAT = {
     "kill": kills, "stop": stops, "storm": storm, "lighthouse": lighthouse, "staggered": staggered, "killstorm": killstorm,

@@ -43,8 +43,7 @@ class Replica:
         torch.set_num_threads(1)
         self.kind, self.device, self.group, self.step_s, self.step = kind, device, int(group), float(step_ms) / 1e3, 0
         width = max(1, int(float(megabytes) * 1e6 / 4 / 1000 / 8))
-        layers = [torch.nn.Linear(1000, width, bias=False, device=device) for _ in range(8)]
-        self.model = torch.nn.Sequential(*layers)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(1000, width, bias=False, device=device) for _ in range(8)))
         self.parameters = list(self.model.parameters())
         for parameter in self.parameters:
             parameter.data.fill_(float(group))
@@ -104,8 +103,7 @@ def ours(replica: Replica) -> None:
     manager.attach([replica.model])
     replica.say("start")
 
-    def kill(target: int, after_s: float) -> None:
-        time.sleep(after_s)
+    def kill(target: int) -> None:
         replica.say("kill")
         os.kill(target, signal.SIGKILL)
 
@@ -117,7 +115,7 @@ def ours(replica: Replica) -> None:
             replica.compute(len(deal.slots))
         if "kill" in replica.orders and contributors == 2:
             target = group.child.pid if replica.orders.pop("kill") == "child" else os.getpid()
-            threading.Thread(target=kill, args=(target, sum_s / 2), daemon=True).start()
+            threading.Timer(sum_s / 2, kill, [target]).start()
         began_s = time.monotonic()
         sums = manager.reduce([1.0] * len(deal.slots), 0.0, True)
         sum_s = time.monotonic() - began_s
@@ -141,18 +139,15 @@ def torchft(replica: Replica) -> None:
     from torchft.process_group import ProcessGroupBabyGloo  # type: ignore[import-not-found]
 
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    states = replica.states
+    alone = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
     manager = Manager(
         pg=(ProcessGroupBabyGloo if replica.kind == "baby" else ProcessGroupGloo)(timeout=TIMEOUT),
         min_replica_size=1,
         timeout=TIMEOUT,
-        state_dict=lambda: {name: of.state_dict() for name, of in states.items()},
-        load_state_dict=lambda state: [of.load_state_dict(state[name]) for name, of in states.items()],
+        state_dict=lambda: {name: of.state_dict() for name, of in replica.states.items()},
+        load_state_dict=lambda state: [of.load_state_dict(state[name]) for name, of in replica.states.items()],
         replica_id=f"group{replica.group}_",
-        rank=0,
-        world_size=1,
-        store_addr="localhost",
-        store_port=store.port,
+        **alone,
     )
     optimizer = Optimizer(manager, replica.optimizer)
     replica.say("start")

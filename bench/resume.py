@@ -47,13 +47,11 @@ START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
 WEIGHT_BOUND = 1e-3
 LOSS_BOUND = 1e-5
 LOGGED = ("loss", "grad_norm", "lr", "tokens")
-
 TINY = """
 --model.dim 64 --model.n_layers 2 --model.n_heads 4 --model.n_kv_heads 2 --model.hidden_dim 128
 --training.seq_len 64 --training.global_batch_size 4 --training.local_batch_size 2 --lr_scheduler.warmup_steps 3
 --validation.enable false --sample.tokens 0 --metrics.enable_tensorboard false --checkpoint.keep_latest_k 0
 """
-
 # Two ranks each but for the first; a checkpoint of each is carried on by the next one.
 LAYOUTS = {
     "1 rank": (),
@@ -61,8 +59,6 @@ LAYOUTS = {
     "tp 2": ("--parallelism.tensor_parallel_degree=2",),
     "pp 2": ("--parallelism.pipeline_parallel_degree=2",),
 }
-
-
 EQUAL, NEAR = "equal", "within rounding"  # results where there is no problem
 Row = tuple[str, str, str, str]  # what, history, compared, result
 
@@ -71,10 +67,9 @@ class Runs:
     """Starts of runs in one folder, all by the same command but for the name."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder = folder
+        self.folder, self.steps = folder, steps  # n: the runs have 2n
         # A copy: an edit meanwhile must not make it another run.
         config = str(shutil.copy(ROOT / "configs" / "llama.toml", folder))
-        self.steps = steps  # n: the runs have 2n
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
         self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split()]
 
@@ -174,8 +169,7 @@ def compare(
     lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
     entries = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
     steps = sorted({at for at, _ in lines[0].items() ^ lines[1].items()})
-    compared = f"{len(digests[0])} entries, {len(lines[0])} steps"
-    return compared, [*entries, *(f"logged step {at}" for at in steps)]
+    return f"{len(digests[0])} entries, {len(lines[0])} steps", [*entries, *(f"logged step {at}" for at in steps)]
 
 
 def apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> float:

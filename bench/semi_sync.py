@@ -10,6 +10,7 @@ machine is to be idle otherwise. Exit code: 0 where summing now and then is the 
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ MODEL = """
 --model.dim=128 --model.n_layers=4 --model.hidden_dim=320 --validation.enable=true --checkpoint.enable=false --metrics.log_freq=1
 --fault_tolerance.digest_interval=0 --sample.tokens=0
 """
-CONFIG = ROOT / "bench" / "drill.toml"
 GROUPS, MEGABITS = 2, 20.0
 
 
@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
         write=(Path, "the picture"),
     )
     options = flags.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
     if options.sync_steps % 4 or options.steps % options.sync_steps:
         flags.error(f"--sync-steps {options.sync_steps}: must be a multiple of 4, and --steps a multiple of it")
     try:
@@ -57,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
     except (Failed, RuntimeError, ValueError) as error:
         print(f"semi_sync: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    each = results[0]
-    lines = []
+    each, lines = results[0], []
     for one in results:
         faster = f"{one.tokens_per_s / each.tokens_per_s:.1f}x"
         lines.append((one.way, f"{one.tokens:,}", f"{one.tokens_per_s:,.0f}", faster, f"{one.held_out:.3f}"))
@@ -88,8 +88,8 @@ def run(way: str, extra: Sequence[str], folder: str, steps: int) -> Result:
     """Raises Failed where it does not come to its end."""
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
     argv = [
-        str(CONFIG), *MODEL.split(), *extra, f"--job.dump_folder={folder}", f"--job.name={name}", f"--training.steps={steps}",
-        f"--validation.freq={steps}", f"--fault_tolerance.min_replica_size={GROUPS}",
+        str(ROOT / "bench" / "drill.toml"), *MODEL.split(), *extra, f"--job.dump_folder={folder}", f"--job.name={name}",
+        f"--training.steps={steps}", f"--validation.freq={steps}", f"--fault_tolerance.min_replica_size={GROUPS}",
     ]  # fmt: skip
     print(f"semi_sync: {way}", file=sys.stderr)
     with closing(Network()) as network, DrillJob(argv, GROUPS, network=network, drilled=False) as job:

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, from any folder
 
@@ -49,9 +49,6 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # these grow, by a row 
 FLAT = 2  # a count may differ by so many from look to look: a call under way, a connection that is made anew
 KB_PER_CHANGE = 1.0
 LEAST = 8  # looks that a life needs for a verdict
-
-
-# ------------------------------------------------------------------------------------------------ the processes
 
 
 def house(folder: Path, talk: Any) -> None:
@@ -85,7 +82,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from training.writer_lease import WriterLease
 
     torch.set_num_threads(1)
-    model = nn.Linear(16, 16)
+    model: Any = nn.Linear(16, 16)
 
     class Group:
         """One group over all its memberships, trained by a thread."""
@@ -100,7 +97,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
 
         def where(self) -> dict[str, Any]:
             part, writes = self.manager.part, self.manager.writes is not None
-            told = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
+            told: Any = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
             told["phase"] = self.manager.machine.phase.value
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 
@@ -154,7 +151,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 deal = manager.begin_step()
                 for slot in deal.slots:
                     with manager.last_pass(slot):
-                        sum((parameter * (slot % 1000)).sum() for parameter in model.parameters()).backward()
+                        ((model.weight.sum() + model.bias.sum()) * (slot % 1000)).backward()
                 commit = manager.commit(manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
                 if commit is not None:
                     with torch.no_grad():
@@ -198,18 +195,11 @@ def held() -> dict[str, int]:
 def _of(process: int | str) -> dict[str, int]:
     folder = Path("/proc", str(process))
     return {
-        "descriptors": _entries(folder / "fd"),
-        "threads": _entries(folder / "task"),
+        "descriptors": len(list(folder.glob("fd/*"))),
+        "threads": len(list(folder.glob("task/*"))),
         "children": sum(len(path.read_text().split()) for path in folder.glob("task/*/children")),
         "KiB": memory_bytes("VmRSS", process) // 1024,
     }
-
-
-def _entries(folder: Path) -> int:
-    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
-
-
-# ------------------------------------------------------------------------------------------------ the job
 
 
 @dataclass
@@ -293,7 +283,7 @@ class SoakJob:
             heard = self.homes[name].hear()
             found |= {f"group {name}: {what}": count for what, count in heard["home"].items()}
             found |= {f"server of {name}: {what}": count for what, count in heard["server"].items()}
-        found["shared memory: files"] = _entries(Path("/dev/shm"))
+        found["shared memory: files"] = len(list(Path("/dev/shm").glob("*")))
         others = [path for path in self.folder.rglob("*") if path.is_file() and path.name not in LOGS]
         found["other files: KiB"] = sum(path.stat().st_size for path in others if path.exists()) // 1024
         found["other files: number"] = len(others)
@@ -338,19 +328,14 @@ def soak(folder: Path, changes: int, kills: int, seed: int) -> list[str]:
                 with (folder / "soak.jsonl").open("a") as file:
                     file.write(json.dumps(row | job.look()) + "\n")
                 if looks % 10 == 0:
-                    print(
-                        f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s: {done.orders}", flush=True
-                    )
+                    so_far = f"{done.changes} changes, {done.steps} steps, {done.seconds:.0f} s"
+                    print(f"{so_far}: {done.orders}", flush=True)
         return job.problems
     finally:
         job.close()
 
 
-# ------------------------------------------------------------------------------------------------ the verdict
-
-
-@dataclass(frozen=True)
-class GrowthLine:
+class GrowthLine(NamedTuple):
     """The counts of one resource, and their bound."""
 
     what: str
@@ -395,9 +380,8 @@ def judge_logs(folder: Path) -> list[GrowthLine]:
         lines.append(GrowthLine(f"{name}: steps", f"{len(steps)} rows", "each step once, in order", once))
         tenth = max(1, len(rows) // 10)
         early, late = (sum(map(len, part)) / len(part) for part in (rows[:tenth], rows[-tenth:]))
-        lines.append(
-            GrowthLine(f"{name}: bytes a row", f"{early:.0f} to {late:.0f}", "at most 20 more", late - early <= 20)
-        )
+        grown = f"{early:.0f} to {late:.0f}"
+        lines.append(GrowthLine(f"{name}: bytes a row", grown, "at most 20 more", late - early <= 20))
     return lines
 
 

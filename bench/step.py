@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from bench.job import ROOT, memory_bytes
-from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, spread, table
+from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, table
 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
 OURS, STEPS = "pharos", 3  # of a turn
@@ -95,8 +95,9 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
     fastest, rows = sorted(speeds, key=lambda name: statistics.median(speeds[name]), reverse=True), []
     for name in fastest:
         cpu_s = statistics.median(answer["cpu_seconds"] for answer in answers[name]) / STEPS
-        middle, _, between = spread(speeds[name], ",.0f").rstrip(")").partition(" (")
-        rows.append((name, middle, between, f"{cpu_s:.2f}", f"{memory[name]:,.0f}", f"{first_steps[name]:.1f}"))
+        median, low, high = (f"{of(speeds[name]):,.0f}" for of in (statistics.median, min, max))
+        peak, first_s = f"{memory[name]:,.0f}", f"{first_steps[name]:.1f}"
+        rows.append((name, median, f"{low}-{high}", f"{cpu_s:.2f}", peak, first_s))
     lines = [table(("side and setting", "tokens/s", "range", "CPU s/step", "peak MiB", "first step s"), rows)]
     if peers := [name for name in fastest if not name.startswith(OURS)]:
         for name in [name for name in speeds if name.startswith(OURS)]:
@@ -105,26 +106,20 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------ the sides
-
-
 def our_llama(sizes: dict[str, int]) -> Any:
     """Our model, on the meta device."""
     from models.llama import Config, build
 
-    heads = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
+    heads: Any = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
     config = Config(dim=sizes["dim"], n_layers=sizes["layers"], hidden_dim=sizes["hidden"], **heads)
     with torch.device("meta"):
         return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
 
 
 def pharos(
-    sizes: dict[str, int],
-    setting: str,
-    device: torch.device,
-    cleanup: ExitStack,
+    sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack,
     show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
-) -> Step:
+) -> Step:  # fmt: skip
     """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
@@ -145,17 +140,10 @@ def pharos(
         precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
         loss_chunk_tokens=int(flags.get("chunked", 0)),
     )
+    mesh = build_mesh(degrees(layout.parallelism, 1), device.type)
+    batch = {"local_batch_size": sizes["batch"], "seq_len": sizes["seq"]}
     with patch("models.llama.normal_", draw_on_device):
-        parallel = parallelize(
-            our_llama(sizes),
-            build_mesh(degrees(layout.parallelism, 1), device.type),
-            cross_entropy_sum,
-            layout,
-            local_batch_size=sizes["batch"],
-            seq_len=sizes["seq"],
-            device=device,
-            seed=0,
-        )
+        parallel = parallelize(our_llama(sizes), mesh, cross_entropy_sum, layout, **batch, device=device, seed=0)
     settings = OptimizerConfig(lr=3e-4)
     optimizer = build_optimizer(settings, parallel.parts)
     parameters = list(parallel.parts[0].parameters())
@@ -204,7 +192,7 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
     if backend := _backend(setting):
         for name, block in model.layers.named_children():
             model.layers.register_module(name, torch.compile(block, fullgraph=True, backend=backend))
-    return _peer_step(model, model, setting, device, compile_loss=True)
+    return _peer_step(model, model, setting, device, backend)
 
 
 def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
@@ -217,9 +205,8 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
     if "checkpoint" in setting:
         model.gradient_checkpointing_enable()
         model.train()
-    backend = _backend(setting)
-    forward = torch.compile(model, backend=backend) if backend else model
-    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device)
+    forward = torch.compile(model, backend=backend) if (backend := _backend(setting)) else model
+    return _peer_step(model, lambda inputs: forward(inputs, use_cache=False).logits, setting, device, "")
 
 
 def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
@@ -229,21 +216,16 @@ def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
 
 
 def _peer_step(
-    model: torch.nn.Module,
-    logits_of: Callable[[Tensor], Tensor],
-    setting: str,
-    device: torch.device,
-    *,
-    compile_loss: bool = False,
+    model: torch.nn.Module, logits_of: Callable[[Tensor], Tensor], setting: str, device: torch.device, loss_backend: str
 ) -> Step:
+    """`loss_backend`: of torch.compile; "": the loss is not compiled by itself."""
     model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
     def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    backend = _backend(setting) if compile_loss else ""
-    loss_of = torch.compile(plain_loss, backend=backend) if backend else plain_loss
+    loss_of = torch.compile(plain_loss, backend=loss_backend) if loss_backend else plain_loss
 
     def step(inputs: Tensor, labels: Tensor) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
@@ -273,10 +255,9 @@ class StepSide:
         if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        # VmHWM: on Linux ru_maxrss begins with the memory of the process that started this one; elsewhere it is in bytes
-        resident = (
-            memory_bytes("VmHWM") if sys.platform == "linux" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )
+        # on Linux ru_maxrss begins with the memory of the process that started this one; elsewhere it is in bytes
+        linux = sys.platform == "linux"
+        resident = memory_bytes("VmHWM") if linux else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
@@ -286,7 +267,8 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
-    make, where = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side], torch.device(device)
+    make: Any = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side]
+    where = torch.device(device)
     with ExitStack() as cleanup:
         member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
         if where.type == "cuda":
