@@ -210,8 +210,10 @@ class Manager:
         limit_s = self.core.quorum_s
         if timeout is not None:
             self.core.quorum_s = timeout.total_seconds()
-        self._slots = len(self.core.begin_step().slots)
-        self.core.quorum_s = limit_s
+        try:
+            self._slots = len(self.core.begin_step().slots)
+        finally:  # the next call has its own
+            self.core.quorum_s = limit_s
         self._body, self._used, self._over = True, False, False
 
     def wait_quorum(self) -> None:

@@ -135,10 +135,10 @@ class Roster:
             (self.shrinkers, call is not None and call.member.shrink_only and may_shrink),
             (self.heirs, call is not None and self.was_in(replica_id) and not call.member.void),
         ):
-            if inside:
-                ids.setdefault(replica_id)  # at the end; one that is in keeps its place
-            else:
-                ids.pop(replica_id, None)
+            if inside and replica_id not in ids:
+                ids[replica_id] = None  # at the end; one that is in keeps its place
+            elif not inside and replica_id in ids:
+                del ids[replica_id]
 
     # ---- one id
 

@@ -102,8 +102,10 @@ class _Converter:
         return message
 
     def decode(self, message: Any) -> Any:
-        value = _made(self.value_type, self.defaults, zip(self.names, self.read(message), strict=True))
+        value = object.__new__(self.value_type)  # as _made, without its call
         values = value.__dict__
+        values.update(self.defaults)
+        values.update(zip(self.names, self.read(message), strict=True))
         for name in self.texts:
             if len(values[name]) > MAX_TEXT:
                 _check_text(name, values[name])
@@ -113,8 +115,8 @@ class _Converter:
         for name in self.optional:
             if not message.HasField(name):
                 values[name] = None
-        for name, decode in self.decoders:
-            values[name] = decode(values[name])
+        for name, decode in self.decoders:  # of a message, or of a list, which is empty most of the time
+            values[name] = decode(item) if (item := values[name]) else ()
         return value
 
 
@@ -298,7 +300,9 @@ def torchft_member(member: m.Member) -> Any:
 
 
 def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
-    return _made(m.Call, _TORCHFT_CALL, {"member": _TORCHFTS.decode(message)})
+    call = object.__new__(m.Call)
+    call.__dict__.update(_TORCHFT_CALL, member=_TORCHFTS.decode(message))
+    return call
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
