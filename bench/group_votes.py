@@ -66,7 +66,7 @@ async def measure(count: int, *, each: bool) -> tuple[float, float, float, float
         for rank, one in enumerate(ranks):
             await one.open(pharos_pb2.RankHello(group_rank=rank))
         replies = await call(ranks, "Quorum", lambda rank: m.RankCall(rank, m.Member(""), number=1))
-        quorum = pharos_pb2.RankReply.FromString(replies[0]).part.quorum_id
+        quorum = pharos_pb2.RankReply.FromString(replies[0]).quorum.quorum_id
         voting = ranks if each else ranks[:1]
 
         async def vote(step: int) -> None:

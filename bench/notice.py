@@ -71,7 +71,7 @@ class NoticeGroup:
         """Asks until it is in a quorum with another; its id."""
         while True:
             part = self.rank.quorum(m.RankCall(0, m.Member(""), known=known, failed=known > 0), WAIT_S)
-            assert isinstance(part, m.Part)
+            assert isinstance(part, m.QuorumResult)
             if len(part.members) == 2:
                 return part.quorum_id
             known = part.quorum_id

@@ -96,8 +96,8 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             self.there.wait(FORKED_S)
 
         def where(self) -> dict[str, Any]:
-            part, writes = self.manager.part, self.manager.writes is not None
-            told: Any = {"step": self.manager.step, "quorum": part.quorum_id if part else 0, "size": self.size}
+            quorum, writes = self.manager.quorum, self.manager.writes is not None
+            told: Any = {"step": self.manager.step, "quorum": quorum.quorum_id if quorum else 0, "size": self.size}
             told["phase"] = self.manager.machine.phase.value
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 

@@ -51,14 +51,14 @@ class Healer:
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
         self.one_source = False  # True: fetch from one, as sources register state in which they differ, too (LocalSGD)
 
-    def offer(self, part: m.Part) -> None:
+    def offer(self, quorum: m.QuorumResult) -> None:
         """Serves the state of a step's boundary to the groups that heal from this one; without any, withdraws the last offer."""
-        if part.recover_dst_replica_ranks:
-            readers = [part.members[rank] for rank in part.recover_dst_replica_ranks]
+        if quorum.recover_dst_replica_ranks:
+            readers = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
-            self.transport.offer(snapshot, quorum_id=part.quorum_id, step=part.reference[0], readers=readers)
-            if part.quorum_id <= self._ended_quorum:  # its end came before the offer
-                self.transport.end_offer(part.quorum_id, "its quorum is over")
+            self.transport.offer(snapshot, quorum_id=quorum.quorum_id, step=quorum.reference[0], readers=readers)
+            if quorum.quorum_id <= self._ended_quorum:  # its end came before the offer
+                self.transport.end_offer(quorum.quorum_id, "its quorum is over")
         else:
             self.transport.withdraw("no group of the newest quorum heals from this one")
 
@@ -72,12 +72,12 @@ class Healer:
         outcome = self.transport.fence()
         log.debug("fence: %s", outcome.value)
 
-    def fetch(self, part: m.Part) -> None:
+    def fetch(self, quorum: m.QuorumResult) -> None:
         """Fetches the state in a thread of its own, into this rank's tensors, and feeds back HealEnded. Tells the sources of a final
         failure: their commit would wait for a reader that does not read."""
         self.drop()
         self._over = threading.Event()
-        given = part, self._state.snapshot(), self._over
+        given = quorum, self._state.snapshot(), self._over
         self._fetching = threading.Thread(target=self._fetch, args=given, name="ft-heal", daemon=True)
         self._fetching.start()
 
@@ -101,12 +101,12 @@ class Healer:
         self.drop()
         self.transport.close()
 
-    def _fetch(self, part: m.Part, into: StateSnapshot, over: threading.Event) -> None:
+    def _fetch(self, quorum: m.QuorumResult, into: StateSnapshot, over: threading.Event) -> None:
         until_s, began_s = time.monotonic() + self._grace_s, time.monotonic()
-        names = tuple([part.members[source.replica_rank] for source in part.sources])
-        asked = {"quorum_id": part.quorum_id, "step": part.reference[0]}
+        names = tuple([quorum.members[source.replica_rank] for source in quorum.sources])
+        asked = {"quorum_id": quorum.quorum_id, "step": quorum.reference[0]}
         while True:
-            found = [self.ask(source.address) for source in part.sources]
+            found = [self.ask(source.address) for source in quorum.sources]
             sources = [StateSource(name, at) for name, at in zip(names, found, strict=True) if at]
             try:
                 if not sources:
@@ -116,20 +116,20 @@ class Healer:
                 self.transport.tell_done(spared, **asked)
                 break
             except (HealFailed, FormatError) as error:
-                log.warning("the state of step %d has not come: %s", part.reference[0], error)
+                log.warning("the state of step %d has not come: %s", quorum.reference[0], error)
                 unlike = isinstance(error, HealFailed) and error.unlike
                 if unlike and not over.is_set():
                     self._unlike(str(error))
                 if unlike or over.is_set() or time.monotonic() > until_s:
                     if not over.is_set():
                         self.transport.tell_done(sources, **asked)
-                    return self._hear(m.HealEnded(part.quorum_id, ok=False, reason=str(error), blame=names))
+                    return self._hear(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error), blame=names))
             if over.wait(AGAIN_S):
-                return self._hear(m.HealEnded(part.quorum_id, ok=False, reason="the heal was cancelled"))
+                return self._hear(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
         log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
-        self._hear(m.HealEnded(part.quorum_id, ok=True, state=values[MACHINE]))
+        self._hear(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))
 
     def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)

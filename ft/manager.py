@@ -158,7 +158,7 @@ class Manager:
         self.want_to_leave = self.client.want_to_leave
         self.step = 0  # of the trainer's state: the machine may be ahead by held steps
         self.commit_id = ""  # of that state: equal ids, equal weights
-        self.part: m.Part | None = None  # this group's place in the newest quorum
+        self.quorum: m.QuorumResult | None = None  # this group's place in the newest quorum
         self._launched = 0  # reductions in the newest quorum
         self._has_formed = False  # True once a generation was formed
         self._has_committed = False  # True once a step was committed
@@ -203,10 +203,10 @@ class Manager:
     @property
     def writes(self) -> tuple[str, int] | None:
         """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
-        part = self.part
-        if part is None or part.participants[:1] != (part.replica_id,) or self.machine.void:
+        quorum = self.quorum
+        if quorum is None or quorum.participants[:1] != (quorum.replica_id,) or self.machine.void:
             return None
-        return part.epoch, part.quorum_id
+        return quorum.epoch, quorum.quorum_id
 
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
@@ -252,15 +252,15 @@ class Manager:
         attempt would send the same gradients. `failure`: the reason, if this attempt is to fail."""
         effect = self._trainer_effect
         if isinstance(effect, m.Compute | m.LaunchTail):
-            assert self.part is not None
+            assert self.quorum is not None
             self._trainer_effect = None
             if failure:
-                self._feed(m.ReduceFailed(self.part.quorum_id, effect.attempt, effect.step, failure))
+                self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
-                if self.part.recover_dst_replica_ranks and self.healer.transport.is_taken:  # in full
+                if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_taken:  # in full
                     # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
-                    self._feed(m.ChangeAnnounced(self.part.quorum_id, why))
+                    self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
             elif not failure:
                 self._zeros_sent = (effect.quorum_id, effect.step)
@@ -400,13 +400,13 @@ class Manager:
                 with phase_timer.phase("heal") if machine.phase in HEAL_PHASES else nullcontext():
                     if not self._wait(until):
                         break
-            effect, event, part = self._effects.popleft(), None, self.part
+            effect, event, quorum = self._effects.popleft(), None, self.quorum
             account = PHASE_OF.get(type(effect))
             with phase_timer.phase(account) if account else nullcontext():
                 match effect:
                     case m.Compute():
-                        assert part is not None
-                        self._open((part.quorum_id, effect.attempt, effect.step))
+                        assert quorum is not None
+                        self._open((quorum.quorum_id, effect.attempt, effect.step))
                         if self._telemetry.first_began_s is None:
                             self._telemetry.first_began_s = time.monotonic()
                         self._trainer_effect = effect
@@ -432,8 +432,8 @@ class Manager:
                     case m.DropGradients():
                         self._drop_gradients()
                     case m.WeightsDiffer():
-                        assert part is not None
-                        self._telemetry.difference(effect, part.members)
+                        assert quorum is not None
+                        self._telemetry.difference(effect, quorum.members)
                     case m.Fence():  # blocks for up to 2 heal_grace_s (readers, then a copy): reported, or it would be taken for a hang
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
                             self.healer.fence()
@@ -448,8 +448,8 @@ class Manager:
                     case m.LoadCheckpoint():
                         event = self._load_checkpoint()
                     case m.GiveUp(reason):
-                        assert part is not None
-                        self.client.give_up(part.quorum_id, reason)
+                        assert quorum is not None
+                        self.client.give_up(quorum.quorum_id, reason)
                     case m.Stop(reason, slots, clean):
                         self._stopped = (clean, f"stopped: {reason}")
                         raise Stopped(reason, slots)
@@ -478,55 +478,57 @@ class Manager:
             raise GroupReleased(has_state=not self.machine.void)
         return event
 
-    def _configure(self, part: m.Part) -> m.Event:
+    def _configure(self, quorum: m.QuorumResult) -> m.Event:
         """The fetch begins last: its start takes milliseconds, and the others wait for the process group, not for the state."""
-        self.part = part
-        self.replica_id = part.replica_id
-        self._prober.watch({i: at for i, at in zip(part.members, part.handles, strict=False) if i != part.replica_id})
-        self._telemetry.quorum(part)
+        self.quorum = quorum
+        self.replica_id = quorum.replica_id
+        self._prober.watch(
+            {i: at for i, at in zip(quorum.members, quorum.handles, strict=False) if i != quorum.replica_id}
+        )
+        self._telemetry.quorum(quorum)
         with self._telemetry.phase_timer.phase("heal"):
-            self.healer.offer(part)
-        configured = m.Configured(part.quorum_id, ok=True) if part.same_generation else self._form(part)
-        self.membership.sweep(part.quorum_id)
-        if part.heal:
+            self.healer.offer(quorum)
+        configured = m.Configured(quorum.quorum_id, ok=True) if quorum.same_generation else self._form(quorum)
+        self.membership.sweep(quorum.quorum_id)
+        if quorum.heal:
             with self._telemetry.phase_timer.phase("heal"):
-                self.healer.fetch(part)
+                self.healer.fetch(quorum)
         return configured
 
-    def _form(self, part: m.Part) -> m.Configured:
+    def _form(self, quorum: m.QuorumResult) -> m.Configured:
         self._launched = 0
-        store = f"{part.store_address}/{part.epoch}/{part.quorum_id}/{self._config.group_rank}"
+        store = f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}"
         try:
             self.group.configure(
                 store,
-                part.replica_rank,
-                len(part.members),
-                quorum_id=part.quorum_id,
+                quorum.replica_rank,
+                len(quorum.members),
+                quorum_id=quorum.quorum_id,
                 shape=self._alike,
-                holders=[rank for rank, member in enumerate(part.members) if member in part.participants],
+                holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
             )
         except RendezvousFailed as error:
             if error.mismatched:
-                self._exclude_mismatched(part, {part.members[rank] for rank in error.mismatched}, str(error))
-                return m.Configured(part.quorum_id, ok=False, reason=str(error))
+                self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
+                return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
             # unless some member is known to be unreachable, this rank probes all
-            known = not set(part.members).isdisjoint(self._prober.unreachable)
-            self._prober.probe(enough=lambda: known or self._interrupted_quorum >= part.quorum_id)
-            return m.Configured(part.quorum_id, ok=False, reason=str(error))
+            known = not set(quorum.members).isdisjoint(self._prober.unreachable)
+            self._prober.probe(enough=lambda: known or self._interrupted_quorum >= quorum.quorum_id)
+            return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
         self._has_formed = True
-        return m.Configured(part.quorum_id, ok=True)
+        return m.Configured(quorum.quorum_id, ok=True)
 
-    def _exclude_mismatched(self, part: m.Part, mismatched: set[str], why: str) -> None:
+    def _exclude_mismatched(self, quorum: m.QuorumResult, mismatched: set[str], why: str) -> None:
         """Blames the members of another shape for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a former
         member waits until groups of its own shape are back."""
-        others = set(part.members) - mismatched if part.replica_id in mismatched else mismatched
+        others = set(quorum.members) - mismatched if quorum.replica_id in mismatched else mismatched
         self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
-        if part.replica_id not in mismatched:
+        if quorum.replica_id not in mismatched:
             log.warning("%s: they are left out (%s)", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error("%s: this is rank %d, which waits until groups of its shape are back", why, part.replica_rank)
+            log.error("%s: this is rank %d, which waits until groups of its shape are back", why, quorum.replica_rank)
         else:
-            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {part.replica_rank}")
+            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {quorum.replica_rank}")
 
     def _reject_unlike_state(self, why: str) -> None:
         """The state of all holders has another layout than this rank's. As `_exclude_mismatched`, but here a member is a rank that has
@@ -547,16 +549,16 @@ class Manager:
 
     def _cut(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
-        part = self.part
-        if part is not None and set(members) <= set(part.members):
+        quorum = self.quorum
+        if quorum is not None and set(members) <= set(quorum.members):
             why = f"{' and '.join(members)} cannot be connected"
             log.warning("%s", why)
-            self.group.interrupt(why, part.quorum_id)
+            self.group.interrupt(why, quorum.quorum_id)
 
     def _open(self, attempt: AttemptId, *, contributes: bool = True) -> None:
-        assert self.part is not None
+        assert self.quorum is not None
         if self._attempt != attempt:  # any earlier attempt on this generation was complete, and was not committed
-            self.gradients.open(self.group, len(self.part.participants), contributes=contributes, step=attempt[2])
+            self.gradients.open(self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2])
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
@@ -632,9 +634,9 @@ class Manager:
             self._fail(error)
 
     def _load_state(self, step: int) -> None:
-        assert self.part is not None
+        assert self.quorum is not None
         self.healer.load()
-        self.step, self.commit_id = step, self.part.reference[2]
+        self.step, self.commit_id = step, self.quorum.reference[2]
         log.info("step %d is healed", step * self._options.inner_steps)
         self._telemetry.event("healed", bytes=self.healer.received_bytes)
 
@@ -657,8 +659,8 @@ class Manager:
         """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""
         if not self.closed.is_set():
             log.error("this rank ends: %s", why)
-            if self.part is not None:
-                self.healer.end_offer(self.part.quorum_id, why)
+            if self.quorum is not None:
+                self.healer.end_offer(self.quorum.quorum_id, why)
             self.group.interrupt(why)
             self._fail(GroupEnded(why))
 

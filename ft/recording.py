@@ -3,7 +3,7 @@
 bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
 
     start                    a life of this rank begins
-    quorum                   its part in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
+    quorum                   its place in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
     commit                   commit_id, contributors (groups), and `digest`: of this rank's weights at the begin of the next step
     refused                  a step failed, and its gradients were dropped
     extended                 a step goes on, with kept gradients, and slots of a dead group
@@ -59,10 +59,10 @@ class RecordingManager(Manager):
         super()._drop_gradients()
         self._thrown = True
 
-    def _configure(self, part: m.Part) -> m.Event:
-        event = super()._configure(part)
-        names = [replica_id.partition(":")[0] for replica_id in part.participants]
-        self._write_line("quorum", quorum_id=part.quorum_id, participants=names, heals=part.heal)
+    def _configure(self, quorum: m.QuorumResult) -> m.Event:
+        event = super()._configure(quorum)
+        names = [replica_id.partition(":")[0] for replica_id in quorum.participants]
+        self._write_line("quorum", quorum_id=quorum.quorum_id, participants=names, heals=quorum.heal)
         return event
 
     def _load_state(self, step: int) -> None:

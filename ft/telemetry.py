@@ -134,17 +134,17 @@ class ManagerTelemetry:
         if self._group_rank == 0:
             self._tell("commit", self._step() // self._inner_steps, reason)
 
-    def quorum(self, part: m.Part) -> None:
-        members, sources = part.members, [part.members[source.replica_rank] for source in part.sources]
-        healing = [name_of(member) for member in members if member not in part.participants]
-        self.event("quorum", quorum_id=part.quorum_id, groups=[*map(name_of, members)], healing=healing)
-        at = part.reference[0] * self._inner_steps
-        words = f"quorum {part.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
-        if part.heal:
+    def quorum(self, quorum: m.QuorumResult) -> None:
+        members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
+        healing = [name_of(member) for member in members if member not in quorum.participants]
+        self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
+        at = quorum.reference[0] * self._inner_steps
+        words = f"quorum {quorum.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        if quorum.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             words += f"; this group heals from {' and '.join(sources)}"
-        if part.recover_dst_replica_ranks:
-            words += f"; {', '.join(members[rank] for rank in part.recover_dst_replica_ranks)} heal from this group"
+        if quorum.recover_dst_replica_ranks:
+            words += f"; {', '.join(members[rank] for rank in quorum.recover_dst_replica_ranks)} heal from this group"
         log.info("%s", words)
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:

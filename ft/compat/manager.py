@@ -274,14 +274,14 @@ class Manager:
 
     def num_participants(self) -> int:
         """Groups that contribute to this step."""
-        return len(self.core.part.participants) if self.core.part else 0
+        return len(self.core.quorum.participants) if self.core.quorum else 0
 
     def participating_rank(self) -> int | None:
         """This group's place among them. None: it gives zeros."""
-        part = self.core.part
-        if part is None or (not self._over and not self._slots) or part.replica_id not in part.participants:
+        quorum = self.core.quorum
+        if quorum is None or (not self._over and not self._slots) or quorum.replica_id not in quorum.participants:
             return None
-        return part.participants.index(part.replica_id)
+        return quorum.participants.index(quorum.replica_id)
 
     def is_participating(self) -> bool:
         return self.participating_rank() is not None
@@ -407,12 +407,12 @@ class Manager:
 
     def _why_it_fails(self) -> str:
         """The reason for which this step cannot hold in this generation, if there is one."""
-        part = self.core.part
-        if not self._slots or part is None:
+        quorum = self.core.quorum
+        if not self._slots or quorum is None:
             return ""
-        if len(part.members) < self._min_replica_size:
-            return f"{len(part.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
-        if self._error is not None and (len(part.members) == 1 or self._world_size > 1):
+        if len(quorum.members) < self._min_replica_size:
+            return f"{len(quorum.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
+        if self._error is not None and (len(quorum.members) == 1 or self._world_size > 1):
             return f"reported: {self._error}"
         return ""
 

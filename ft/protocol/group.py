@@ -1,5 +1,5 @@
 """The state machine of a group's server (torchft: ManagerServer): joins the quorum calls of the group's ranks into one call to the
-lighthouse, turns the answer into each rank's Part (torchft: compute_quorum_results), and decides by the ranks' votes which collective they
+lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which collective they
 enter next. No torch here.
 
 Where the rules leave a choice:
@@ -21,7 +21,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Effect, Event, Notice, Outcome, Part, Quorum, RankCall, Source, Times, Vote, VoteKey
+from ft.protocol.messages import (
+    Effect,
+    Event,
+    Notice,
+    Outcome,
+    Quorum,
+    QuorumResult,
+    RankCall,
+    Source,
+    Times,
+    Vote,
+    VoteKey,
+)
 
 OUTCOMES_KEPT = 16  # of the last votes; a rank repeats its vote on the newest few at most
 LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
@@ -248,8 +260,8 @@ class Group:
             self._out.append(m.AnswerRank(rank, m.WantsRestore(self._restores)))
         elif quorum:
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._answered_calls.values())
-            part = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
-            self._out.append(m.AnswerRank(rank, part))
+            result = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
+            self._out.append(m.AnswerRank(rank, result))
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
         """Fails a newcomer's calls: the user has to correct its settings. A former member has a state, and tries again: the error may be
@@ -444,7 +456,7 @@ class Group:
         self._out.append(m.EndGroup(why))
 
 
-# ---- the part of each rank: pure functions of the quorum, so that all groups come to the same plan
+# ---- the QuorumResult of each rank: pure functions of the quorum, so that all groups come to the same plan
 
 
 def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
@@ -464,15 +476,15 @@ def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
 
 def plan(
     quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
-) -> Part:
-    """The part of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
+) -> QuorumResult:
+    """The QuorumResult of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
 
     Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
     Raises KeyError when `replica_id` is not in the quorum."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     holders = [members[rank] for rank in quorum.holders]
     sources = recover_src_replica_ranks(quorum)
-    return Part(
+    return QuorumResult(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
         replica_id=replica_id,

@@ -461,7 +461,7 @@ class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
     group_rank: int
-    answer: Part | WantsRestore | Released
+    answer: QuorumResult | WantsRestore | Released
 
 
 class FailRank(Effect):
@@ -500,7 +500,7 @@ class EndGroup(Effect):
 
 
 class WantsRestore(Event):
-    """Answers AskQuorum in place of a Part: load the newest valid checkpoint first, and ask again."""
+    """Answers AskQuorum in place of a QuorumResult: load the newest valid checkpoint first, and ask again."""
 
     settled: int
 
@@ -517,8 +517,8 @@ class Source:
     address: str
 
 
-class Part(Event):
-    """One rank's part in a quorum (group.plan). An event for step.Step: the answer to AskQuorum."""
+class QuorumResult(Event):
+    """A quorum as one rank has it: its instructions (group.plan). An event for step.Step: the answer to AskQuorum."""
 
     quorum_id: int
     epoch: str
@@ -626,17 +626,17 @@ class Leaving(Event):
 
 
 class AskQuorum(Effect):
-    """Send to the group server. Feed back the Part, QuorumFailed or WantsRestore."""
+    """Send to the group server. Feed back the QuorumResult, QuorumFailed or WantsRestore."""
 
     call: RankCall
 
 
 class Configure(Effect):
-    """Build the inter-group process group of part.quorum_id (part.same_generation: keep it), offer the state to
-    part.recover_dst_replica_ranks, start to fetch it if part.heal; then feed back Configured. The state may not change while it is
+    """Build the inter-group process group of quorum.quorum_id (quorum.same_generation: keep it), offer the state to
+    quorum.recover_dst_replica_ranks, start to fetch it if quorum.heal; then feed back Configured. The state may not change while it is
     captured. Store keys have job, epoch, quorum_id, group_rank."""
 
-    part: Part
+    quorum: QuorumResult
     attempt: int
 
 

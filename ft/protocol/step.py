@@ -1,6 +1,6 @@
 """The machine of a rank's step, from begin to commit: after each event, what to do next.
 
-    BOUNDARY --Begin--> (quorum due?) ASKING --Part--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
+    BOUNDARY --Begin--> (quorum due?) ASKING --QuorumResult--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
         |                                                                                  Reduced, or failed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
@@ -9,7 +9,7 @@
 
 A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
 heal_backlog steps kept it waits (AWAITING). All ranks of a group pass through the same phases, since each branch depends on an answer of
-the group (a Part, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are finished, and
+the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are finished, and
 the vote is no.
 
 Choices that the rules leave open:
@@ -46,7 +46,7 @@ from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.compare import FIGURES, NONE, at, find_divergent
-from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, Part, State, Vote, process_of
+from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, QuorumResult, State, Vote, process_of
 
 MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
 
@@ -225,7 +225,7 @@ class LocalContribution:
 
 @dataclass
 class OpenHeal:
-    """A rank's heal, from the part that asks for it to the group's outcome: whether all ranks have the whole state."""
+    """A rank's heal, from the quorum that asks for it to the group's outcome: whether all ranks have the whole state."""
 
     at: tuple[int, int, int]  # as Step.at, for votes and outcomes on this heal
     reference: State  # what is to come
@@ -243,7 +243,7 @@ class Step:
         self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state in hand
         self.settled = 0
         self.void = config.restores  # holds no state: neither source nor contributor
-        self.part: Part | None = None
+        self.quorum: QuorumResult | None = None
         self._due = True  # the next step begins with a quorum
         self._failed = False  # the generation failed
         self.finished = False  # a group has saved the last step, and left
@@ -310,8 +310,8 @@ class Step:
                     self._failure, self.reason = self._failure or event.reason, event.reason
                     if not self._missing:
                         self._vote_on_commit()
-            case Part() if phase is Phase.ASKING:
-                self._on_part(event, now_s)
+            case QuorumResult() if phase is Phase.ASKING:
+                self._on_quorum(event, now_s)
             case m.Configured() if phase is Phase.CONFIGURING:
                 self._on_configured(event)
             case m.QuorumFailed(why) if phase is Phase.ASKING:
@@ -334,7 +334,7 @@ class Step:
     @property
     def at(self) -> tuple[int, int, int]:
         """(quorum_id, attempt, step) of the current votes, outcomes and collectives. The step is later than `step` while sums are held."""
-        return self.part.quorum_id if self.part else VOID, self._attempt, self._collective_step
+        return self.quorum.quorum_id if self.quorum else VOID, self._attempt, self._collective_step
 
     def votes_in_background(self, vote: Vote) -> bool:
         """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
@@ -366,7 +366,7 @@ class Step:
 
     def _ask(self, why: str) -> None:
         self.phase, self.reason = Phase.ASKING, why
-        known = self.part.quorum_id if self.part else 0
+        known = self.quorum.quorum_id if self.quorum else 0
         member = Member(
             replica_id="",
             step=VOID if self.void else self.step,
@@ -383,36 +383,36 @@ class Step:
         )
         self._out.append(m.AskQuorum(call))  # the driver (Manager) fills in `blame`
 
-    def _on_part(self, part: Part, now_s: float) -> None:
-        same = part.same_generation and self.part is not None and part.reference[0] == self._collective_step
+    def _on_quorum(self, quorum: QuorumResult, now_s: float) -> None:
+        same = quorum.same_generation and self.quorum is not None and quorum.reference[0] == self._collective_step
         self._attempt = self._attempt + 1 if same else 0
-        self.part, self._collective_step = part, part.reference[0]
-        self._tail_slots = part.dealt or self.ledger.slot_count(len(part.participants))
+        self.quorum, self._collective_step = quorum, quorum.reference[0]
+        self._tail_slots = quorum.dealt or self.ledger.slot_count(len(quorum.participants))
         self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
         self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
-        self._heal_uncommitted, self._offering = part.heal, bool(part.recover_dst_replica_ranks)
-        if part.heal:  # this group's state is not the one from which the others continue
+        self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
+        if quorum.heal:  # this group's state is not the one from which the others continue
             self.void = True
-            self.heal, self._heal_failed = OpenHeal(self.at, part.reference), False
+            self.heal, self._heal_failed = OpenHeal(self.at, quorum.reference), False
             self._drop_gradients()
             self._drop_held()
         else:
             # All keep the open deal if it is the same, apart from slots that are dealt again; else they make a new one. Gradients follow.
-            if part.dealt:
-                self.ledger.redeal(part.participants)
+            if quorum.dealt:
+                self.ledger.redeal(quorum.participants)
             else:
                 self.ledger.drop()
-                self.ledger.deal(part.participants)
+                self.ledger.deal(quorum.participants)
             if not self.contribution.tokens.keys() <= set(self._owned_slots()):
                 self._drop_gradients()
-        self.phase, self.reason = Phase.CONFIGURING, f"quorum {part.quorum_id}, step {part.reference[0]}"
-        self._out.append(m.Configure(part, self._attempt))
+        self.phase, self.reason = Phase.CONFIGURING, f"quorum {quorum.quorum_id}, step {quorum.reference[0]}"
+        self._out.append(m.Configure(quorum, self._attempt))
         early, self._early_notices = self._early_notices, []
         for notice in early:
             self._on_notice(notice, now_s)
 
     def _on_configured(self, event: m.Configured) -> None:
-        if self.part is None or event.quorum_id != self.part.quorum_id:
+        if self.quorum is None or event.quorum_id != self.quorum.quorum_id:
             return
         ok = event.ok and not self.abort_reason
         why = "" if ok else event.reason or self.abort_reason
@@ -424,12 +424,12 @@ class Step:
 
     def _start(self) -> None:
         """Begins an attempt: computes, or launches at once what needs no computation: kept gradients, or zeros."""
-        assert self.part is not None
+        assert self.quorum is not None
         self.tail = self._failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
-        self._digest_count = FIGURES * len(self.part.members) if compares else 0
+        self._digest_count = FIGURES * len(self.quorum.members) if compares else 0
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
@@ -439,29 +439,29 @@ class Step:
             return
         sends = "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
         self.reason = f"step {self._collective_step}: {sends}"
-        if not slots and not self.void and self.part.heal:  # a spare stands by, and wants none
+        if not slots and not self.void and self.quorum.heal:  # a spare stands by, and wants none
             self._wants_change = "healed, to be dealt"
         self._launch()
 
     def _owned_slots(self) -> tuple[int, ...]:
         """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
-        if self.void or self._healed_in_generation or self.part is None:
+        if self.void or self._healed_in_generation or self.quorum is None:
             return ()
-        me = process_of(self.part.replica_id)
+        me = process_of(self.quorum.replica_id)
         return tuple([slot for slot, owner in self.ledger.pending.items() if process_of(owner) == me])
 
     def _launch(self) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
         something to learn from in `_slots`, all of which are computed."""
-        part, own, slots = self.part, self.contribution, self._slots
-        assert part is not None
+        quorum, own, slots = self.quorum, self.contribution, self._slots
+        assert quorum is not None
         if self.abort_reason:
             self._failure = self._failure or self.abort_reason
             self._vote_on_commit()
             return
         # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
-        healing = len(part.recover_dst_replica_ranks)
-        is_only_holder = healing == len(part.members) - 1 and bool(healing or self._wants_change)
+        healing = len(quorum.recover_dst_replica_ranks)
+        is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
         is_last = self._collective_step + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
         usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
@@ -476,12 +476,12 @@ class Step:
         knows = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
             m.LaunchTail(
-                part.quorum_id,
+                quorum.quorum_id,
                 self._attempt,
                 self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digest_count),
                 not usable,
-                digest_at=len(tokens) + 3 + FIGURES * part.replica_rank if knows else 0,
+                digest_at=len(tokens) + 3 + FIGURES * quorum.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
         )
@@ -512,23 +512,23 @@ class Step:
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
-        part, tail = self.part, self.tail
-        assert part is not None
+        quorum, tail = self.quorum, self.tail
+        assert quorum is not None
         self.phase = Phase.VOTING
         verdict: Literal["yes", "retry", "failed"] = "failed"
         change, odd = False, tuple[str, ...]()
         if tail is None:
             assert self._failure is not None
             self.reason = self._failure
-        elif round(tail.ok) < len(part.members):
+        elif round(tail.ok) < len(quorum.members):
             verdict, change = "retry", tail.change > 0
-            self.reason = f"{round(tail.ok)} of {len(part.members)} groups were able"
+            self.reason = f"{round(tail.ok)} of {len(quorum.members)} groups were able"
         else:
             self.reason = "all sums are there"
-            odd = find_divergent(tail.digests, part.members) if tail.digests else ()
+            odd = find_divergent(tail.digests, quorum.members) if tail.digests else ()
             verdict, change = "yes", tail.change > 0 or bool(odd)
             if odd:
-                self._out.append(m.WeightsDiffer(self.step, () if odd == part.members else odd))
+                self._out.append(m.WeightsDiffer(self.step, () if odd == quorum.members else odd))
         why = "" if verdict == "yes" else self.reason
         self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, odd)))
 
@@ -549,16 +549,16 @@ class Step:
             if outcome.verdict == "yes":
                 return self._start()
             return self._fail(f"the process group does not stand: {outcome.reason}", now_s)
-        part, tail = self.part, self.tail
-        assert part is not None
+        quorum, tail = self.quorum, self.tail
+        assert quorum is not None
         if outcome.verdict == "failed" or tail is None:
             return self._fail(outcome.reason, now_s)
         if outcome.verdict == "retry":
             return self._try_again()
-        if set(outcome.blame) == set(part.members):
+        if set(outcome.blame) == set(quorum.members):
             return self._stop(f"after step {self.step} the groups hold different weights, and no majority has the same")
         if self._copied:
-            self._copied = at(tail.digests, part.replica_rank) == NONE
+            self._copied = at(tail.digests, quorum.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
         if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
             self.ledger.drop()
@@ -571,15 +571,15 @@ class Step:
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
-            self._tail_slots = self.ledger.slot_count(len(part.participants))
+            self._tail_slots = self.ledger.slot_count(len(quorum.participants))
             self._out.append(m.HoldSums(self._collective_step))
             self._on_begin(now_s)
         else:
             self._commit(tail)
-        if part.participants and part.participants[0] in outcome.blame:
+        if quorum.participants and quorum.participants[0] in outcome.blame:
             # The writer: after the last step no other group would save it, unless a quorum names another.
             self.abort_reason = self.abort_reason or "the weights of the group that writes are not those of the others"
-        if part.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
+        if quorum.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
             self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
             if self.config.leave_if_divergent:
                 self._stop(f"{self.reason}, and fault_tolerance.on_corruption is leave")
@@ -597,8 +597,8 @@ class Step:
 
     def _commit(self, tail: Tail, *, held: bool = False) -> None:
         """Commits the step: the only place where a step becomes visible."""
-        part = self.part
-        assert part is not None
+        quorum = self.quorum
+        assert quorum is not None
         if self._offering and not held:
             self._out.append(m.Fence(self.step))
             self._offering = False
@@ -609,9 +609,9 @@ class Step:
             self._out.append(m.Settled(self.step))
         self.step += 1
         contributions = ",".join([str(round(count)) for count in tail.tokens])  # equal ids imply equal weights
-        text = f"{self.commit_id}/{self.step}/{part.quorum_id}/{contributions}"
+        text = f"{self.commit_id}/{self.step}/{quorum.quorum_id}/{contributions}"
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.commit_quorum_id, self._restored = part.quorum_id, None
+        self.commit_quorum_id, self._restored = quorum.quorum_id, None
         self._collective_step = max(self._collective_step, self.step)
         gave = tuple([owners[slot] for slot in contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
@@ -620,9 +620,9 @@ class Step:
                 step=self.step,
                 commit_id=self.commit_id,
                 divisor=divisor,
-                contributors=_ranks_of(gave, part.members),
+                contributors=_ranks_of(gave, quorum.members),
                 mean_loss=tail.loss_sum / divisor,
-                quorum_size=len(part.members),
+                quorum_size=len(quorum.members),
                 slots=tuple(zip(contributed, gave, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
@@ -633,7 +633,7 @@ class Step:
         self._retries = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
-            self._tail_slots = len(self.ledger.deal(part.participants))
+            self._tail_slots = len(self.ledger.deal(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
             self._stop(f"slots {exhausted_slots} could not be trained on, {MAX_UNABLE} times", exhausted_slots)
 
@@ -641,8 +641,8 @@ class Step:
         """Ends the generation. Computed gradients are kept for the next one."""
         self._failed, self._due = True, True
         self._failures += 1
-        if self.part:
-            self._out.append(m.AbandonGeneration(self.part.quorum_id))
+        if self.quorum:
+            self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
         self._return_deal_unless_kept()
         allowed = self.config.max_retries
         if allowed is not None and self._failures > allowed:
@@ -713,7 +713,7 @@ class Step:
 
     def _take_state(self) -> None:
         """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
-        assert self.part is not None
+        assert self.quorum is not None
         assert self.heal is not None
         heal, self.heal = self.heal, None
         self._load(heal.state, keep_deal=True)
@@ -735,7 +735,7 @@ class Step:
         self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
 
     def _drop_held(self) -> None:
-        if self._held or (self.void and self.part is not None):
+        if self._held or (self.void and self.quorum is not None):
             self._out.append(m.DropHeld())
         self._held = []
 
@@ -760,7 +760,7 @@ class Step:
             self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
         elif self.phase is Phase.ASKING:
             self._early_notices = [*(n for n in self._early_notices if n.quorum_id == notice.quorum_id), notice]
-        elif self.part is None or notice.quorum_id != self.part.quorum_id:
+        elif self.quorum is None or notice.quorum_id != self.quorum.quorum_id:
             return
         elif isinstance(notice, m.ChangeAnnounced):
             self._wants_change = self.reason = notice.reason or "announced"

@@ -170,14 +170,14 @@ class GroupClient:
     def _is_heard(self) -> bool:
         return time.monotonic() - self.heard_s <= HEARD_S
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Released:
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.WantsRestore | m.Released:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
             return m.WantsRestore(reply.restore.settled)
         if reply.WhichOneof("reply") == "go":
             return m.Released()
-        return codec.from_message(m.Part, reply.part)
+        return codec.from_message(m.QuorumResult, reply.quorum)
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
         """Waits for the group's outcome; the same vote may be cast again. Raises TimeoutError, Stale, RuntimeError."""

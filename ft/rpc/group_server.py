@@ -315,8 +315,8 @@ class GroupService:
 
     def _answer_rank(self, effect: m.AnswerRank) -> None:
         match effect.answer:
-            case m.Part():
-                reply = pharos_pb2.RankReply(part=codec.to_message(effect.answer))
+            case m.QuorumResult():
+                reply = pharos_pb2.RankReply(quorum=codec.to_message(effect.answer))
             case m.WantsRestore(settled):
                 reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
             case m.Released():

@@ -45,10 +45,10 @@ class Group:
         self.client = GroupClient(self.server.address, 0, Access(of.token))
         self.client.watch(lambda notice: None, lambda why: None, pid=self.process.pid)
 
-    def ask(self, known: int = 0, failed: bool = False) -> m.Part:
+    def ask(self, known: int = 0, failed: bool = False) -> m.QuorumResult:
         """A quorum; and the stream that orders go down, which comes after the first."""
         part = self.client.quorum(m.RankCall(0, m.Member(""), known=known, failed=failed), WAIT_S)
-        assert isinstance(part, m.Part)
+        assert isinstance(part, m.QuorumResult)
         assert in_time(lambda: self._id in self._of.service.streams)
         return part
 

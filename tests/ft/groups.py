@@ -139,7 +139,7 @@ class Rank(Trained):
     @property
     def members(self) -> int:
         """Groups in its quorum."""
-        return len(self.manager.part.members) if self.manager.part else 0
+        return len(self.manager.quorum.members) if self.manager.quorum else 0
 
     def seen_of(self, kind: type[m.Effect]) -> list[m.Effect]:
         return [effect for _, _, out in self.seen for effect in out.effects if isinstance(effect, kind)]

@@ -68,7 +68,7 @@ class Timed(Wrapped):
         self.manager, self.fences = manager, fences
 
     def fence(self) -> Fenced:
-        part = self.manager.part
+        part = self.manager.quorum
         assert part is not None
         (reader,) = (m.name_of(part.members[rank]) for rank in part.recover_dst_replica_ranks)
         began_s = time.monotonic()
@@ -215,10 +215,10 @@ class Fetches:
     def close(self) -> None: ...
 
 
-def part(replica_id: str, replica_rank: int, **more: Any) -> m.Part:
+def part(replica_id: str, replica_rank: int, **more: Any) -> m.QuorumResult:
     """A part of quorum 3, which has the groups a and b."""
     nobody = {"heal": False, "sources": (), "recover_dst_replica_ranks": (), "participants": (), "dealt": 0}
-    return m.Part(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
+    return m.QuorumResult(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
 
 
 @pytest.mark.parametrize(("unlike", "grace_s"), [(True, 600.0), (False, 0.0)])

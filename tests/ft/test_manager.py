@@ -136,8 +136,8 @@ def test_a_late_word_on_a_generation_leaves_the_next_alone():
     quorums: list[int] = []
 
     def late(rank: Rank, step: int) -> None:
-        if rank.manager.part and rank.manager.part.quorum_id not in quorums:
-            quorums.append(rank.manager.part.quorum_id)
+        if rank.manager.quorum and rank.manager.quorum.quorum_id not in quorums:
+            quorums.append(rank.manager.quorum.quorum_id)
             rank.manager.group.interrupt("b was lost", min(quorums[0], quorums[-1] - 1))
         if step == 2 and not newcomer:
             newcomer.extend(made.group("b", steps=4, together=2))
@@ -158,7 +158,7 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
             newcomers.extend(made.group("b", steps=10, together=2, size=size))
 
     def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
-        part = rank.manager.part
+        part = rank.manager.quorum
         while part and part.recover_dst_replica_ranks and not rank.manager.healer.transport.is_taken:
             assert not rank.manager.client.gone.is_set()
             time.sleep(0.001)
@@ -179,7 +179,7 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
 class Shapeless(GroupClient):
     """Its lighthouse compares nothing, as if it had forgotten all: it is told no settings."""
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.Part | m.WantsRestore | m.Released:
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.WantsRestore | m.Released:
         return super().quorum(replace(call, shape=()), timeout_s)
 
 
@@ -376,7 +376,7 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     """For each comparison, the groups that said that they are no witnesses."""
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
     tails = [Tail.of(event.tail, FIGURES * members).digests for event in reduced]
-    names = [m.name_of(member) for member in rank.manager.part.members]
+    names = [m.name_of(member) for member in rank.manager.quorum.members]
     return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
 
 

@@ -45,8 +45,8 @@ def test_a_steady_step_asks_the_lighthouse_nothing(every_step: bool):
     def at(rank: Rank, step: int) -> None:
         if rank.name == "a" and step in (FROM, TO):
             if step == TO:
-                assert rank.manager.part
-                counted.wait_for_reports(marks[0], set(rank.manager.part.members))
+                assert rank.manager.quorum
+                counted.wait_for_reports(marks[0], set(rank.manager.quorum.members))
             marks.append(len(counted.events))
 
     with job(min_replicas=2, seen=counted.seen) as made:

@@ -123,7 +123,7 @@ def test_who_joins_heals_while_the_others_step_by_themselves():
     def inside(group: Group, place: int) -> None:
         if group.name == "a" and group.manager.step == 3:
             reached.set()
-        part = group.manager.part
+        part = group.manager.quorum
         if group.name != "c" and part and part.recover_dst_replica_ranks and place == 1 and not healed_at:
             c = made.groups[2]
             assert not torch.equal(group.rounds.fragments[0].local[0], group.rounds.fragments[0].outer[0])

@@ -62,12 +62,12 @@ def test_what_is_averaged_and_what_is_summed(manager: Manager, dtype: torch.dtyp
 def test_a_group_that_fails_inside_a_step_is_made_anew(manager: Manager):
     """Where torchft drops the step, ours sums the same values again."""
     manager.start_quorum()
-    before = manager.core.part
+    before = manager.core.quorum
     manager.core.group.abandon("injected failure")
     tensor = torch.tensor([5.0])
     assert manager.allreduce(tensor).wait(), "no exception in the user's code"
     assert manager.should_commit() and tensor.item() == 5.0
-    assert before and manager.core.part and manager.core.part.quorum_id > before.quorum_id
+    assert before and manager.core.quorum and manager.core.quorum.quorum_id > before.quorum_id
     manager.start_quorum()
     assert manager.allreduce(tensor).wait() and manager.should_commit()
 
@@ -234,7 +234,7 @@ def test_the_state_may_change_once_reading_is_disallowed():
             group.manager.disallow_state_dict_read()
             extra.fill_(group.bodies[-1])
             group.manager.allow_state_dict_read()
-            if group.manager.core.part and len(group.manager.core.part.members) == 2:
+            if group.manager.core.quorum and len(group.manager.core.quorum.members) == 2:
                 changed.set()
 
     with newcomer(at, body) as (_, b):

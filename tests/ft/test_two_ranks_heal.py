@@ -39,7 +39,7 @@ class Split:
 
         def looks(now_s: float, event: m.Event, out: m.Out) -> None:
             seen(now_s, event, out)
-            if isinstance(event, m.Part) and event.heal and self.first_held is None:
+            if isinstance(event, m.QuorumResult) and event.heal and self.first_held is None:
                 self.first_held = event.reference[0]
             if rank == 1 and isinstance(event, m.HealEnded):
                 self.heard.set()

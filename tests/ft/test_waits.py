@@ -28,7 +28,7 @@ def test_memory_is_touched_before_a_quorum_is_asked_for(monkeypatch: pytest.Monk
     with job(min_replicas=1) as made:
         rank = made.group("a", steps=5)[0].join()
         assert rank.error is None
-    parts_s = [at_s for at_s, event, _ in rank.seen if isinstance(event, m.Part)]
+    parts_s = [at_s for at_s, event, _ in rank.seen if isinstance(event, m.QuorumResult)]
     assert len(made_s) == buckets.KEPT_SETS and max(made_s) < parts_s[0]
 
 

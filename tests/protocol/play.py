@@ -36,7 +36,7 @@ TIMES = {field.name for field in dataclasses.fields(m.Times)}
 
 
 INLINE = {"call", "member", "outcome", "vote"}  # fields of one class only, so its name says nothing
-UNNAMED = {*INLINE, "answer", "code", "kind", "notice", "part", "quorum", "replica_id", "replica_ids", "verdict"}
+UNNAMED = {*INLINE, "answer", "code", "kind", "notice", "quorum", "replica_id", "replica_ids", "verdict"}
 ORDINARY = {"address": "http://a", "store_address": "store-a", "group_rank": 0}  # of the group and rank that are played
 SHORT = {  # the lighthouse's reasons, of which transcripts are full
     " healthy groups have called": " called",
@@ -59,7 +59,7 @@ def show(value: Any) -> str:
     if isinstance(value, m.Quorum):
         step, _, commit_id = value.reference
         return f"<{value.quorum_id}: {' '.join(value.ids)}; step {step} {commit_id[:8]} of {value.holders}>"
-    if isinstance(value, m.Part):
+    if isinstance(value, m.QuorumResult):
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
         return f"<{value.quorum_id}: {value.replica_id} is {place}, at {value.store_address}{heal}>"
@@ -395,7 +395,7 @@ class RankPlayer(Player):
             "participants": tuple(member for member in members if member != "a:1") if heal else members,
             "dealt": 0,
         }
-        self.say(m.Part(quorum_id, "job", "a:1", heal=heal, **{**fields, **more}))
+        self.say(m.QuorumResult(quorum_id, "job", "a:1", heal=heal, **{**fields, **more}))
 
     def configured(self, ok: bool = True, reason: str = "") -> None:
         """The process group stands, or not."""

@@ -28,7 +28,7 @@ BYTES = {
     "GenerationAborted": "c15fbe5922143237",
     "ChangeAnnounced": "c15fbe5922143237",
     "RankCall": "5dc68fc558d43f56",
-    "Part": "b72bb1720c3a635a",
+    "QuorumResult": "b72bb1720c3a635a",
     "Source": "c15fbe5922143237",
     "Vote": "b7e7bf3ed524b30d",
     "Outcome": "2f02064e5bcb2872",
@@ -149,11 +149,11 @@ def test_a_quorum_whose_state_nobody_holds_is_not_believed():
 
 
 def test_a_rank_can_read_what_the_lighthouse_has_taken():
-    """A handle is bounded by one length, in a member and in the part that is made of it: else one group could end all others."""
+    """A handle is bounded by one length, in a member and in the QuorumResult that is made of it: else one group could end all others."""
     member = m.Member("b:1", reconfigure_handles=("x" * codec.MAX_TEXTS["reconfigure_handles"],))
     quorum = m.Quorum(1, (m.Member("a:1"), codec.from_message(m.Member, codec.to_message(member))))
     part = plan(quorum, "a:1", 0)
-    assert codec.from_message(m.Part, codec.to_message(part)).handles == part.handles
+    assert codec.from_message(m.QuorumResult, codec.to_message(part)).handles == part.handles
 
 
 def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:

@@ -92,7 +92,7 @@ class NoCommitIds(Group):
 
     def _spoil(self, effect: m.Effect) -> m.Effect:
         part = effect.answer if isinstance(effect, m.AnswerRank) else None
-        if not isinstance(part, m.Part) or not part.heal or self.quorum is None:
+        if not isinstance(part, m.QuorumResult) or not part.heal or self.quorum is None:
             return effect
         is_current = self.quorum.members[part.replica_rank].step == part.reference[0]
         return replace(effect, answer=replace(part, heal=False, sources=())) if is_current else effect
@@ -104,7 +104,7 @@ class JoinerContributes(Step):
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         asks = self.phase is Phase.ASKING
         out = super().handle(event, now_s)
-        if isinstance(event, m.Part) and event.heal and asks:
+        if isinstance(event, m.QuorumResult) and event.heal and asks:
             self.void = False
             self.ledger.deal(event.members)
         return out

@@ -320,7 +320,7 @@ def brief(words: Any) -> str:
         value = getattr(words, name)
         if isinstance(value, m.Quorum):
             value = f"<{value.quorum_id}: {' '.join(value.ids)} from {value.reference}>"
-        elif isinstance(value, m.Part):
+        elif isinstance(value, m.QuorumResult):
             value = f"<{value.quorum_id}: rank {value.replica_rank} of {len(value.members)}{', heals' if value.heal else ''}>"
         elif isinstance(value, m.Member):
             value = f"<{value.replica_id} step {value.step} {value.commit_id[:6]}>"

@@ -137,7 +137,7 @@ class Truth:
         self.era += 1
         self.settled = chosen if chosen is not None and chosen.step else None
 
-    def entered(self, rank: RankNode, part: m.Part) -> None:
+    def entered(self, rank: RankNode, part: m.QuorumResult) -> None:
         known = self._entered.setdefault((part.epoch, part.quorum_id), part.members)
         if known != part.members:
             require(False, f"quorum {part.quorum_id} has two member sets: {known}, {part.members}")
@@ -152,7 +152,7 @@ class Truth:
                 f"it goes on from {part.reference}",
             )
 
-    def deals(self, rank: RankNode, part: m.Part, attempt: int) -> None:
+    def deals(self, rank: RankNode, part: m.QuorumResult, attempt: int) -> None:
         """What is open of the ledger is the same for all ranks of a group, unless its state is still arriving."""
         deal = (rank.machine.ledger.deal_id, rank.step)
         key = (rank.group.process.name, part.epoch, part.quorum_id, part.reference, attempt)
@@ -200,7 +200,7 @@ class Truth:
     def differ(self, effect: m.WeightsDiffer) -> None:
         require(False, f"after step {effect.step} {effect.replica_ids or 'all'} are said to hold other weights")
 
-    def meets(self, rank: RankNode, part: m.Part) -> None:
+    def meets(self, rank: RankNode, part: m.QuorumResult) -> None:
         """In a collective with other groups."""
         if not rank.group.shape:
             return
@@ -221,7 +221,7 @@ class Truth:
         if base != rank.commit_id:
             require(False, f"{who} goes on from {rank.commit_id} in quorum {quorum_id}, others from {base}")
 
-    def commits(self, rank: RankNode, effect: m.CommitStep, part: m.Part, sums: Sums, parent_id: str) -> None:
+    def commits(self, rank: RankNode, effect: m.CommitStep, part: m.QuorumResult, sums: Sums, parent_id: str) -> None:
         who, commit_id = rank.process.name, effect.commit_id
         key = (part.epoch, part.quorum_id, effect.step)
         if self._next.setdefault(key, commit_id) != commit_id:
@@ -243,7 +243,9 @@ class Truth:
         if weights != rank.weights:
             require(False, f"{who}: other weights under commit_id {commit_id} of step {effect.step}")
 
-    def _new(self, effect: m.CommitStep, part: m.Part, slots: tuple[int, ...], parent: Committed | None) -> Committed:
+    def _new(
+        self, effect: m.CommitStep, part: m.QuorumResult, slots: tuple[int, ...], parent: Committed | None
+    ) -> Committed:
         record = Committed(effect.commit_id, effect.step, part.quorum_id, parent, slots, self.era)
         self.commits_by_id[effect.commit_id] = record
         before = parent.step if parent is not None else 0

@@ -97,7 +97,7 @@ class RankNode:
         self.trainer = Trainer(self)
         self.prober = Prober(self)
         self.progress_s = self.world.now_s
-        self._part: m.Part | None = None
+        self._quorum: m.QuorumResult | None = None
         self._kept = NOTHING
         self._sums = Sums()
         self._held: dict[int, Sums] = {}
@@ -175,7 +175,7 @@ class RankNode:
     @property
     def is_member(self) -> bool:
         """Or was."""
-        return self._part is not None
+        return self._quorum is not None
 
     def reaches(self, phase: str) -> None:
         """Marks a point of the heal; a joiner may be meant to die at it."""
@@ -246,62 +246,62 @@ class RankNode:
             self.network.call(self.process, self.group.address, call, answered, timeout_s=30.0)
 
     def _configure(self, effect: m.Configure) -> None:
-        part = effect.part
-        self._part = part
-        self.prober.watch(part.members)
-        self.truth.entered(self, part)
+        quorum = effect.quorum
+        self._quorum = quorum
+        self.prober.watch(quorum.members)
+        self.truth.entered(self, quorum)
         self.cluster.liveness.joins(self.group)
-        if not part.heal and len(self.group.ranks) > 1:
-            self.truth.deals(self, part, effect.attempt)
+        if not quorum.heal and len(self.group.ranks) > 1:
+            self.truth.deals(self, quorum, effect.attempt)
         # An offer is of one quorum: the same state has another deal in the next.
-        self._offer = (part.quorum_id, self.snapshot()) if part.recover_dst_replica_ranks else None
-        self._readers, self.sent = frozenset(part.members[rank] for rank in part.recover_dst_replica_ranks), set()
-        if part.heal:
+        self._offer = (quorum.quorum_id, self.snapshot()) if quorum.recover_dst_replica_ranks else None
+        self._readers, self.sent = frozenset(quorum.members[rank] for rank in quorum.recover_dst_replica_ranks), set()
+        if quorum.heal:
             self.weights = None
-        if part.same_generation:
-            self._configured(part, m.Configured(part.quorum_id, ok=True))
+        if quorum.same_generation:
+            self._configured(quorum, m.Configured(quorum.quorum_id, ok=True))
             return
         self.launched = 0
-        self.trainer.waits = ("rendezvous", part.quorum_id)
-        self._meet(part)
+        self.trainer.waits = ("rendezvous", quorum.quorum_id)
+        self._meet(quorum)
 
-    def _configured(self, part: m.Part, event: m.Configured) -> None:
+    def _configured(self, quorum: m.QuorumResult, event: m.Configured) -> None:
         """The fetch begins last: the others wait for the group, not for its state."""
-        if part.heal:
-            self._fetch(part)
+        if quorum.heal:
+            self._fetch(quorum)
         self.trainer.go_on(event)
 
-    def _meet(self, part: m.Part) -> None:
+    def _meet(self, quorum: m.QuorumResult) -> None:
         """The rendezvous: stands when all are there, is given up on a notice or after its time."""
-        if part.heal:
+        if quorum.heal:
             self.reaches("meets")
         open_question = [True]
 
         def end(ok: bool, reason: str = "") -> None:
             if open_question:
                 open_question.clear()
-                self._pending.pop(part.quorum_id, None)
+                self._pending.pop(quorum.quorum_id, None)
                 if not ok:
-                    self.cluster.collectives.abandon(self.process, self._generation(part.quorum_id))
-                self._configured(part, m.Configured(part.quorum_id, ok, reason))
+                    self.cluster.collectives.abandon(self.process, self._generation(quorum.quorum_id))
+                self._configured(quorum, m.Configured(quorum.quorum_id, ok, reason))
 
-        self._pending[part.quorum_id] = lambda: end(False, "rendezvous given up")
+        self._pending[quorum.quorum_id] = lambda: end(False, "rendezvous given up")
         self.world.after(self.cluster.times.rendezvous_s, self.process, end, False, "rendezvous: not all came")
         self.cluster.collectives.join(
             self.process,
-            self._generation(part.quorum_id),
+            self._generation(quorum.quorum_id),
             ("meet", self.group_rank),
-            part.replica_rank,
-            len(part.members),
+            quorum.replica_rank,
+            len(quorum.members),
             None,
             lambda given: end(True) if given is not None else self.prober.look(lambda: end(False, "rendezvous broke")),
-            store=self.cluster.nodes[f"http://{part.store_address.partition(':')[0]}"].site,
+            store=self.cluster.nodes[f"http://{quorum.store_address.partition(':')[0]}"].site,
         )
-        self._give_up_if_interrupted(part.quorum_id)
+        self._give_up_if_interrupted(quorum.quorum_id)
 
     def _generation(self, quorum_id: int) -> tuple[Any, ...]:
-        assert self._part is not None
-        return (self._part.epoch, quorum_id)
+        assert self._quorum is not None
+        return (self._quorum.epoch, quorum_id)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -327,12 +327,12 @@ class RankNode:
         kept = self._kept
         tail = self._with_digest(effect)
         given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
-        part = self._part
-        assert part is not None
-        digests = FIGURES * len(part.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
+        quorum = self._quorum
+        assert quorum is not None
+        digests = FIGURES * len(quorum.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
         gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
-        self.truth.meets(self, part)
-        self.truth.gives(self, part.epoch, effect.quorum_id, effect.step, given, gave=gave)
+        self.truth.meets(self, quorum)
+        self.truth.gives(self, quorum.epoch, effect.quorum_id, effect.step, given, gave=gave)
         key = (effect.quorum_id, effect.attempt, effect.step)
         open_work = [True]
 
@@ -357,8 +357,8 @@ class RankNode:
             self.process,
             self._generation(effect.quorum_id),
             ("reduce", effect.step, effect.attempt, self.group_rank),
-            part.replica_rank,
-            len(part.members),
+            quorum.replica_rank,
+            len(quorum.members),
             given,
             end,
             add,
@@ -481,7 +481,7 @@ class RankNode:
     def _abandon(self, effect: m.AbandonGeneration) -> None:
         self._pending.pop(effect.quorum_id, None)
         self.waiting = False
-        if self._part is not None:
+        if self._quorum is not None:
             self.cluster.collectives.abandon(self.process, self._generation(effect.quorum_id))
 
     def _drop_gradients(self, effect: m.DropGradients) -> None:
@@ -526,8 +526,8 @@ class RankNode:
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s, self._still_s, self._may_be_still_s = self.world.now_s, 0.0, WATCHDOG_S
         self.cluster.liveness.restart()
-        assert self._part is not None
-        self.truth.commits(self, effect, self._part, sums, parent)
+        assert self._quorum is not None
+        self.truth.commits(self, effect, self._quorum, sums, parent)
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
         self.trainer.update(effect)
@@ -542,7 +542,7 @@ class RankNode:
         """What this rank serves to the members of that quorum, if its offer stands."""
         return self._offer[1] if self._offer is not None and self._offer[0] == quorum_id else None
 
-    def _fetch(self, part: m.Part) -> None:
+    def _fetch(self, quorum: m.QuorumResult) -> None:
         """Asks the sources in turn, again and again until the grace is over."""
         self._fetching += 1
         self.fetches = True
@@ -559,18 +559,18 @@ class RankNode:
         def ask(turn: int) -> None:
             if number != self._fetching:
                 return
-            if not part.sources or self.world.now_s > until_s:
+            if not quorum.sources or self.world.now_s > until_s:
                 self.fetches = False
-                self._reads_no_more(part)
+                self._reads_no_more(quorum)
                 if slow and self.group_rank == 0:
                     self.world.seen["heal: it did not come in time"] += 1
                     self.cluster.liveness.heal_failed(self.group)
-                blame = tuple(part.members[source.replica_rank] for source in part.sources)
-                self.feed(m.HealEnded(part.quorum_id, ok=False, reason="no source", blame=blame))
+                blame = tuple(quorum.members[source.replica_rank] for source in quorum.sources)
+                self.feed(m.HealEnded(quorum.quorum_id, ok=False, reason="no source", blame=blame))
                 return
             self.reaches("fetches")
-            source = part.sources[turn % len(part.sources)]
-            asked = ("state", self.group_rank, part.quorum_id)
+            source = quorum.sources[turn % len(quorum.sources)]
+            asked = ("state", self.group_rank, quorum.quorum_id)
             self.network.call(self.process, source.address, asked, lambda reply: came(turn, reply), timeout_s=5.0)
 
         def came(turn: int, reply: Any) -> None:
@@ -582,8 +582,8 @@ class RankNode:
         def complete(turn: int, snapshot: Snapshot) -> None:
             if number != self._fetching:
                 return
-            source = part.sources[turn % len(part.sources)]
-            if not self.cluster.serves(source.address, self.group_rank, self.process, part.quorum_id):
+            source = quorum.sources[turn % len(quorum.sources)]
+            if not self.cluster.serves(source.address, self.group_rank, self.process, quorum.quorum_id):
                 ask(turn + 1)
                 return
             self.reaches("arrives")
@@ -591,18 +591,18 @@ class RankNode:
                 name.failing_heals -= int(self.group_rank == 0)
                 self.fetches = False
                 self.world.seen["heal: what arrived was damaged"] += 1
-                self.feed(m.HealEnded(part.quorum_id, ok=False, reason="what arrived is damaged"))
+                self.feed(m.HealEnded(quorum.quorum_id, ok=False, reason="what arrived is damaged"))
                 return
-            self._reads_no_more(part)
+            self._reads_no_more(quorum)
             self._arrived, self.fetches = snapshot, False
-            self.feed(m.HealEnded(part.quorum_id, ok=True, state=snapshot.state))
+            self.feed(m.HealEnded(quorum.quorum_id, ok=True, state=snapshot.state))
 
         ask(0)
 
-    def _reads_no_more(self, part: m.Part) -> None:
+    def _reads_no_more(self, quorum: m.QuorumResult) -> None:
         """Told to its sources, whether all has come or none ever will."""
-        for source in part.sources:
-            self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(part.replica_id)
+        for source in quorum.sources:
+            self.cluster.nodes[source.address].ranks[self.group_rank].sent.add(quorum.replica_id)
 
     def _hold(self, effect: m.HoldSums) -> None:
         self.reaches("holds")

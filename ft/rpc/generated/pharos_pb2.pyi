@@ -368,7 +368,7 @@ class Source(_message.Message):
     address: str
     def __init__(self, replica_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
-class Part(_message.Message):
+class QuorumResult(_message.Message):
     __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "recover_dst_replica_ranks", "participants", "dealt", "same_generation", "handles")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -401,14 +401,14 @@ class Part(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., same_generation: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankReply(_message.Message):
-    __slots__ = ("part", "restore", "go")
-    PART_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("quorum", "restore", "go")
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     GO_FIELD_NUMBER: _ClassVar[int]
-    part: Part
+    quorum: QuorumResult
     restore: Restore
     go: Done
-    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., go: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    def __init__(self, quorum: _Optional[_Union[QuorumResult, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., go: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
     __slots__ = ("group_rank", "kind", "quorum_id", "attempt", "step", "verdict", "change", "reason", "blame", "whole")
