@@ -118,7 +118,7 @@ class Run(Components):
             return self.log.info("finished already: %d of %d steps; raise training.steps to go on", reached, steps)
         self.watchdog, profiler, garbage, drill = self.start_monitoring()
         pending_signals = 0
-        while self.manager.step < steps and not self.manager.left:
+        while self.manager.step < steps and not self.manager.may_exit:
             try:
                 if not self.train_step():
                     continue  # not committed: run the step again
@@ -129,7 +129,7 @@ class Run(Components):
                 self.validate()
             if pending_signals & STOP:
                 self.manager.leave()
-            if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.left):
+            if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.may_exit):
                 self.saver.save()
             self.save_overdue = self.checkpointer.overdue(step)
             self.meter.print_estimate(step)

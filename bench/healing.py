@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from bench.job import memory_bytes, reset_peak
 from bench.pairs import in_turns, parser, ratio, serve, spread, table, workers
-from ft.healing.capture import State
+from ft.healing.capture import StateRegistry
 from ft.healing.format import CHUNK_BYTES, digest
 from ft.healing.http_transport import HttpTransport
 from ft.healing.pg_transport import MESSAGE_CHUNKS, WINDOW, PgTransport
@@ -52,7 +52,7 @@ class HealingSide:
         self.gb, self.device = LAYERS * numbers * 4 / 1e9, device
         # the best that a bare socket can do for a device: one pinned buffer, copied to or from while nothing else runs
         self.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device == "cuda" else None
-        self.state = State()
+        self.state = StateRegistry()
         self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
         self.store, self.listener = serve_store(), socket.create_server(("127.0.0.1", 0))
         self.transports: dict[str, Transport] = {

@@ -53,7 +53,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     manager = RecordingManager(folder, ProcessGroupGloo(), config, ManagerOptions(init_sync=False), gradients=gradients)
     manager.register("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
-    while not manager.left:
+    while not manager.may_exit:
         if talk.poll():
             manager.leave()
         deal = manager.begin_step()

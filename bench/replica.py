@@ -107,7 +107,7 @@ def ours(replica: Replica) -> None:
         replica.say("kill")
         os.kill(target, signal.SIGKILL)
 
-    while not manager.left:
+    while not manager.may_exit:
         if not replica.goes_on:
             manager.leave()  # said in one more step, so that it costs the others none
         deal = manager.begin_step()

@@ -96,7 +96,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             self.there.wait(FORKED_S)
 
         def where(self) -> dict[str, Any]:
-            quorum, writes = self.manager.quorum, self.manager.writes is not None
+            quorum, writes = self.manager.quorum, self.manager.writer_quorum is not None
             told: Any = {"step": self.manager.step, "quorum": quorum.quorum_id if quorum else 0, "size": self.size}
             told["phase"] = self.manager.machine.phase.value
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
@@ -126,7 +126,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             with ExitStack() as cleanup:
                 scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
                 relay = LeaderMetricsWriter(
-                    folder, lambda: manager.writes, lambda first: Sinks(folder, resumed_step=first), scribe
+                    folder, lambda: manager.writer_quorum, lambda first: Sinks(folder, resumed_step=first), scribe
                 )
                 cleanup.enter_context(closing(relay))
                 config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
@@ -138,7 +138,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 manager.register("figures", relay.state_dict, relay.load_state_dict)
                 manager.attach([model])
                 checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
-                lease = WriterLease(folder, lambda: manager.writes)
+                lease = WriterLease(folder, lambda: manager.writer_quorum)
                 checkpointer = Checkpointer(checkpoints, folder, states, log=Log(global_rank=1), lease=lease)
                 cleanup.enter_context(closing(checkpointer))
                 cleanup.enter_context(closing(manager))
@@ -147,7 +147,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 self._train(manager, relay, checkpointer)
 
         def _train(self, manager: Manager, relay: LeaderMetricsWriter, checkpointer: Checkpointer) -> None:
-            while not manager.left:
+            while not manager.may_exit:
                 deal = manager.begin_step()
                 for slot in deal.slots:
                     with manager.last_pass(slot):

@@ -1,7 +1,7 @@
 """Agreement of the ranks of one group on a commit: an all-reduce of the votes on the host, then, if all are yes, one call of rank 0 to the
 group's server for all ranks, and a broadcast of its answer.
 
-Without a yes in time each rank votes at the server by itself: none waits in a collective while that holds a commit, or announces a no.
+Without a yes in time each rank votes at the server by itself: none waits in a collective while that delays a commit, or announces a no.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Agreement:
                 outcome = client.vote(replace(vote, change=bool(change), whole=True), self.whole_vote_s)
             except RuntimeError as error:  # each rank's own vote meets it, too
                 log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
-            except TimeoutError:  # the server holds the commit
+            except TimeoutError:  # the server delays the commit
                 pass
         agreed = torch.tensor([outcome is not None and outcome.verdict == "yes"], dtype=torch.int64)
         self._carry_out(self._group.broadcast, agreed, 0)

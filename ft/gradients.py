@@ -2,10 +2,10 @@
 
     gradients = Gradients()
     gradients.attach(model.parameters())
-    gradients.open(group, participants=3)               # a generation stands: an attempt begins
+    gradients.open(group, participants=3)               # a process group is formed: an attempt begins
     with gradients.last_pass():
         loss.backward()                                 # hooks send what is complete while the backward goes on
-    gradients.launch(tail)                              # the rest, and the tail, known only now
+    gradients.launch(tail)                              # the rest, with the tail: figures of protocol/step.py
     try:
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
@@ -66,7 +66,7 @@ class _Attempt:
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
-    users: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
+    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
     queue: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
 
 
@@ -79,7 +79,7 @@ class _StepState:
     is_lost: bool = False  # an attempt has used them up
     after_last_pass: bool = False
     problem: str = ""  # that a hook saw
-    users: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
+    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
 
 
 class Gradients:
@@ -182,8 +182,8 @@ class Gradients:
     # ------------------------------------------------------------------------------------------------ an attempt
 
     def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
-        """A new attempt on a group that stands. `participants`: by which means are divided. contributes=False: all that this group sends
-        is zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was given up."""
+        """A new attempt on a process group that is formed. `participants`: by which means are divided. contributes=False: this group sends
+        zeros alone. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was given up."""
         with self._lock:
             if self._attempt is not None:
                 assert self._attempt.complete, "an attempt that has not ended is given up first"
@@ -259,10 +259,10 @@ class Gradients:
             zeros = zeros or not attempt.contributes
             if step.is_lost and not zeros:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
-            for user in step.users:
+            for user in step.allreduces:
                 self._send_user(attempt, user, after_buckets=False)
             self._send_all_but_last(attempt, zeros=zeros)
-            for user in step.users:
+            for user in step.allreduces:
                 self._send_user(attempt, user, after_buckets=True)
             bucket = self._layout.buckets[-1]
             start = bucket.stop - bucket.start  # of the tail
@@ -285,7 +285,7 @@ class Gradients:
         assert attempt.tail is not None, "launch comes first"
         for work in attempt.works:
             work.wait()
-        for user in self._step.users:
+        for user in self._step.allreduces:
             user.work.wait()
         attempt.complete = True
         return tuple(attempt.tail.cpu().tolist())  # the host decides by it what comes next
@@ -302,7 +302,7 @@ class Gradients:
                 for index in range(len(self._parameters) * self._copies):
                     self._gradient(index)  # the trainer may zero .grad before more is added
                 step.is_kept = True
-            buffers = [buffer for user in step.users if (buffer := user.give_up()) is not None]
+            buffers = [buffer for user in step.allreduces if (buffer := user.give_up()) is not None]
             if not self._keep and attempt.copied:
                 step.is_lost = True
                 self._drop_gradients()
@@ -334,7 +334,7 @@ class Gradients:
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
                 memory = attempt.in_place.get(index)
                 parameter.grad = scratch.gradients[index] if memory is None else like(parameter, memory)
-            for user in attempt.users:
+            for user in attempt.allreduces:
                 user.finish()
                 user.forget()
             if self._delivered is not None:
@@ -350,14 +350,14 @@ class Gradients:
         """The sums are put aside: the state that they belong to is still arriving."""
         with self._lock:
             self._held[step] = attempt = self._end_step()
-            for user in attempt.users:
+            for user in attempt.allreduces:
                 user.set_aside()
 
     def drop_held(self) -> None:
         with self._lock:
             for attempt in self._held.values():
                 self._return_set(attempt.scratch)
-                for user in attempt.users:
+                for user in attempt.allreduces:
                     user.forget()
             self._held.clear()
 
@@ -365,7 +365,7 @@ class Gradients:
         """The gradients belong to a state that is no more: they go, and .grad is None."""
         with self._lock:
             self._drop_gradients()
-            for user in self._step.users:
+            for user in self._step.allreduces:
                 user.forget()
             self._step = _StepState()
             self._feedback.clear()
@@ -374,7 +374,7 @@ class Gradients:
     def can_repeat(self) -> bool:
         """True when another attempt would send the same values: gradients are kept, and no user's tensor was written to since."""
         with self._lock:
-            return self._keep and not any(user.changed for user in self._step.users)
+            return self._keep and not any(user.changed for user in self._step.allreduces)
 
     def all_reduce(
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
@@ -403,7 +403,7 @@ class Gradients:
             user = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
             )
-            self._step.users.append(user)
+            self._step.allreduces.append(user)
             if after:  # the same order in each group, whatever gradients it lacks
                 self._send_all_but_last(attempt, zeros=not attempt.contributes)
             self._send_user(attempt, user, after_buckets=after)
@@ -542,7 +542,7 @@ class Gradients:
         assert attempt is not None and attempt.complete, "sums are taken when wait has returned"
         if attempt.queue is not None:
             attempt.queue.close()
-        attempt.users, self._step = self._step.users, _StepState()
+        attempt.allreduces, self._step = self._step.allreduces, _StepState()
         return attempt
 
     def _drop_gradients(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from ft.healing.capture import State, StateSnapshot
+from ft.healing.capture import StateRegistry, StateSnapshot
 from ft.healing.format import FormatError
 from ft.healing.transport import HealFailed, StateSource, Transport
 from ft.protocol import messages as m
@@ -31,7 +31,7 @@ class Healer:
 
     def __init__(
         self,
-        state: State,
+        state: StateRegistry,
         transport: Transport,
         *,
         group_rank: int,

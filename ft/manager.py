@@ -29,7 +29,7 @@ from ft.agreement import Agreement
 from ft.digest import digest
 from ft.gradients import Gradients
 from ft.healer import MACHINE, Healer
-from ft.healing.capture import State
+from ft.healing.capture import StateRegistry
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import HealConfig, Transport
 from ft.membership import ReplicaGroupConfig, join
@@ -138,7 +138,7 @@ class Manager:
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
         self.slot_size = options.slot_size  # sequences of one slot
-        self.state = State()
+        self.state = StateRegistry()
         self.register = self.state.register
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
@@ -176,7 +176,7 @@ class Manager:
         self.settled = 0  # the newest step that no restart can replace by another version
         self._stopped: tuple[bool, str] | None = None  # clean and reason of Leave, once the machine has ended the job
         self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
-        self.left = False  # the others know that this group leaves, and the step is committed: close
+        self.may_exit = False  # the others know that this group leaves, and the step is committed: close
         step_config = replace(
             options,
             group_rank=config.group_rank,
@@ -189,7 +189,7 @@ class Manager:
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # of another thread, for the trainer's
         self.state.register(MACHINE, self.machine.state_dict, lambda state: None)  # the machine loads it by itself
-        self._prober.start(lambda: group.waits_since_s, self._cut)
+        self._prober.start(lambda: group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
         def news(status: Status) -> object:  # heal progress, the reduction that is waited for, unreachable members
@@ -201,7 +201,7 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ the seam
 
     @property
-    def writes(self) -> tuple[str, int] | None:
+    def writer_quorum(self) -> tuple[str, int] | None:
         """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
         quorum = self.quorum
         if quorum is None or quorum.participants[:1] != (quorum.replica_id,) or self.machine.void:
@@ -229,7 +229,7 @@ class Manager:
                 self._until = until
             if self.machine.phase is Phase.BOUNDARY and not self._effects:
                 self._feed(m.Begin())
-            effect = self._pump()
+            effect = self._carry_out_effects()
             assert effect is not None
             if isinstance(effect, m.Compute):
                 if self._options.deterministic_reduce:
@@ -242,7 +242,7 @@ class Manager:
                 committed = isinstance(effect, m.CommitStep)  # its step is the one after it
                 self._assignment = DataAssignment(effect.step - committed, ())
             if until is not None and self._assignment.step >= until:
-                self.left = True  # nothing is left to train for any group
+                self.may_exit = True  # nothing is left to train for any group
         return self._assignment
 
     def reduce(
@@ -265,7 +265,7 @@ class Manager:
             elif not failure:
                 self._zeros_sent = (effect.quorum_id, effect.step)
                 self._feed(self._launch(effect))
-            effect = self._pump(before_vote=True)
+            effect = self._carry_out_effects(before_vote=True)
         if effect is None:
             tail = self.machine.tail
             assert tail is not None, "all sums have arrived"
@@ -276,7 +276,7 @@ class Manager:
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        effect, assignment, self._assignment = self._pump(), self._assignment, None
+        effect, assignment, self._assignment = self._carry_out_effects(), self._assignment, None
         if not isinstance(effect, m.CommitStep):
             return None
         if assignment and assignment.slots and not {slot for slot, _ in effect.slots}.intersection(assignment.slots):
@@ -286,7 +286,7 @@ class Manager:
         telemetry, now_s = self._telemetry, time.monotonic()
         telemetry.step_seconds.append(now_s - telemetry.committed_s)
         telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
-        self.left = self.left or effect.leave
+        self.may_exit = self.may_exit or effect.leave
         return Commit(
             effect.divisor, effect.contributors, effect.mean_loss, effect.quorum_size, effect.slots, effect.holes
         )
@@ -332,7 +332,7 @@ class Manager:
             return
         self.closed.set()
         with suppress(TimeoutError, RuntimeError):  # the server may be gone
-            clean = self.left and self._saved is not False
+            clean = self.may_exit and self._saved is not False
             why = "done" if clean else "closed" if self._saved is None else "ends before its last step is saved"
             clean, why = self._stopped or (clean, why)
             self.client.leave(clean=clean, reason=why, finished=self._saved is True)
@@ -386,7 +386,9 @@ class Manager:
                     return bool(self._effects)
             self._feed(m.Tick())
 
-    def _pump(self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False) -> TrainerEffect | None:
+    def _carry_out_effects(
+        self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
+    ) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each, until an effect is the trainer's; returns that one. None:
         `until` holds and no effect is left, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped,
         GroupEnded, GroupReleased, MustExit."""
@@ -447,7 +449,7 @@ class Manager:
                         self._load_state(step)
                     case m.LoadCheckpoint():
                         event = self._load_checkpoint()
-                    case m.GiveUp(reason):
+                    case m.RejoinUnderNewId(reason):
                         assert quorum is not None
                         self.client.give_up(quorum.quorum_id, reason)
                     case m.Stop(reason, slots, clean):
@@ -464,7 +466,7 @@ class Manager:
             call.member,
             shrink_only=self.shrink_only,
             commit_failures=int(call.failed),
-            writes_checkpoint=self.writes is not None,
+            writes_checkpoint=self.writer_quorum is not None,
             reconfigure_handles=(self._prober.handle,),
         )
         call = replace(
@@ -547,7 +549,7 @@ class Manager:
     def _blame(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
-    def _cut(self, members: tuple[str, ...]) -> None:
+    def _on_unreachable(self, members: tuple[str, ...]) -> None:
         """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
         quorum = self.quorum
         if quorum is not None and set(members) <= set(quorum.members):
@@ -570,7 +572,7 @@ class Manager:
         self.gradients.drop()
         self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
-            self._pump(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
+            self._carry_out_effects(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
         if machine.void:
             return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
         self._trainer_effect = effect

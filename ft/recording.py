@@ -50,7 +50,7 @@ class RecordingManager(Manager):
         return commit
 
     def close(self) -> None:
-        if self.left:  # else it may have stopped before the optimizer did
+        if self.may_exit:  # else it may have stopped before the optimizer did
             self._write_commit()
         super().close()
         self._file.close()

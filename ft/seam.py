@@ -90,12 +90,12 @@ class Seam(Protocol):
         """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""
 
     @property
-    def writes(self) -> tuple[str, int] | None:
+    def writer_quorum(self) -> tuple[str, int] | None:
         """Epoch and id of the quorum in which this group is the one that writes checkpoints and shared metrics; None: another group is. A
         stopped group keeps the value until it hears of a newer quorum."""
 
     @property
-    def left(self) -> bool:
+    def may_exit(self) -> bool:
         """True when the loop may end: after `leave`, once the others know, or where nothing is left to train."""
 
     def attach(self, model_parts: Sequence[Any]) -> None:
@@ -137,7 +137,7 @@ class Seam(Protocol):
 
     def leave(self) -> None:
         """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop
-        goes on until `left`: others may have to be told in a step."""
+        goes on until `may_exit`: others may have to be told in a step."""
 
     @property
     def is_broken(self) -> bool:

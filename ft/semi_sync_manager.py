@@ -96,8 +96,8 @@ class FragmentGradients(Gradients):
 class SemiSyncManager:
     """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; of none, for their mean."""
 
-    writes: tuple[str, int] | None  # these five are the manager's
-    left: bool
+    writer_quorum: tuple[str, int] | None  # these five are the manager's
+    may_exit: bool
     is_broken: bool
     finished: bool
     waits_for_others_s: float

@@ -32,7 +32,7 @@ class SoloManager:
         self.step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.left, self.writes, self.waits_for_others_s = False, ("", 0), -inf
+        self.may_exit, self.writer_quorum, self.waits_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # one group's sums are the sums
@@ -54,7 +54,7 @@ class SoloManager:
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
-        self.step, self.left = self.step + 1, self.left or self.step + 1 == self._until
+        self.step, self.may_exit = self.step + 1, self.may_exit or self.step + 1 == self._until
         contributed, _ = self._ledger.commit(sums.tokens_per_slot)
         trained, holes = tuple((slot, deal[slot]) for slot in contributed), tuple(self._ledger.holes)
         return Commit(divisor, (0,), sums.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
@@ -69,7 +69,7 @@ class SoloManager:
         self._ledger.load_state_dict(state["ledger"], keep_deal=False)
 
     def leave(self) -> None:
-        self.left = True
+        self.may_exit = True
 
     is_broken = finished = False
 

@@ -1,7 +1,7 @@
 """A tensor that a user hands over to be summed or averaged with the other groups' (torchft's `allreduce`).
 
 The user waits for the result before the step is decided. So the values are kept when the result takes their place, and a retry of the step
-reduces them again. A failure leaves the tensor as it is: then the step does not hold.
+reduces them again. A failure leaves the tensor as it is: then the step is not committed.
 """
 
 from __future__ import annotations

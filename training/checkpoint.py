@@ -139,7 +139,7 @@ class Checkpointer:
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
         )
-        self._writes = config.enable and not config.load_only
+        self._saves_enabled = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
         self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
@@ -152,13 +152,13 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """True when the configuration asks for a checkpoint after `step`."""
-        if not self._writes or self._failed_at is not None:  # then see `overdue`
+        if not self._saves_enabled or self._failed_at is not None:  # then see `overdue`
             return False
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
         """True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or the group that was to make it died. Never waits."""
-        if not self._writes or self._ranks.rank != 0:
+        if not self._saves_enabled or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
             return True
@@ -176,7 +176,7 @@ class Checkpointer:
 
     def has(self, step: int) -> bool:
         """True when the last save of a run that ends with `step` exists, whichever group's, or checkpoints are off. Called on one rank."""
-        return not self._writes or step == self._saved_step or self._newest() >= step
+        return not self._saves_enabled or step == self._saved_step or self._newest() >= step
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
         """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
@@ -192,7 +192,7 @@ class Checkpointer:
         self._failed_at = self._clock()  # unless it succeeds
         self.wait()
         alone = last and self._config.last_save_model_only
-        if self._writes and (alone or step != self._held_step):
+        if self._saves_enabled and (alone or step != self._held_step):
             if not settled:
                 self._lease = SoleWriter(settled=False)
             if alone:
@@ -234,7 +234,7 @@ class Checkpointer:
         else:
             step = self._load_initial() if self._config.initial_load_path else None
         self._loaded_step = step or 0
-        if self._writes and self._config.async_mode != "disabled":
+        if self._saves_enabled and self._config.async_mode != "disabled":
             self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
         return step
 

@@ -189,12 +189,12 @@ class Components:
             wandb=metrics.enable_wandb,
             settings=asdict(config),
         )
-        writer = LeaderMetricsWriter(folder, lambda: self.manager.writes, sinks, self.scribe, shared=shared)
+        writer = LeaderMetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.scribe, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
         for name in (*self.HEALED, "meter", *([METRICS_STATE] if shared else [])):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
-        lease = WriterLease(folder, lambda: self.manager.writes) if shared else None
+        lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(
             closing(Checkpointer(config.checkpoint, folder, states, log=self.log, lease=lease))
         )

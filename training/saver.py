@@ -48,13 +48,13 @@ class Saver:
     def save(self) -> None:
         """Saves a step that is due, or asked for. Raises CheckpointFailed or OSError where the group leaves: there is no next try."""
         manager = self.manager
-        if not manager.writes:
+        if not manager.writer_quorum:
             return
         with self.progress.phase("checkpoint"):
             try:
                 self.write()
             except (CheckpointFailed, OSError) as failure:
-                if manager.left:
+                if manager.may_exit:
                     raise
                 self.report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
                 self._fails = True
@@ -94,7 +94,7 @@ class Saver:
     def write(self, *, last: bool = False, settled: bool = True) -> None:
         """Saves the state of now. Not `settled`: a group leaves while it waits for others. Raises CheckpointFailed and OSError."""
         self.sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
-        if last or not settled or self.manager.left:  # the last try makes up for one that failed in the background
+        if last or not settled or self.manager.may_exit:  # the last try makes up for one that failed in the background
             with suppress(CheckpointFailed, OSError):
                 self.checkpointer.wait()
         self.checkpointer.save(self.manager.step, last=last, settled=settled)
@@ -106,7 +106,7 @@ class Saver:
             return "finish"
         if asked and self._asked_at is None:
             self._asked_at = now_s
-        if manager.writes is not None:
+        if manager.writer_quorum is not None:
             if self._tried_at is None:
                 return "save"
             if asked:

@@ -72,8 +72,8 @@ class Manager:
     """torchft's Manager. `core`: the Manager of ft/manager.py that does the work.
 
     `pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
-    equal the others. `min_replica_size`: groups without which no step holds. `replica_id`: this group's name, by default REPLICA_GROUP_ID.
-    `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`: by default
+    equal the others. `min_replica_size`: groups without which no step is committed. `replica_id`: this group's name, by default
+    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`: by default
     TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
     `checkpoint_transport`: of ft.healing.transport's face; HTTP by default.
 
@@ -220,7 +220,7 @@ class Manager:
         """Does nothing: start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """True where the step holds: then the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
+        """True where the step is committed: the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
         if timeout is not None:
             say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
         if not self._body:
@@ -365,7 +365,7 @@ class Manager:
         """Leaves the job. May be called twice. Between two steps, it does not disturb the one that others may be about to finish: all may
         stop at the same step. If they are to go on, `leave()` before the last step spares them a retry."""
         if self._over and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
-            self.core.left = True  # whatever the others wait for, this group has sent
+            self.core.may_exit = True  # whatever the others wait for, this group has sent
         self.core.gradients.close()
         self.core.close()
 
@@ -390,7 +390,7 @@ class Manager:
         self._decide()
 
     def _decide(self, failure: str = "") -> None:
-        """Sums and votes, if need be again; .grad then has the mean, if the step holds. `failure`: why it cannot in this generation."""
+        """Sums and votes, if need be again; .grad has the mean if the step is committed. `failure`: why it cannot in this generation."""
         if self._over:
             return
         self._over = True

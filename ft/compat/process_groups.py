@@ -38,7 +38,7 @@ class _Alone:
                 place += output.numel()
         ended(None, -1)
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         """Does nothing: nobody sleeps."""
 
     def end(self) -> None:

@@ -104,7 +104,7 @@ class Transport(ABC):
         self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: Progress = None
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
-        same bits. Returns, after every byte has been verified, the argument of State.load. Raises HealFailed."""
+        same bits. Returns, after every byte has been verified, the argument of StateRegistry.load. Raises HealFailed."""
         with self._lock:
             if self._closed:
                 raise HealFailed("the transport is closed", touched=False)

@@ -60,7 +60,7 @@ class ProcessGroupBaby(ProcessGroup):
                 rendezvous.absent = error.absent
                 if error.mismatched:
                     rendezvous.refuse(error.mismatched, str(error))
-            engine.wake()
+            engine.interrupt()
             engine.end()
             raise
         return engine
@@ -114,7 +114,7 @@ class ChildEngine:
                 self._under_way[number] = (ended, lease, operation)
             self._send("start", (number, placed, _ready_event(operation, lease)))
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         self._child.kill()
 
     def end(self) -> None:

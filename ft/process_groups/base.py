@@ -298,7 +298,7 @@ class Generation:
         for work in works:
             work.end(error)
         if engine is not None:
-            engine.wake()
+            engine.interrupt()
 
     def give_up(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
         """Wakes everybody, and hands the engine to the reaper. To be called once."""

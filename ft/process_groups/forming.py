@@ -36,11 +36,11 @@ class Engine(Protocol):
     def start(self, operation: Any, ended: Ended) -> None:
         """Starts it (base.Operation), and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         """Ends what is pending as soon as may be, here and at the peers. Returns at once; may be called from any thread, and twice."""
 
     def end(self) -> None:
-        """After wake: returns when nothing of it touches a tensor, and all that it had is given back. May take long, or not come back."""
+        """After interrupt: returns when nothing of it touches a tensor, and all it had is given back. May take long, or not come back."""
 
 
 class Rendezvous:
@@ -69,7 +69,7 @@ class Rendezvous:
         self.mismatched: tuple[int, ...] = ()
         self._until_s = self.began_s + limit_s
         self._lock = threading.Lock()
-        self._wakers: list[Callable[[], object]] = []
+        self._interrupts: list[Callable[[], object]] = []
         self._prepared, self._over = threading.Event(), threading.Event()
         self._engine: Engine | None = None
         self._error: Exception | None = None
@@ -104,30 +104,30 @@ class Rendezvous:
                 return
             self._reason = self._reason or reason
             self.given_up.set()
-            wakers = list(self._wakers)
+            interrupts = list(self._interrupts)
         self._end_waiting()
-        for wake in wakers:
-            wake()
+        for interrupt in interrupts:
+            interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
         """These ranks have another shape. That is the cause, even if a member that saw it first has had the generation given up before."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 
-    def at_giving_up(self, wake: Callable[[], object]) -> None:
-        """`wake` is called when the group is given up while it forms; at once, if it is already."""
+    def at_giving_up(self, interrupt: Callable[[], object]) -> None:
+        """`interrupt` is called when the group is given up while it forms; at once, if it is already."""
         with self._lock:
-            self._wakers.append(wake)
+            self._interrupts.append(interrupt)
             late = self.given_up.is_set()
         if late:
-            wake()
+            interrupt()
 
     def end(self) -> None:
         """After give_up: returns when the thread is gone, and the engine with it if there is one after all."""
         self._thread.join()
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.wake()
+            engine.interrupt()
             engine.end()
 
     def _run(self, prepare: Callable[[], None], build: Callable[[Rendezvous], Engine]) -> None:
@@ -142,7 +142,7 @@ class Rendezvous:
                 self._engine = engine
             del engine  # a group of torch must not be dropped by this thread
         self._end_waiting()
-        self._wakers.clear()
+        self._interrupts.clear()
 
     def _end_waiting(self) -> None:
         self._over.set()

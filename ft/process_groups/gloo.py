@@ -141,7 +141,7 @@ class GlooEngine:
             self._count_down()
             raise
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         with self._news:
             if self._ending is not None:
                 return

@@ -1,7 +1,7 @@
 """torch's NCCL: formed with what torch reads from the environment, proved by a first sum, and aborted in a thread that has a deadline.
 
-A communicator never blocks its caller, and this process watches its own operations: of torch's watchdog and heartbeat monitor only what
-cannot end this process, or delay a thread that ends a group, is left.
+A communicator never blocks its caller, and this process watches its own operations: torch's watchdog and heartbeat monitor are switched off
+wherever they could end this process, or delay the thread that ends a group.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class NcclEngine:
             raise GroupError("the group was given up")
         self._started.put((operation.start(native), operation, ended))
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         """Nothing that is quick: `abort` may block, so it is part of the end."""
 
     def end(self) -> None:

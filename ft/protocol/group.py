@@ -1,6 +1,6 @@
 """The state machine of a group's server (torchft: ManagerServer): joins the quorum calls of the group's ranks into one call to the
-lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which collective they
-enter next. No torch here.
+lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which
+collective they enter next. No torch here.
 
 Where the rules leave a choice:
 - A verdict `failed` decides at once. `retry` waits for all votes: another attempt or another generation is decided by what all ranks saw.
@@ -85,7 +85,7 @@ class Group:
         self._votes: dict[VoteKey, dict[int, Vote]] = {}  # by rank, which waits for the outcome
         self._outcomes: OrderedDict[VoteKey, Outcome] = OrderedDict()
         self._decided = 0, 0  # step and attempt of the newest outcome in this generation
-        self._healed = False  # in this round: all ranks have the state that they fetched
+        self._healed = False  # since the quorum was answered: all ranks have the state that they fetched
         self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
         self._pending_since_s = 0.0
         self._sums_since_s: float | None = None  # all ranks wait in a step's sums, or for the outcome of the commit
@@ -116,7 +116,7 @@ class Group:
                 self._wants_to_leave, self.reason = True, "a rank was asked to leave"
             case m.BeatAnswered(sent_s):
                 self._answered_s = max(self._answered_s, sent_s)
-                if self._pending_commit and not self._cut_off(now_s):
+                if self._pending_commit and not self._lighthouse_is_silent(now_s):
                     self._decide(self._pending_commit)
             case m.LighthouseAnswered():
                 self._on_answered(event)
@@ -346,7 +346,7 @@ class Group:
             reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks said yes",
             blame=tuple(sorted({other for vote in votes for other in vote.blame})),
         )
-        if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._cut_off(now_s)):
+        if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._lighthouse_is_silent(now_s)):
             self._decide(outcome)
         elif self._is_lost:  # no beat is answered before all ranks have asked anew
             self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
@@ -376,7 +376,7 @@ class Group:
             self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
-    def _cut_off(self, now_s: float) -> bool:
+    def _lighthouse_is_silent(self, now_s: float) -> bool:
         """True when the lighthouse was silent for takeover_s / 2: others may soon go on without this group, and a commit be its alone."""
         return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 

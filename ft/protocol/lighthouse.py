@@ -49,9 +49,10 @@ class Lighthouse:
         fresh: bool = False,
         lower_terms: bool = False,
     ) -> None:
-        """`epoch`: unique to this start, used unless `saved` or a report names the job's. `saved`: the state file. `fresh`: there was none
-        yet. Neither: it is lost, and members' reports are awaited for takeover_s (None: until there is one, or an operator's order), lest a
-        newcomer take over while they go on. `lower_terms`, an operator's order: the config's terms count, also below the state file's."""
+        """`epoch`: unique to this start, used unless `saved` or a report names the job's. `saved`: the state file. `fresh`: no state
+        file has ever existed. Neither: the file is lost, and members' reports are awaited for takeover_s, so that no newcomer takes over
+        while they go on; if takeover_s is None, until a report or an operator's order. `lower_terms`, an operator's order: the config's
+        terms count, also below the state file's."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
@@ -145,7 +146,7 @@ class Lighthouse:
                 record.excuse_heals(now_s)
             roster.hear_of_heal(member, now_s)
             roster.hear_blame(replica_id, event.blame)
-            roster.settle_claim(member)
+            roster.update_claim(member)
         if event.kind == "torchft" and peer.call:
             roster.drop_call(replica_id)  # its join time is that of its newest call
         peer.called_s = peer.called_s if peer.call else now_s
@@ -161,7 +162,7 @@ class Lighthouse:
             return
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
-            self._settle_kind("pharos")
+            self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
             if known.members and (self.quorum is None or known.epoch == self.quorum.epoch):
                 if known_id > newest_id:  # the lighthouse that was here before has put the group into it
@@ -252,8 +253,8 @@ class Lighthouse:
 
     def _evaluate(self, now_s: float) -> None:
         roster = self.roster
-        if roster.odd:
-            self._settle_odd(now_s)
+        if roster.mismatched:
+            self._settle_mismatched(now_s)
         if not roster.candidates:
             return
         if roster.takeover_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
@@ -350,17 +351,19 @@ class Lighthouse:
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
-        self._settle_kind(event.kind)
-        self._settle_shape(event, now_s)
+        self._choose_kind(event.kind)
+        self._choose_shape(event, now_s)
         problem = validate_request(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
-        odd = None if problem else unlike(event, self._shape)
-        if odd and self.roster.claims and not self.roster.has_members:  # they may come back, or may be taken over
-            self.roster.odd[member.replica_id] = odd[1]
-        elif problem := problem or odd:
+        mismatched = None if problem else unlike(event, self._shape)
+        if (
+            mismatched and self.roster.claims and not self.roster.has_members
+        ):  # they may come back, or may be taken over
+            self.roster.mismatched[member.replica_id] = mismatched[1]
+        elif problem := problem or mismatched:
             self._out.append(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
-    def _settle_shape(self, event: Call, now_s: float) -> None:
+    def _choose_shape(self, event: Call, now_s: float) -> None:
         """Settles the job's shape: its members', or, where none may come back, that of the first caller."""
         roster, record = self.roster, self._record
         if record and roster.was_in(event.member.replica_id):
@@ -372,24 +375,24 @@ class Lighthouse:
     def _take_shape(self, shape: Shape) -> None:
         """Makes this the shape of the job, and refuses waiting callers of another."""
         self._shape, roster = shape, self.roster
-        for replica_id in [*roster.candidates, *roster.odd]:
-            roster.odd.pop(replica_id, None)
+        for replica_id in [*roster.candidates, *roster.mismatched]:
+            roster.mismatched.pop(replica_id, None)
             call = roster.peers[replica_id].call
             if call and (problem := unlike(call, shape)):
                 self._out.append(m.Refuse(replica_id, *problem))
                 roster.drop_call(replica_id)
             roster.place(replica_id)
 
-    def _settle_odd(self, now_s: float) -> None:
+    def _settle_mismatched(self, now_s: float) -> None:
         """Refuses callers of another shape than the members' when one is heard of; where those may be taken over, takes the callers'."""
         roster = self.roster
         if roster.has_members:
             self._take_shape(self._shape)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
-            call = roster.peers[next(iter(roster.odd))].call
+            call = roster.peers[next(iter(roster.mismatched))].call
             self._take_shape(call.shape if call else ())
         elif not roster.candidates:
-            self.reason = f"{next(iter(roster.odd.values()))}, whose members may come back"
+            self.reason = f"{next(iter(roster.mismatched.values()))}, whose members may come back"
 
     def refuses(self, kind: Kind) -> Problem:
         """Why members of this kind cannot join. Until one has called, either may."""
@@ -398,7 +401,7 @@ class Lighthouse:
             return None
         return ("FAILED_PRECONDITION", f"this job's quorums hold members of {ours}; {kind} cannot join them")
 
-    def _settle_kind(self, kind: Kind) -> None:
+    def _choose_kind(self, kind: Kind) -> None:
         if kind != self.roster.kind and not self.refuses(kind):
             self.roster.kind = kind  # nobody waits for groups of the other kind any more
             for replica_id in [*self.roster.peers]:

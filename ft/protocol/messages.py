@@ -739,7 +739,7 @@ class Settled(Effect):
     step: int
 
 
-class GiveUp(Effect):
+class RejoinUnderNewId(Effect):
     """This group keeps the others waiting: send Leave(clean=False), and feed the group machine LighthouseRefused(id, "LOST", reason), so
     that it returns under a new id. Every rank emits it; the first counts."""
 

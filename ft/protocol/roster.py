@@ -4,8 +4,9 @@ Every change of an id ends in `place`, which puts that one id into its sets: an 
 quorum O(N).
 
 Where the rules leave a choice:
-- A name's successor ends the claim of a member whose process is gone, but is no heir: only the same process under a new id ("a:1.1") is. A
-  process is known to be gone if its kernel closed its connection, or if it or an operator announced it: silence proves nothing.
+- A name's successor ends the claim of a member whose process is gone, but does not count among `heirs`, who continue from their state:
+  the same process under a new id ("a:1.1") does. A process is known to be gone if its kernel closed its connection, or if it or an
+  operator announced it: silence proves nothing.
 - A process whose heals fail repeatedly sits out for longer each time, so that its cost to the others shrinks, whatever the cause. A restart
   clears its count, since that may be the cure.
 - The join time runs from the call of the first *previous* member, as a newcomer may have waited for a whole step, and members that have
@@ -81,7 +82,9 @@ class Roster:
         self.gone: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
-        self.odd: dict[str, str] = {}  # callers of another shape than members that may yet come back -> the difference
+        self.mismatched: dict[
+            str, str
+        ] = {}  # callers of another shape than members that may yet come back -> the difference
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until, at least; parted from
         self._sat: dict[str, int] = {}  # name -> times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
@@ -117,7 +120,7 @@ class Roster:
     def place(self, replica_id: str) -> None:
         """Puts one id into the sets that the rules count. Called after every change of it."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
-        alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.odd
+        alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.mismatched
         theirs = peer is not None and peer.kind == "torchft"
         counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
         call = peer.call if peer and alive else None
@@ -157,7 +160,7 @@ class Roster:
 
     def drop_call(self, replica_id: str) -> None:
         peer = self.peers.get(replica_id)
-        self.odd.pop(replica_id, None)
+        self.mismatched.pop(replica_id, None)
         if peer:
             peer.call = None
             if replica_id not in self.order:
@@ -170,7 +173,7 @@ class Roster:
         claim = self.claims.get(name)
         if peer and claim and claim.replica_id == replica_id:
             claim.seen_s = peer.seen_s
-        for kept in (self.order, self.sitting, self.odd):
+        for kept in (self.order, self.sitting, self.mismatched):
             kept.pop(replica_id, None)
         self._pardon(replica_id)
         if self.live.get(name) == replica_id:
@@ -214,7 +217,7 @@ class Roster:
     def _seen_s(self, claim: Claim) -> float:
         return self.peers[claim.replica_id].seen_s if claim.replica_id in self.peers else claim.seen_s
 
-    def settle_claim(self, member: Member) -> None:
+    def update_claim(self, member: Member) -> None:
         """Ends a previous member's claim when it reports that it has no state, or when its name has a successor and its process is gone:
         one that is only silent may train on, cut off from this lighthouse."""
         if claim := self.claims.get(member.name):
@@ -231,7 +234,7 @@ class Roster:
         if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
             claim.ended = True
             if successor and successor.call and self.live[name] != replica_id:
-                self.settle_claim(successor.call.member)
+                self.update_claim(successor.call.member)
 
     def drop_claim(self, replica_id: str) -> None:
         """Ends the claim of a member that leaves."""

@@ -5,12 +5,12 @@
         |                                                                                  Reduced, or failed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
                            VOTING: retry -> COMPUTING, next attempt, same generation, kept gradients
-                           VOTING: failed -> ASKING; after the new generation stands: kept gradients again
+                           VOTING: failed -> ASKING; after the new generation is formed: kept gradients again
 
 A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
 heal_backlog steps kept it waits (AWAITING). All ranks of a group pass through the same phases, since each branch depends on an answer of
-the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are finished, and
-the vote is no.
+the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
+finished, and the vote is no.
 
 Choices that the rules leave open:
 - A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
@@ -22,8 +22,8 @@ Choices that the rules leave open:
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
   One rank of each group sees the difference; it reports it as the `blame` of a commit vote that is yes, and its group's outcome tells all
-  ranks. The step holds: the steps before it were summed with the same wrong weights. A group that has healed is no witness before it has
-  been compared. Of step 0 there is one state only, which is right by definition.
+  ranks. The step is committed: the steps before it were summed with the same wrong weights. A group that has healed is no witness before
+  it has been compared. Of step 0 there is one state only, which is right by definition.
 - Ranks hear that all ranks of the group have the state at different points of a step. So they load it at the first outcome that the group
   has decided afterwards (Outcome.healed), or at once where they wait for it alone, as then all do. With a heal open, a rank asks for no
   quorum before that: else one might ask as void, another with the state.
@@ -213,7 +213,7 @@ class Tail:
 
 @dataclass
 class LocalContribution:
-    """This group's contribution to one step; kept until that step holds, or its gradients are dropped."""
+    """This group's contribution to one step; kept until that step is committed, or its gradients are dropped."""
 
     tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into its gradients
     computed: bool = False  # forward and backward are done
@@ -293,7 +293,7 @@ class Step:
                 self._on_reduced(event)
             case m.Tick() if phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
                 why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
-                self._out.append(m.GiveUp(why))
+                self._out.append(m.RejoinUnderNewId(why))
                 self._fail(why, now_s)
             case m.Tick():
                 pass
@@ -418,7 +418,7 @@ class Step:
         why = "" if ok else event.reason or self.abort_reason
         vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
-        self.phase, self.reason = Phase.AGREEING, "the process group stands" if ok else why
+        self.phase, self.reason = Phase.AGREEING, "the process group is formed" if ok else why
 
     # ---- forward, backward, reduction
 
@@ -516,7 +516,7 @@ class Step:
         assert quorum is not None
         self.phase = Phase.VOTING
         verdict: Literal["yes", "retry", "failed"] = "failed"
-        change, odd = False, tuple[str, ...]()
+        change, divergent = False, tuple[str, ...]()
         if tail is None:
             assert self._failure is not None
             self.reason = self._failure
@@ -525,12 +525,12 @@ class Step:
             self.reason = f"{round(tail.ok)} of {len(quorum.members)} groups were able"
         else:
             self.reason = "all sums are there"
-            odd = find_divergent(tail.digests, quorum.members) if tail.digests else ()
-            verdict, change = "yes", tail.change > 0 or bool(odd)
-            if odd:
-                self._out.append(m.WeightsDiffer(self.step, () if odd == quorum.members else odd))
+            divergent = find_divergent(tail.digests, quorum.members) if tail.digests else ()
+            verdict, change = "yes", tail.change > 0 or bool(divergent)
+            if divergent:
+                self._out.append(m.WeightsDiffer(self.step, () if divergent == quorum.members else divergent))
         why = "" if verdict == "yes" else self.reason
-        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, odd)))
+        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, divergent)))
 
     # ---- the outcome
 

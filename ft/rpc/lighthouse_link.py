@@ -120,13 +120,13 @@ class Link(Wire):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._roster = codec.StaticQuorum()
+        self._static_quorum = codec.StaticQuorum()
         self._quorum: m.Quorum | None = None
         self._stream: Any = None  # open, and its hello is sent
         self._writing = asyncio.Lock()
 
     async def _ask(self, call: m.Call) -> None:
-        roster = self._roster
+        roster = self._static_quorum
         request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
         event: m.Event
         try:
@@ -148,7 +148,7 @@ class Link(Wire):
         terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
         quorum = roster.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
-            self._quorum, self._roster = quorum, roster if which == "same" else codec.StaticQuorum.of(quorum)
+            self._quorum, self._static_quorum = quorum, roster if which == "same" else codec.StaticQuorum.of(quorum)
         return m.LighthouseAnswered(quorum, times, terms)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
@@ -194,7 +194,7 @@ class Link(Wire):
             elif which == "notice":
                 self._hear(codec.notice_from(down.notice))
             elif which == "answer":
-                self._hear(self._read(down.answer, self._roster))
+                self._hear(self._read(down.answer, self._static_quorum))
             elif which == "refused":
                 self._hear(codec.refused_from(down.refused))
             elif which == "waits":

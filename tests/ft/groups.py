@@ -165,7 +165,7 @@ class Rank(Trained):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.zero_()
-        while not self.manager.left and (self.until is None or self.manager.step < self.until):
+        while not self.manager.may_exit and (self.until is None or self.manager.step < self.until):
             self.at(self, self.manager.step)
             self.train_step()
 

@@ -105,7 +105,7 @@ class Group(Trained):
         )
         self.rounds = SemiSyncManager(self.manager, self.schedule, self.outer)
         self.rounds.attach([self.model])
-        while not self.rounds.left and self.manager.step < self.rounds_to_do:
+        while not self.rounds.may_exit and self.manager.step < self.rounds_to_do:
             self.at(self)
             self.round()
 

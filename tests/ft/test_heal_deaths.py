@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ft.healer import Healer
-from ft.healing.capture import State
+from ft.healing.capture import StateRegistry
 from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import Fenced, HealFailed
 from ft.manager import Manager
@@ -227,7 +227,7 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
     transport = Fetches(HealFailed("another shape", touched=False, unlike=unlike))
     ended, said = Queue[m.Event](), list[str]()
     healer = Healer(
-        State(),
+        StateRegistry(),
         transport,  # type: ignore[arg-type]
         group_rank=0,
         access=Access(),
@@ -258,7 +258,7 @@ def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool
 
     transport: Any = Notes(HttpTransport("127.0.0.1", "a:1", Access()))
     with closing(
-        Healer(State(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)
+        Healer(StateRegistry(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)
     ) as one:
         one.end_offer(ended, "b is lost")
         one.offer(part("a:1", 0, recover_dst_replica_ranks=(1,)))

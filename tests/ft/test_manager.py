@@ -319,7 +319,7 @@ def test_who_leaves_says_so_in_the_step_before():
         a = made.group("a", steps=20, together=2)[0]
         b = made.group("b", steps=20, together=2, at=leaves)[0]
         assert a.join().error is None and b.join().error is None
-        assert asked_at and b.manager.left and b.manager.step == asked_at[0] + 1
+        assert asked_at and b.manager.may_exit and b.manager.step == asked_at[0] + 1
         computed = [step for step, _ in a.computed]
         assert len(computed) == len(set(computed)), "nothing failed, so nothing was computed twice"
         assert a.commits[-1][1] == 1
@@ -339,7 +339,7 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
         )
         with closing(manager):
             manager.attach([torch.nn.Linear(2, 2)])
-            assert manager.begin_step(until=5).step == 5 and manager.left
+            assert manager.begin_step(until=5).step == 5 and manager.may_exit
     assert [("clean=True" in line, "'done'" in line) for line in caplog.messages if line.startswith("Leave(")] == [
         (True, True)
     ]
@@ -405,7 +405,7 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
     wrote: dict[tuple[str, int, int], bool] = {}
 
     def at(rank: Rank, step: int) -> None:
-        wrote.setdefault((rank.name, rank.group_rank, step), rank.manager.writes)
+        wrote.setdefault((rank.name, rank.group_rank, step), rank.manager.writer_quorum)
         flips_a_bit(rank, step)
 
     with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
@@ -460,9 +460,9 @@ def test_a_writer_that_went_wrong_in_the_last_step_is_replaced():
     class Last(Rank):
         def train(self) -> None:
             super().train()
-            self.wrote, self.broken = self.manager.writes, self.manager.is_broken
+            self.wrote, self.broken = self.manager.writer_quorum, self.manager.is_broken
             self.manager.regroup(4)
-            self.writes = self.manager.writes
+            self.writes = self.manager.writer_quorum
 
     with job(min_replicas=3) as made:
         a, b, c = (

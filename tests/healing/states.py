@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ft.healing.capture import State, StateSnapshot
+from ft.healing.capture import StateRegistry, StateSnapshot
 from ft.healing.format import CHUNK_BYTES
 
 WORDS = CHUNK_BYTES // 4  # fp32 numbers in a chunk
@@ -21,7 +21,7 @@ class Group:
     loaded: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.state = State()
+        self.state = StateRegistry()
         for name in self.values:
             self.state.register(name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft.healing.capture import StagingBuffer, State
+from ft.healing.capture import StagingBuffer, StateRegistry
 from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
 from ft.materialise import materialise
 from tests.healing.states import WORDS, Group, equal, large
@@ -118,7 +118,7 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name(tensor: torch.T
 
 
 def test_registration():
-    state = State()
+    state = StateRegistry()
     state.register("model", dict, print)
     with pytest.raises(ValueError, match="registered already"):
         state.register("model", dict, print)
@@ -130,11 +130,11 @@ def test_registration():
 def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     """torch's own state_dicts, with whole numbers as keys; the joiner has never stepped. The next steps are the same, bit for bit."""
 
-    def rank(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, State]:
+    def rank(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, StateRegistry]:
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
-        state = State()
+        state = StateRegistry()
         state.register("model", model.state_dict, model.load_state_dict)
         state.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)
         return model, optimizer, state

@@ -167,7 +167,7 @@ class NobodyStalls(Lighthouse):
 class ForgetsTheLayout(Lighthouse):
     """What all must have alike is that of the first caller after each start."""
 
-    def _settle_shape(self, event: m.Call, now_s: float) -> None:
+    def _choose_shape(self, event: m.Call, now_s: float) -> None:
         self._shape = event.shape
 
 
@@ -181,7 +181,7 @@ class RefusalsEndMembers(Group):
 class CommitsWithoutALease(Group):
     """A group that the lighthouse has not answered for long commits all the same: others may have been allowed to take over."""
 
-    def _cut_off(self, now_s: float) -> bool:
+    def _lighthouse_is_silent(self, now_s: float) -> bool:
         return False
 
 
@@ -241,7 +241,7 @@ BUGS = {
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
     "names stay taken": Bug(with_roster(stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6),
     "successors end claims": Bug(
-        with_roster(settle_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2
+        with_roster(update_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2
     ),
     "a layout that is forgotten": Bug(
         Machines(lighthouse=ForgetsTheLayout), 1, "is of another layout", "another layout after a restart", 2

@@ -103,7 +103,7 @@ def drops_rows(real: Any) -> Any:
 
 def raises_into_the_loop(real: Any) -> Any:
     def save(self: saver.Saver) -> None:
-        if self.manager.writes:
+        if self.manager.writer_quorum:
             with self.progress.phase("checkpoint"):
                 self.write()
 

@@ -157,7 +157,7 @@ class Manager:
         self._job, self._group = job, group
         self.history: list[str] | None = None  # commits; None: it holds nothing
         self.part: Part | None = None
-        self.left = self.finished = self.leaving = self.going = False
+        self.may_exit = self.finished = self.leaving = self.going = False
         self.saved: bool | None = None
 
     @property
@@ -165,7 +165,7 @@ class Manager:
         return len(self.history or ())
 
     @property
-    def writes(self) -> tuple[str, int] | None:
+    def writer_quorum(self) -> tuple[str, int] | None:
         if self.part is None or self.history is None or self.part.participants[:1] != (self._group,):
             return None
         return "epoch", self.part.quorum_id
@@ -178,7 +178,7 @@ class Manager:
         if self.part is None or self.part.due:
             self._ask()
         if self.step >= until:
-            self.left = True
+            self.may_exit = True
 
     def commit(self) -> bool:
         part, group = self.part, self._group
@@ -190,7 +190,7 @@ class Manager:
         part.released.discard(group)
         assert self.history is not None
         self.history.append(f"{self.step + 1} of {part.quorum_id}")
-        self.left |= self.leaving
+        self.may_exit |= self.leaving
         return True
 
     def _ask(self) -> None:
@@ -222,7 +222,7 @@ class Manager:
         self.saved = saved
 
     def close(self) -> None:
-        self._job.leaves(self._group, clean=self.left and self.saved is not False, finished=self.saved is True)
+        self._job.leaves(self._group, clean=self.may_exit and self.saved is not False, finished=self.saved is True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": json.dumps(self.history)}
@@ -336,7 +336,7 @@ class Trainer(train.Run):
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
         self.pending_signals, self.save_overdue, self.loader = 0, False, SimpleNamespace(load=iter)
         self.scribe = Scribe(self.report_storage, clock=clock)
-        writes = lambda: group.manager.writes  # noqa: E731
+        writes = lambda: group.manager.writer_quorum  # noqa: E731
         self.relay = LeaderMetricsWriter(
             group.folder,
             writes,
@@ -587,7 +587,7 @@ class Job:
 
     def kill(self, whom: str) -> None:
         for group in sorted(self.alive, key=lambda group: group.name):
-            if whom == "all" or group.manager.writes is not None:
+            if whom == "all" or group.manager.writer_quorum is not None:
                 self.baton.kill(group)
 
     def ended(self, group: Group, how: str) -> None:
@@ -623,8 +623,8 @@ class Job:
                 begin_s = self.baton.now_s + after_s
                 meets = {
                     "all": lambda process: True,
-                    "the writer": lambda process: process.manager.writes is not None,
-                    "the others": lambda process: process.manager.writes is None,
+                    "the writer": lambda process: process.manager.writer_quorum is not None,
+                    "the others": lambda process: process.manager.writer_quorum is None,
                 }[whom]
                 room = self.random.randint(0, 6) if error == errno.ENOSPC else 0
                 self.disk.outages.append(Outage(begin_s, begin_s + long_s, meets, error, slow_s, room))

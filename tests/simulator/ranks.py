@@ -128,7 +128,7 @@ class RankNode:
             m.LoadState: self._load_state,
             m.LoadCheckpoint: self.trainer.restore,
             m.Settled: self._settle,
-            m.GiveUp: lambda e: group.leave(clean=False, reason=e.reason),
+            m.RejoinUnderNewId: lambda e: group.leave(clean=False, reason=e.reason),
             m.Stop: self._stop,
         }
 

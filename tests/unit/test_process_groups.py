@@ -183,7 +183,7 @@ class FakeEngine:
     def finish(self, index: int, error: Exception | None = None) -> None:
         self.started[index][1](error, -1)
 
-    def wake(self) -> None:
+    def interrupt(self) -> None:
         self.woken += 1
 
     def end(self) -> None:
@@ -453,7 +453,7 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
     with pytest.raises(GroupError, match="AllReduce: unsupported operation: more than one element"):
         raise answers.get(timeout=20) or AssertionError("it has been written")
     assert answers.get(timeout=20) is None
-    engine.wake()
+    engine.interrupt()
     engine.end()
 
 
@@ -681,7 +681,7 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
         made = GlooEngine(Native(), near, set(), threads)  # type: ignore[arg-type]
         made.stranded, made.end_s = stranded, 0.01
         made.start(Operation("barrier"), lambda error, source: None)
-        made.wake()
+        made.interrupt()
         return made
 
     reaper, freed = Reaper(), [threading.Event(), threading.Event()]
@@ -771,7 +771,7 @@ def test_a_group_of_a_gpu_is_of_the_device_of_the_thread_that_made_it(monkeypatc
     assert [kind().device for kind in (ProcessGroupNCCL, ProcessGroupBabyNCCL)] == [3, 3]
     assert ProcessGroupNCCL(device=1).device == 1
     engine = ChildEngine(ChildWithoutProcess(), 3)  # type: ignore[arg-type]
-    engine.wake()
+    engine.interrupt()
     engine.end()
     lane = CollectiveQueue(ProcessGroupDummy())
     lane.close()

@@ -21,7 +21,7 @@ LAST = 4
 class Manager:
     """What a Saver asks of one. `group` writes where its quorum is a number."""
 
-    step, left = LAST, True
+    step, may_exit = LAST, True
 
     def __init__(self, group: Group) -> None:
         self.group, self.is_broken, self.finished = group, False, False
@@ -30,7 +30,7 @@ class Manager:
         self.regroups: Callable[[], None] = lambda: None
 
     @property
-    def writes(self) -> tuple[str, int] | None:
+    def writer_quorum(self) -> tuple[str, int] | None:
         return None if self.group.quorum is None else ("epoch", self.group.quorum)
 
     def regroup(self, until: int) -> None:

@@ -123,18 +123,18 @@ def test_leaving_ends_with_a_step_at_the_latest(manager: Seam):
     manager.attach([])
     committed(manager)
     manager.leave()
-    if not manager.left:
+    if not manager.may_exit:
         committed(manager)
-    assert manager.left
+    assert manager.may_exit
 
 
 def test_the_last_step_is_the_one_that_the_trainer_named(manager: Seam):
     manager.attach([])
     for step in range(3):
-        assert not manager.left, f"it left with step {step}"
+        assert not manager.may_exit, f"it left with step {step}"
         manager.begin_step(until=3)
         assert manager.commit(manager.reduce([100.0], 250.0, True))
-    assert manager.left
+    assert manager.may_exit
 
 
 def test_closing_twice_is_harmless(manager: Seam):
