@@ -73,8 +73,8 @@ class Manager:
 
     `pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
     equal the others. `min_replica_size`: groups without which no step is committed. `replica_id`: this group's name, by default
-    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`: by default
-    TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
+    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`:
+    by default TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
     `checkpoint_transport`: of ft.healing.transport's face; HTTP by default.
 
     `quorum_timeout`: what start_quorum waits at most; by default for as long as it takes. `timeout`: what a sum may take at most. It is a
@@ -220,7 +220,7 @@ class Manager:
         """Does nothing: start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """True where the step is committed: the caller steps its optimizer. False: nothing has changed anywhere, go on with start_quorum."""
+        """True where the step is committed: the caller steps its optimizer. False: nothing has changed: go on with start_quorum."""
         if timeout is not None:
             say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
         if not self._body:
