@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.check import check, gradients_lie_on
+from configs.check import check, gradient_device_type
 from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
 from ft.seam import BadInput, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
-from parallelisms.device import type_here
+from parallelisms.device import local_device_type
 from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
 from parallelisms.fsdp import reshard_all
 from training.checkpoint import CheckpointFailed, ModelState
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     traces = group_folder(config.run_folder, config.fault_tolerance, environment) / TRACES
     os.environ.update(flight_recorder_env(trace_buf_size=config.comm.trace_buf_size, folder=traces))
     if config.fault_tolerance.enable:
-        os.environ.update(group_env(config.fault_tolerance, gradients_lie_on(config, type_here())))
+        os.environ.update(group_env(config.fault_tolerance, gradient_device_type(config, local_device_type())))
     group = environment.name if config.fault_tolerance.enable else ""
     log = Log(global_rank=launched_rank(), group=group, colour=not config.metrics.disable_color_printing)
     log.attach_to("pharos")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's part of a step, summed over its ranks. `step`: optimizer steps before the newest one. `losses`: of this rank's batches
+    """This group's part of a step, summed over its ranks. `step`: completed optimizer steps before this one. `losses`: of this rank's batches
     in that step. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid ones
@@ -114,7 +114,7 @@ class Run(Components):
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
-        if (reached := max(self.manager.step, self.exported)) >= steps:
+        if (reached := max(self.manager.step, self.exported_step)) >= steps:
             return self.log.info("finished already: %d of %d steps; raise training.steps to go on", reached, steps)
         self.watchdog, profiler, garbage, drill = self.start_monitoring()
         pending_signals = 0
@@ -188,8 +188,8 @@ class Run(Components):
                 # tensors must stay equal (DTensor has its own generator for parts).
                 place = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
-            last_pass = self.manager.last_pass(batch.slot) if batch.ends_slot else nullcontext()
-            with last_pass, self.progress.phase("compute"):
+            last_backward = self.manager.last_backward(batch.slot) if batch.ends_slot else nullcontext()
+            with last_backward, self.progress.phase("compute"):
                 inputs = batch.inputs.to(self.device, non_blocking=True)
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
@@ -263,7 +263,7 @@ class Run(Components):
 class SemiSyncRun(Run):
     """A run whose group steps by itself, and agrees with the others every inner_steps steps (ft/semi_sync_manager.py)."""
 
-    HEALED = ()  # the rest is each group's own
+    HEALED_STATES = ()  # the rest is each group's own
     manager: SemiSyncManager
     own_update = 0.0, 0.0  # of the last step; a group that heals makes none
 

@@ -134,7 +134,7 @@ class ReduceMember:
                 work.wait()
         else:
             gradients.open(group, MEMBERS)
-            with gradients.last_pass():
+            with gradients.last_backward():
                 for parameter in reversed(self.parameters):  # as a backward does
                     parameter.grad = torch.ones_like(parameter)
                     for hook in parameter._post_accumulate_grad_hooks.values():

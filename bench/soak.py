@@ -150,7 +150,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             while not manager.may_exit:
                 deal = manager.begin_step()
                 for slot in deal.slots:
-                    with manager.last_pass(slot):
+                    with manager.last_backward(slot):
                         ((model.weight.sum() + model.bias.sum()) * (slot % 1000)).backward()
                 commit = manager.commit(manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
                 if commit is not None:

@@ -19,7 +19,7 @@ from configs.errors import raise_problems
 from configs.load import section_types
 from configs.schema import RunConfig
 from models.contract import nearest
-from parallelisms.device import type_here
+from parallelisms.device import local_device_type
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
 from training.data.dataset import StoredData, open_data
@@ -33,7 +33,8 @@ Rule = Callable[[], Iterable[str] | None]  # of one section or of several: it ra
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Raises ConfigError with all errors in sections; if none, between them; if none, in files. `device_type`: None: this machine's."""
+    """Three passes: each section, across sections, files. The first with errors raises ConfigError with all of its errors. `device_type`:
+    None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
@@ -42,16 +43,16 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
     """The same without the files, which need not be there."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
-    kind = device_type or type_here()
+    kind = device_type or local_device_type()
     between: list[Rule] = [
         lambda: _check_batch(config, world_size),
         lambda: _check_tensor_parallel(config),
-        lambda: _layouts(config, kind),
+        lambda: _check_layouts(config, kind),
         lambda: _check_pipeline(config),
-        lambda: _schedules(config),
-        lambda: _folders(config),
+        lambda: _check_schedules(config),
+        lambda: _check_folders(config),
         lambda: _check_replica_groups(config, kind),
-        lambda: _rounds(config),
+        lambda: _check_rounds(config),
     ]
     _gather(config, between)
 
@@ -105,7 +106,7 @@ def _compiled_blocks(config: RunConfig) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
-def _layouts(config: RunConfig, device_type: str) -> Iterator[str]:
+def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
     """The sequence, other techniques and the device suit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
@@ -158,7 +159,7 @@ def _check_pipeline(config: RunConfig) -> None:
         )
 
 
-def _schedules(config: RunConfig) -> Iterator[str]:
+def _check_schedules(config: RunConfig) -> Iterator[str]:
     """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
@@ -179,7 +180,7 @@ def _schedules(config: RunConfig) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
-def _folders(config: RunConfig) -> Iterator[str]:
+def _check_folders(config: RunConfig) -> Iterator[str]:
     """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
     for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
@@ -216,7 +217,7 @@ def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
             'nearest: "env://", where each group\'s launcher says its own place'
         )
     check_offloaded_gradients(config, torch.__version__)
-    config.fault_tolerance.group_kind(gradients_lie_on(config, device_type))
+    config.fault_tolerance.group_kind(gradient_device_type(config, device_type))
 
 
 def check_offloaded_gradients(config: RunConfig, version: str) -> None:
@@ -229,12 +230,12 @@ def check_offloaded_gradients(config: RunConfig, version: str) -> None:
         )
 
 
-def gradients_lie_on(config: RunConfig, device_type: str) -> str:
+def gradient_device_type(config: RunConfig, device_type: str) -> str:
     """The type of the device that has the gradients of a run whose forward pass is on `device_type`."""
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
-def _rounds(config: RunConfig) -> Iterator[str]:
+def _check_rounds(config: RunConfig) -> Iterator[str]:
     """Groups that step by themselves have something to show only when they have agreed."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:

@@ -3,7 +3,7 @@
     gradients = Gradients()
     gradients.attach(model.parameters())
     gradients.open(group, participants=3)               # a process group is formed: an attempt begins
-    with gradients.last_pass():
+    with gradients.last_backward():
         loss.backward()                                 # hooks send what is complete while the backward goes on
     gradients.launch(tail)                              # the rest, with the tail: figures of protocol/step.py
     try:
@@ -56,7 +56,7 @@ class _Attempt:
     group: dist.ProcessGroup
     participants: int
     contributes: bool
-    scratch: GradBuffers
+    buffers: GradBuffers
     missing: list[int]  # by bucket: gradients whose hooks have not been called
     ready: set[int] = field(default_factory=set)  # gradients whose hooks have been called
     copied: set[int] = field(default_factory=set)  # gradients that are in their buckets
@@ -77,7 +77,7 @@ class _StepState:
     kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by index
     is_kept: bool = False  # they are all there: a launch had them
     is_lost: bool = False  # an attempt has used them up
-    after_last_pass: bool = False
+    after_last_backward: bool = False
     problem: str = ""  # that a hook saw
     allreduces: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
 
@@ -114,7 +114,7 @@ class Gradients:
         self._buffers: BufferPool | None = None  # for tensors of users, once there are any
         self._attempt: _Attempt | None = None
         self._step = _StepState()
-        self._in_last_pass = False
+        self._in_last_backward = False
         self._made = 0  # sets, those in use included
         self._delivered: GradBuffers | None = None  # may be in .grad
         self._held: dict[int, _Attempt] = {}
@@ -194,16 +194,16 @@ class Gradients:
                 if used.isdisjoint(delivered.addresses):
                     self._return_set(delivered)
                     self._delivered = None
-            scratch = self._free_sets.popleft() if self._free_sets else self._make_set()
+            buffers = self._free_sets.popleft() if self._free_sets else self._make_set()
             missing = [len(bucket.members) for bucket in self._layout.buckets]
-            self._attempt = _Attempt(group, participants, contributes, scratch, missing)
+            self._attempt = _Attempt(group, participants, contributes, buffers, missing)
 
     def begin(self, slot_indices: Sequence[int] = (0,)) -> None:
         """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`:
         of the slots that they are for, among the step's slots, where slots are summed one by one."""
         attempt, step = self._attempt, self._step
         assert attempt is not None, "open comes first"
-        step.after_last_pass = step.is_kept = False
+        step.after_last_backward = step.is_kept = False
         if self._per_slot:
             awaited = {index for slot_index in slot_indices for index in self._indices_of(slot_index)}
             attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
@@ -213,14 +213,14 @@ class Gradients:
         step.kept = {}
 
     @contextmanager
-    def last_pass(self, slot_index: int = 0) -> Iterator[None]:
+    def last_backward(self, slot_index: int = 0) -> Iterator[None]:
         """Wraps the backward that completes the gradients: inside, they are sent as they come, else all of them in `launch`. Where slots
         are summed one by one, wraps the last backward of each, with its index among the step's slots; .grad is None after it."""
-        self._in_last_pass, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
+        self._in_last_backward, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
         finally:
-            self._in_last_pass = False
+            self._in_last_backward = False
         if self._per_slot:  # out of the way of the next slot's
             with self._lock:
                 attempt = self._attempt
@@ -228,14 +228,14 @@ class Gradients:
                 if attempt.contributes:
                     self._copy(attempt, self._indices_of(slot_index))
                 self._drop_gradients()
-        self._step.after_last_pass = True
+        self._step.after_last_backward = True
 
     def send(self) -> None:
         """Sends all buckets but the last: the gradients are complete, the tail's values are not known yet."""
         with self._lock:
             attempt = self._attempt
             assert attempt is not None, "open comes first"
-            self._step.after_last_pass = True
+            self._step.after_last_backward = True
             self._send_all_but_last(attempt, zeros=not attempt.contributes)
 
     def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
@@ -266,7 +266,7 @@ class Gradients:
                 self._send_user(attempt, user, after_buckets=True)
             bucket = self._layout.buckets[-1]
             start = bucket.stop - bucket.start  # of the tail
-            last = attempt.scratch.buckets[-1][: start + len(tail)]
+            last = attempt.buffers.buckets[-1][: start + len(tail)]
             if zeros:
                 last.zero_()
             elif not attempt.copied.issuperset(bucket.members):
@@ -298,7 +298,7 @@ class Gradients:
                 return lambda: None
             if attempt.queue is not None:
                 attempt.queue.close()
-            if self._keep and step.after_last_pass and not step.is_kept:
+            if self._keep and step.after_last_backward and not step.is_kept:
                 for index in range(len(self._parameters) * self._copies):
                     self._gradient(index)  # the trainer may zero .grad before more is added
                 step.is_kept = True
@@ -310,7 +310,7 @@ class Gradients:
         def give_back() -> None:
             if attempt.queue is not None:
                 attempt.queue.join()
-            self._return_set(attempt.scratch)
+            self._return_set(attempt.buffers)
             for buffer in buffers:
                 assert self._buffers is not None
                 self._buffers.give(buffer)
@@ -324,22 +324,22 @@ class Gradients:
         results of user tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
-            scratch = attempt.scratch
+            buffers = attempt.buffers
             if self._per_slot:
-                slots = [[scratch.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
+                slots = [[buffers.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
                 if first := slots[0]:  # gets the sum of all, in the slots' order
                     torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
                     for added in slots[1:]:
                         torch._foreach_add_(first, added)
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
                 memory = attempt.in_place.get(index)
-                parameter.grad = scratch.gradients[index] if memory is None else like(parameter, memory)
+                parameter.grad = buffers.gradients[index] if memory is None else like(parameter, memory)
             for user in attempt.allreduces:
                 user.finish()
                 user.forget()
             if self._delivered is not None:
                 self._return_set(self._delivered)
-            self._delivered = scratch
+            self._delivered = buffers
             if held is None:
                 for feedback in self._feedback.values():
                     feedback.commit()
@@ -356,7 +356,7 @@ class Gradients:
     def drop_held(self) -> None:
         with self._lock:
             for attempt in self._held.values():
-                self._return_set(attempt.scratch)
+                self._return_set(attempt.buffers)
                 for user in attempt.allreduces:
                     user.forget()
             self._held.clear()
@@ -396,9 +396,9 @@ class Gradients:
                 f"a sum of a tensor of shape {tuple(tensor.shape)}, with overlapping memory: nearest: its clone()"
             )
         with self._lock:
-            attempt, after = self._attempt, self._step.after_last_pass
-            if attempt is None or attempt.tail is not None or self._in_last_pass:
-                raise RuntimeError("a tensor is summed between open and launch, and not while last_pass runs")
+            attempt, after = self._attempt, self._step.after_last_backward
+            if attempt is None or attempt.tail is not None or self._in_last_backward:
+                raise RuntimeError("a tensor is summed between open and launch, and not while last_backward runs")
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
@@ -430,14 +430,12 @@ class Gradients:
             attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:
                 return
-            if not self._in_last_pass:
-                if step.after_last_pass and not self._per_slot and attempt.tail is None:  # else of another slot
-                    step.problem = (
-                        f"{self._name(index)} got a gradient after last_pass: a retry would include it, the sums do not"
-                    )
+            if not self._in_last_backward:
+                if step.after_last_backward and not self._per_slot and attempt.tail is None:  # else of another slot
+                    step.problem = f"{self._name(index)} got a gradient after last_backward: a retry would include it, the sums do not"
                 return
             if index in attempt.ready:
-                step.problem = f"{self._name(index)} got a gradient twice: last_pass is for the last backward alone"
+                step.problem = f"{self._name(index)} got a gradient twice: last_backward is for the last backward alone"
                 return
             attempt.ready.add(index)
             attempt.missing[self._layout.bucket_of[index]] -= 1
@@ -453,7 +451,7 @@ class Gradients:
                 # Copied while it is in the cache.
                 step.kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 attempt.copied.add(index)
-                attempt.scratch.sums[index].copy_(local)
+                attempt.buffers.sums[index].copy_(local)
             else:
                 self._copy(attempt, [index])
             while attempt.sent < len(attempt.missing) - 1 and attempt.missing[attempt.sent] == 0:
@@ -467,13 +465,13 @@ class Gradients:
                 continue
             attempt.copied.add(index)
             gradient = self._gradient(index)
-            if index not in attempt.scratch.sums:
+            if index not in attempt.buffers.sums:
                 local = local_of(self._parameter(index).detach())
                 attempt.in_place[index] = torch.zeros_like(local) if gradient is None else gradient.contiguous()
             elif gradient is None:
-                attempt.scratch.sums[index].zero_()
+                attempt.buffers.sums[index].zero_()
             else:
-                into.append(attempt.scratch.sums[index])
+                into.append(attempt.buffers.sums[index])
                 given.append(gradient)
                 if not self._keep:
                     self._parameter(index).grad = None
@@ -512,7 +510,7 @@ class Gradients:
         elif zeros and bucket.in_place:
             [index] = bucket.members
             attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
-        memory = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.scratch.buckets[attempt.sent]
+        memory = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.buffers.buckets[attempt.sent]
         if self._quantized:
             feedback = self._feedback.setdefault(attempt.sent, Feedback())
             work: dist.Work = self._queue(attempt).sum_quantized(memory, feedback, gives=not zeros)

@@ -213,13 +213,13 @@ class Manager:
             self.gradients.attach(part.parameters())
             self._weights += part.parameters()
 
-    def last_pass(self, slot: int | None = None) -> AbstractContextManager[None]:
+    def last_backward(self, slot: int | None = None) -> AbstractContextManager[None]:
         """Wraps the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
         if slot is None or self._assignment is None:
-            return self.gradients.last_pass()
+            return self.gradients.last_backward()
         if self._options.deterministic_reduce:
-            return self.gradients.last_pass([*self.machine.ledger.pending].index(slot))
-        return self.gradients.last_pass() if slot == self._assignment.slots[-1] else nullcontext()
+            return self.gradients.last_backward([*self.machine.ledger.pending].index(slot))
+        return self.gradients.last_backward() if slot == self._assignment.slots[-1] else nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
@@ -308,7 +308,7 @@ class Manager:
         self._feed(m.Leaving())
 
     @property
-    def is_broken(self) -> bool:
+    def needs_new_quorum(self) -> bool:
         return bool(self.machine.abort_reason)
 
     @property

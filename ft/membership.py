@@ -1,5 +1,6 @@
 """Start of one group: rank 0 starts the group's server, a child process, and a store for rendezvous with other groups, and writes their
-addresses to the group's own store (the launcher's, or torch.distributed's), which outlives torchelastic's attempts: keys have their number.
+addresses to the group's own store (the launcher's, or torch.distributed's), which outlives restarts: keys contain
+their count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReplicaGroupConfig:
     host: str  # of this machine, as other groups reach it
     access: Access
     times: Times
-    attempt: int = 0  # TORCHELASTIC_RESTART_COUNT
+    restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
     spares_above: int | None = None
     retries: int | None = None
     every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
@@ -58,7 +59,7 @@ class Membership:
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     """`store`: the group's own, if it has several ranks. Raises RuntimeError where the server does not start; ValueError for a lighthouse
     that lacks a feature, or refuses the token; ConnectionError where there is none."""
-    key = f"ft/{config.attempt}"
+    key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
         made = _start(config)
         if store is not None and config.world_size > 1:

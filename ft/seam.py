@@ -101,7 +101,7 @@ class Seam(Protocol):
     def attach(self, model_parts: Sequence[Any]) -> None:
         """Registers modules whose gradients are summed with other groups'. Called once, before the first step."""
 
-    def last_pass(self, slot: int) -> AbstractContextManager[None]:
+    def last_backward(self, slot: int) -> AbstractContextManager[None]:
         """Wraps the last backward of each slot, in the deal's order: complete gradients are reduced while it runs. Until `commit` .grad is
         the manager's; backwards of the next slot may add to it, or start from None."""
 
@@ -140,7 +140,7 @@ class Seam(Protocol):
         goes on until `may_exit`: others may have to be told in a step."""
 
     @property
-    def is_broken(self) -> bool:
+    def needs_new_quorum(self) -> bool:
         """True when a member of the newest quorum is lost, or the writer's weights went wrong: a new quorum decides which group writes."""
 
     @property

@@ -57,7 +57,7 @@ def _of_all(name: str) -> Any:
 class FragmentGradients(Gradients):
     """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
     memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
-    order. `dropped`: gradients were dropped since it was last set to False. `last_pass`, `all_reduce` and `can_repeat` are not for it."""
+    order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and can_repeat are not for it."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -98,7 +98,7 @@ class SemiSyncManager:
 
     writer_quorum: tuple[str, int] | None  # these five are the manager's
     may_exit: bool
-    is_broken: bool
+    needs_new_quorum: bool
     finished: bool
     waits_for_others_s: float
 
@@ -140,7 +140,7 @@ class SemiSyncManager:
         self._manager.attach(self.fragments)
         self._manager.register("outer", self._state, self._heal)
 
-    def last_pass(self, slot: int) -> AbstractContextManager[None]:
+    def last_backward(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:

@@ -34,7 +34,7 @@ class SoloManager:
         self._registered: set[str] = set()
         self.may_exit, self.writer_quorum, self.waits_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
-        self.last_pass: Callable[[int], AbstractContextManager[Any]] = nullcontext
+        self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # one group's sums are the sums
 
     def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
@@ -71,7 +71,7 @@ class SoloManager:
     def leave(self) -> None:
         self.may_exit = True
 
-    is_broken = finished = False
+    needs_new_quorum = finished = False
 
     def _nothing(self, *given: Any, **named: Any) -> None:
         """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
@@ -119,7 +119,7 @@ def open_manager(
         host=advertised(settings.interface, environment.lighthouse),
         access=Access(environment.token),
         times=settings.times,
-        attempt=environment.restart_count,
+        restart_count=environment.restart_count,
         every_step=settings.quorum == "every_step",
         contact_s=float(environment.connect_timeout_s or ReplicaGroupConfig.contact_s),
     )

@@ -87,7 +87,7 @@ class Device:
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
-def type_here() -> str:
+def local_device_type() -> str:
     """The kind of device that `pick_device` would pick: "cuda" or "cpu". Takes none into use."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -48,7 +48,7 @@ def apply_fsdp(
         else:
             fully_shard(modules, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
 
-    groups = list(communication_groups(part, config.fsdp_blocks_per_group))
+    groups = list(fsdp_param_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
@@ -87,7 +87,7 @@ def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
 
 
-def communication_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
+def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
     """The modules whose parameters travel together, in the order of the forward pass: the embedding, every `blocks_per_group` blocks, norm
     and output. The root takes the rest."""
     if part.tok_embeddings is not None:

@@ -1,4 +1,4 @@
-"""Checks a cluster before it is burnt: every kind of communication, every link, every rank, the clocks and the folder of runs.
+"""Checks a cluster before an expensive run: every kind of communication, every link, every rank, the clocks and the folder of runs.
 
     NPROC=4 python scripts/check_cluster.py                                  ranks on this machine
     torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too

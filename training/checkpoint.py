@@ -141,7 +141,7 @@ class Checkpointer:
         )
         self._saves_enabled = config.enable and not config.load_only
         self._saved_step: int | None = None  # the newest that this group has saved
-        self._held_step: int | None = None  # in a full checkpoint of this run: no need to save it again
+        self._saved_full_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
         self._stager: DefaultStager | None = None
         self._background: ThreadPoolExecutor | None = None
@@ -181,7 +181,7 @@ class Checkpointer:
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
         """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
         wishes = self._ranks.gather(wish)
-        return self._ranks.first(lambda: decide(any(wishes)))
+        return self._ranks.on_rank0(lambda: decide(any(wishes)))
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
@@ -192,7 +192,7 @@ class Checkpointer:
         self._failed_at = self._clock()  # unless it succeeds
         self.wait()
         alone = last and self._config.last_save_model_only
-        if self._saves_enabled and (alone or step != self._held_step):
+        if self._saves_enabled and (alone or step != self._saved_full_step):
             if not settled:
                 self._lease = SoleWriter(settled=False)
             if alone:
@@ -220,8 +220,8 @@ class Checkpointer:
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._lease.shared:
-            self._ranks.first(self._tidy)
-        steps = self._ranks.first(self._own_steps)
+            self._ranks.on_rank0(self._tidy)
+        steps = self._ranks.on_rank0(self._own_steps)
         if self._config.create_seed_checkpoint:
             if steps and steps[-1] > 0:  # a seed is the first state of a run; another seed may be there already
                 raise ValueError(
@@ -242,7 +242,7 @@ class Checkpointer:
         """The step that `load` would try first; 0: none, or the seed. No content is read. "model": the newest step whose weights were saved
         alone: a finished run may have left nothing else."""
         self.wait()
-        return self._ranks.first(lambda: files.newest(self.folder, kind=kind)) or 0
+        return self._ranks.on_rank0(lambda: files.newest(self.folder, kind=kind)) or 0
 
     def wait(self) -> None:
         """Returns when nothing is being written, however long that takes. Raises the failure of a save in the background, once."""
@@ -288,7 +288,7 @@ class Checkpointer:
             return files.begin(self.folder, step, lease.name)
 
         try:
-            partial = self._ranks.first(begin)
+            partial = self._ranks.on_rank0(begin)
             if partial is None:
                 return self._log.info("checkpoint: step %d not saved: another group is the checkpoint writer now", step)
             self._on_stage("write")
@@ -298,12 +298,12 @@ class Checkpointer:
         except dcp.OtherRankFailed as error:
             heard = str(error)
         reports = self._ranks.gather(SaveReport(records, problem, heard))
-        size_bytes = self._ranks.first(lambda: self._conclude(step, kind, tuple(states), reports))
+        size_bytes = self._ranks.on_rank0(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
         self._saved_step = step
         if kind == "full":
-            self._held_step = step
+            self._saved_full_step = step
         self._damaged.pop(step, None)
         what = ", the weights alone," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
@@ -317,7 +317,7 @@ class Checkpointer:
 
         def is_late() -> bool:
             """Another group saves by now, and has saved this step, or a later one."""
-            return lease.has_expired() and self._newest() >= step
+            return lease.is_superseded() and self._newest() >= step
 
         try:
             problems = [report.problem for report in reports] + [report.heard for report in reports]
@@ -375,7 +375,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
         candidates = [wanted] if wanted >= 0 else sorted(steps, reverse=True)
         paths = {step: files.step_folder(self.folder, step) for step in candidates}
-        surveyed = self._ranks.first(lambda: {step: survey(path) for step, path in paths.items()})
+        surveyed = self._ranks.on_rank0(lambda: {step: survey(path) for step, path in paths.items()})
         for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
@@ -383,7 +383,7 @@ class Checkpointer:
                 self._damaged[step] = problem
                 self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
                 continue
-            self._held_step = step
+            self._saved_full_step = step
             if isinstance(found, Manifest) and not found.settled:
                 self._log.info("checkpoint: step %d was saved by a group that went while it waited for others", step)
             return step
@@ -412,7 +412,7 @@ class Checkpointer:
             path = initial_folder(config.initial_load_path)
             return path, survey(path) if (path / files.MANIFEST).exists() else None
 
-        path, found = self._ranks.first(find)
+        path, found = self._ranks.on_rank0(find)
         if found is None:
             self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
         whole = isinstance(found, Manifest) and found.kind == "full"
@@ -493,7 +493,7 @@ class Ranks:
         """The error of the lowest rank that has one; empty: none has."""
         return next(filter(None, self.gather(problem)), "")
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Rank 0 works; every rank returns what it returned or raises what it raised."""
         if self.group is None:
             return work()

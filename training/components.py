@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from configs.check import gradients_lie_on
+from configs.check import gradient_device_type
 from configs.saved import save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from ft.agreement import Agreement
@@ -52,7 +52,7 @@ TRACES = "comm_traces"  # of collectives before a hang, by the flight recorder; 
 class Components:
     """The parts of one start of a run on one rank, made from the top down; train.Run is the loop over them."""
 
-    HEALED: tuple[str, ...] = ("model", "optimizer")  # states that a healing group receives
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # states that a healing group receives
 
     def __init__(
         self, config: RunConfig, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
@@ -145,7 +145,7 @@ class Components:
             self.environment,
             slot_size=self.slot_size,
             folder=self.group_folder,
-            device_type=gradients_lie_on(config, self.device.type),
+            device_type=gradient_device_type(config, self.device.type),
             store=world.store,
             agreement=agreement,
             long_phase_s=config.comm.init_timeout_seconds,
@@ -192,7 +192,11 @@ class Components:
         writer = LeaderMetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.scribe, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
-        for name in (*self.HEALED, "meter", *([METRICS_STATE] if shared else [])):  # what a group that heals receives
+        for name in (
+            *self.HEALED_STATES,
+            "meter",
+            *([METRICS_STATE] if shared else []),
+        ):  # what a group that heals receives
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(
@@ -206,8 +210,8 @@ class Components:
             report=self.report_storage if first else lambda words: None,
             info=self.log.info,
         )
-        self.exported = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
-        finished = self.exported >= config.training.steps
+        self.exported_step = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
+        finished = self.exported_step >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         manager_restores = shared and not seed and self.checkpointer.newest_step() < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from training.progress import Clock
 from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
-from training.writer_lease import Quorum, acquire, has_expired
+from training.writer_lease import Quorum, acquire, is_superseded
 
 ROWS_KEPT = 100  # at least: every quorum names the writer, so few steps can be missing
 SYNC_S = 5.0  # a checkpoint waits so long for rows before it
@@ -209,7 +209,7 @@ class LeaderMetricsWriter:
     def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
         assert self.sinks is not None
         with self.sinks.held():
-            if self.sinks.replaced() or (self._shared and has_expired(self._folder, quorum)):
+            if self.sinks.replaced() or (self._shared and is_superseded(self._folder, quorum)):
                 return False
             for row in rows:
                 self.sinks.write(*row)
@@ -224,7 +224,7 @@ class LeaderMetricsWriter:
 
         def resumed_step() -> int | None:
             nonlocal first  # the files are locked: a newer writer comes after this, and cuts anew
-            if self._shared and has_expired(self._folder, quorum):
+            if self._shared and is_superseded(self._folder, quorum):
                 raise _Over
             written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
             first = min(row.step for row in known if row.step >= step or not written(row))

@@ -84,8 +84,8 @@ def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torc
         for group, parameters in zip(settings, members, strict=True)
         if parameters
     ]
-    rule = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
-    return rule(
+    optimizer_class = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
+    return optimizer_class(
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -169,9 +169,9 @@ class OptimizerStep:
                 self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
             )
             max_norm = self.training.max_norm
-            clipped = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0 else 1.0
+            clip_coef = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0 else 1.0
             gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, clipped / divisor)
+            torch._foreach_mul_(gradients, clip_coef / divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["lr_factor"]
             self.optimizer.step()

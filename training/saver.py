@@ -114,7 +114,7 @@ class Saver:
             return "save" if now_s - self._tried_at >= PAUSE_S else "wait"
         if self._asked_at is not None and now_s - self._asked_at >= GRACE_S:
             return "stop"
-        return "regroup" if manager.is_broken else "wait"
+        return "regroup" if manager.needs_new_quorum else "wait"
 
     def _try_last(self) -> None:
         self._tried_at = self.clock()

@@ -20,7 +20,7 @@ Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
 def acquire(folder: Path, quorum: Quorum) -> bool:
     """Notes the quorum, unless a newer one's writer was here. The check and the note are two steps: a group that is stopped between this
     and what it does next may still do that, and so does little at a time."""
-    if has_expired(folder, quorum):
+    if is_superseded(folder, quorum):
         return False
     if _newest(folder) != quorum:
         folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def acquire(folder: Path, quorum: Quorum) -> bool:
     return True
 
 
-def has_expired(folder: Path, quorum: Quorum) -> bool:
+def is_superseded(folder: Path, quorum: Quorum) -> bool:
     """True when a newer quorum's writer was here. Another epoch is a job that began anew: the later comer is right."""
     epoch, newest = _newest(folder)
     return epoch == quorum[0] and newest > quorum[1]
@@ -64,9 +64,9 @@ class WriterLease:
         self._acquired, self.name = quorum, f"-{quorum[0]}-{quorum[1]}"
         return True
 
-    def has_expired(self) -> bool:
+    def is_superseded(self) -> bool:
         """True when another group became the writer since `acquire`."""
-        return has_expired(self._folder, self._acquired)
+        return is_superseded(self._folder, self._acquired)
 
     def may_remove(self, name: str) -> bool:
         """True when leftovers with this suffix are not those of a newer writer."""
@@ -87,7 +87,7 @@ class SoleWriter(WriterLease):
     def acquire(self) -> bool:
         return True
 
-    def has_expired(self) -> bool:
+    def is_superseded(self) -> bool:
         return not self.settled
 
     def may_remove(self, name: str) -> bool:

@@ -140,7 +140,7 @@ class Manager:
             host=_number_of(hostname) if hostname else advertised(interface, lighthouse),
             access=Access(environment.token, insecure),
             times=times,
-            attempt=environment.restart_count,
+            restart_count=environment.restart_count,
             every_step=every_step,
             spares_above=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
@@ -382,7 +382,7 @@ class Manager:
             )
         self._used = True
         if self._slots:
-            self._pass.enter_context(self.core.last_pass())
+            self._pass.enter_context(self.core.last_backward())
 
     def backward_ended(self) -> None:
         """Returns when .grad is the mean, or the step is dropped. Nobody else is at work: the caller of backward waits."""

@@ -12,6 +12,10 @@ heal_backlog steps kept it waits (AWAITING). All ranks of a group pass through t
 the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
 finished, and the vote is no.
 
+A commit vote that is not yes: with `retry` all groups have seen in the tail that one of them was not able, and repeat the attempt on the
+same generation; with `failed` this group ends its generation, the lighthouse tells the others (GenerationAborted), and all go on in the next
+quorum, where a group that has committed alone is the reference and the others heal.
+
 Choices that the rules leave open:
 - A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
   one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
@@ -220,7 +224,7 @@ class LocalContribution:
     loss_sum: float = 0.0
     able: bool = True  # as Computed.able, and so is `kept`
     kept: bool = True
-    excused: bool = False  # the others know that this group's slots are of no use
+    reported_unable: bool = False  # the others know that this group's slots are of no use
 
 
 @dataclass
@@ -433,7 +437,7 @@ class Step:
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
-            self.contribution.excused = False  # of what is new the others know nothing
+            self.contribution.reported_unable = False  # of what is new the others know nothing
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
@@ -468,10 +472,10 @@ class Step:
         if usable:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
-            figures = dict.fromkeys(slots, UNABLE if own.excused else 0.0)
+            figures = dict.fromkeys(slots, UNABLE if own.reported_unable else 0.0)
         tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.pending, 0.0), **figures}
         loss_sum = own.loss_sum if usable else 0.0
-        ok = 1.0 if usable or own.excused or not slots else 0.0
+        ok = 1.0 if usable or own.reported_unable or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
         knows = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
@@ -591,7 +595,7 @@ class Step:
         if self._retries >= MAX_UNABLE:
             self._stop_for_deal(f"{self._retries} attempts in a row, in each of which a group could not contribute")
             return
-        self.phase, self.contribution.excused = Phase.COMPUTING, True
+        self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch()
 

@@ -191,7 +191,7 @@ class Rank(Trained):
         if deal.slots:
             self.computed.append((deal.step, deal.slots))
         for slot in deal.slots:
-            with self.progress.phase("compute"), self.manager.last_pass(slot):
+            with self.progress.phase("compute"), self.manager.last_backward(slot):
                 self.backward(float(slot + 1))
         able = self.able(self, deal.slots)
         tokens = [1.0 if able else 0.0] * len(deal.slots)

@@ -460,7 +460,7 @@ def test_a_writer_that_went_wrong_in_the_last_step_is_replaced():
     class Last(Rank):
         def train(self) -> None:
             super().train()
-            self.wrote, self.broken = self.manager.writer_quorum, self.manager.is_broken
+            self.wrote, self.broken = self.manager.writer_quorum, self.manager.needs_new_quorum
             self.manager.regroup(4)
             self.writes = self.manager.writer_quorum
 

@@ -266,8 +266,8 @@ def nodes_without_a_shared_folder(folder: Path) -> str:
     here = folder / str(dist.get_rank())
 
     class Apart(Ranks):
-        def first(self, work: Callable[[], Any]) -> Any:
-            outcome = super().first(work)
+        def on_rank0(self, work: Callable[[], Any]) -> Any:
+            outcome = super().on_rank0(work)
             return here / "checkpoint" / outcome.name if isinstance(outcome, Path) else outcome
 
     run = Run(here, ranks=Apart())

@@ -64,7 +64,7 @@ def backward(model: nn.Module, gradients: Gradients, *, seed: int, dtype: torch.
     torch.manual_seed(seed)
     first, second = torch.randn(2, 16, 256).to(dtype)
     model(first).float().square().sum().backward()
-    with gradients.last_pass():
+    with gradients.last_backward():
         model(second).float().square().sum().backward()
 
 
@@ -155,7 +155,7 @@ def sharded() -> list[tuple[int, bool]]:
         torch.manual_seed(step)
         inputs = torch.randn(4, 2, 6, 33)  # rank, microbatch, batch
         model(inputs[rank, 0]).square().sum().backward()
-        with gradients.last_pass():
+        with gradients.last_backward():
             model(inputs[rank, 1]).square().sum().backward()
         overlapped = counting.count
         if step == 2:

@@ -127,7 +127,7 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
         if index < PASSES - 1:
             parallel.forward_backward(inputs, labels)
         else:
-            with manager.last_pass(slot):
+            with manager.last_backward(slot):
                 parallel.forward_backward(inputs, labels)
 
 

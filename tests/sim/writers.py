@@ -171,7 +171,7 @@ class Manager:
         return "epoch", self.part.quorum_id
 
     @property
-    def is_broken(self) -> bool:
+    def needs_new_quorum(self) -> bool:
         return self.part is not None and bool(self.part.lost)
 
     def begin_step(self, *, until: int) -> None:
@@ -359,8 +359,8 @@ class Trainer(train.Run):
                 in_thread=self.in_thread,
             )
             self.saver = Saves(self)
-            self.exported = self.checkpointer.newest_step("model")
-            if self.exported < plan.steps <= self.checkpointer.newest_step():
+            self.exported_step = self.checkpointer.newest_step("model")
+            if self.exported_step < plan.steps <= self.checkpointer.newest_step():
                 self.checkpointer.load()
                 job.loaded(group)
 

@@ -114,7 +114,7 @@ class Member:
             if index < microbatches - 1:
                 loss.backward()
             else:
-                with self.gradients.last_pass():
+                with self.gradients.last_backward():
                     loss.backward()
 
     @property

@@ -14,7 +14,7 @@ from configs.load import load
 from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
-from parallelisms.device import DEVICE_TRAITS, Device, type_here
+from parallelisms.device import DEVICE_TRAITS, Device, local_device_type
 from parallelisms.loss import add_product, equal_chunks
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
@@ -38,7 +38,7 @@ def test_streams_are_those_of_the_device() -> None:
 
 
 def test_the_kind_of_device_that_is_found() -> None:
-    assert type_here() == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert local_device_type() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True), ((0, 0), True)])

@@ -47,7 +47,7 @@ def test_a_bucket_waits_for_those_before_it():
     team = used(members(2, bucket_bytes=1))
     world = open_all(team)
     for member in team:
-        with member.gradients.last_pass():
+        with member.gradients.last_backward():
             member.model[1](member.model[0](torch.ones(1, 32))).sum().backward()  # type: ignore[index]
     assert not world.groups[0].started
     local = [member.grads for member in team]
@@ -61,7 +61,7 @@ def test_groups_that_lack_different_gradients_still_match():
     team = used(members(2, bucket_bytes=1))
     open_all(team)
     for number, member in enumerate(team):
-        with member.gradients.last_pass():
+        with member.gradients.last_backward():
             member.model[number](torch.ones(1, 32 if number == 0 else 1056)).sum().backward()  # type: ignore[index]
     first, second = ([p.grad for p in member.model.parameters()] for member in team)
     finish(team)
@@ -140,7 +140,7 @@ def test_a_retry_where_a_gradient_is_missing():
     team = used(members(2))
     world = open_all(team, last=0)
     for member in team:
-        with member.gradients.last_pass():
+        with member.gradients.last_backward():
             member.model[0](torch.ones(1, 32)).sum().backward()  # type: ignore[index]
     local = [member.grads for member in team]
     back = fail(team, world)
@@ -323,7 +323,7 @@ def test_shared_sums_lie_in_memory_that_a_child_maps():
 # ---------------------------------------------------------------------------------------------- what cannot be summed
 
 
-def test_a_second_gradient_in_the_last_pass():
+def test_a_second_gradient_in_the_last_backward():
     [member] = members(1)
     open_all([member])
     member.backward(0)
@@ -332,20 +332,20 @@ def test_a_second_gradient_in_the_last_pass():
         member.gradients.launch([1.0])
 
 
-def test_a_backward_after_the_last_pass():
+def test_a_backward_after_the_last_backward():
     """It would be in what is kept for a retry of the step, and not in the sums."""
     [member] = members(1)
     open_all([member])
     member.backward(0)
     member.model(torch.ones(4, 32)).sum().backward()  # the hook does not raise
-    with pytest.raises(RuntimeError, match=r"parameter \d of shape \(\d+,.* after last_pass"):
+    with pytest.raises(RuntimeError, match=r"parameter \d of shape \(\d+,.* after last_backward"):
         member.gradients.launch([1.0])
 
 
 def test_a_sparse_gradient():
     [member] = members(1, lambda: nn.Embedding(1000, 50, sparse=True))
     open_all([member])
-    with member.gradients.last_pass():
+    with member.gradients.last_backward():
         member.model(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match=r"parameter 0 of shape \(1000, 50\): a gradient of layout torch.sparse_coo"):
         member.gradients.launch([1.0])

@@ -16,7 +16,7 @@ def slot_backward(member: Member, place: int, *, completes: bool = True) -> None
     """A slot's data has two batches, and is the same whoever computes it."""
     for last in (False, True):
         torch.manual_seed(2 * place + last)
-        with member.gradients.last_pass(place) if last and completes else nullcontext():
+        with member.gradients.last_backward(place) if last and completes else nullcontext():
             member.model(torch.randn(4, 32)).square().sum().backward()
 
 
@@ -107,7 +107,7 @@ def test_what_is_added_after_a_failure_is_added_to_what_was_kept(hooks: bool):
     for member in fresh:
         member.gradients.open(World(2).groups[0], 2)
         for seed in (1, 2):
-            with nullcontext() if seed == 1 else member.gradients.last_pass():
+            with nullcontext() if seed == 1 else member.gradients.last_backward():
                 torch.manual_seed(100 * seed + 10 * member.number)
                 member.model(torch.randn(4, 32)).square().sum().backward()
     assert_sums(team, [member.grads for member in fresh])
@@ -118,7 +118,7 @@ def test_minus_zero_is_zero_also_where_nobody_adds_to_it():
     open_all([alone])
     alone.gradients.begin((0, 1))
     for place in (0, 1):
-        with alone.gradients.last_pass(place):
+        with alone.gradients.last_backward(place):
             sum((parameter * -0.0).sum() for parameter in alone.model.parameters()).backward()
     finish([alone])
     assert not any(torch.signbit(gradient).any() for gradient in alone.grads)

@@ -24,7 +24,7 @@ class Manager:
     step, may_exit = LAST, True
 
     def __init__(self, group: Group) -> None:
-        self.group, self.is_broken, self.finished = group, False, False
+        self.group, self.needs_new_quorum, self.finished = group, False, False
         self.told: list[bool] = []
         self.stays = True
         self.regroups: Callable[[], None] = lambda: None
@@ -35,7 +35,7 @@ class Manager:
 
     def regroup(self, until: int) -> None:
         assert until == LAST
-        self.is_broken = False
+        self.needs_new_quorum = False
         self.regroups()
         if not self.stays:
             raise GroupReleased(has_state=True)
@@ -101,7 +101,7 @@ def test_groups_without_a_common_folder_hear_of_it(tmp_path: Path):
 
 def test_the_writer_dies_in_its_last_save_and_the_next_one_makes_it(tmp_path: Path):
     other = End(tmp_path, None)
-    other.happens[5.0] = lambda: setattr(other.manager, "is_broken", True)
+    other.happens[5.0] = lambda: setattr(other.manager, "needs_new_quorum", True)
     other.manager.regroups = lambda: setattr(other.group, "quorum", 2)
     other.make()
     assert steps_in(tmp_path) == [LAST] and other.manager.told == [True] and other.tries == 1
@@ -153,7 +153,7 @@ def test_who_waits_and_is_asked_to_leave_waits_a_little(tmp_path: Path, stands: 
 
 def test_who_is_asked_to_leave_while_it_regroups_goes(tmp_path: Path):
     other = End(tmp_path, None)
-    other.manager.is_broken = True
+    other.manager.needs_new_quorum = True
     other.manager.stays = False
     with pytest.raises(CheckpointFailed):
         other.make()

@@ -138,7 +138,7 @@ def test_the_last_step_is_the_one_that_the_trainer_named(manager: Seam):
 
 
 def test_closing_twice_is_harmless(manager: Seam):
-    with manager.last_pass(0):
+    with manager.last_backward(0):
         pass
     manager.close()
     manager.close()

@@ -110,7 +110,7 @@ def test_tensors_and_buckets_go_in_one_order():
     world = open_all(team, last=0)
     for member in team:
         member.gradients.all_reduce(torch.ones(3))
-        with member.gradients.last_pass():
+        with member.gradients.last_backward():
             if member.number == 0:
                 member.model(torch.ones(1, 256)).sum().backward()
         member.gradients.all_reduce(torch.ones(5))

@@ -22,7 +22,7 @@ from textwrap import wrap
 
 import torch
 
-from configs.check import check_settings, gradients_lie_on
+from configs.check import check_settings, gradient_device_type
 from configs.load import load
 from configs.schema import RunConfig, model_module
 from ft.config import Environment
@@ -101,7 +101,7 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfi
     """Memory that groups take of a rank. Raises ValueError: no number of groups in the environment, or another device's process group."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
-    in_child = settings.group_kind(gradients_lie_on(config, job.device_type)).startswith("baby")
+    in_child = settings.group_kind(gradient_device_type(config, job.device_type)).startswith("baby")
 
     def beside(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from models import ops
 from models.contract import Model
 from parallelisms.float8 import Float8Config
-from parallelisms.fsdp import communication_groups
+from parallelisms.fsdp import fsdp_param_groups
 from parallelisms.layout import CompileConfig, Layout
 from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, ParallelismConfig, build_mesh, data_parallel_mesh
 from parallelisms.parallelize import Parallelized, parallelize
@@ -425,7 +425,7 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), 0))
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
-        for together in communication_groups(part, layout.parallelism.fsdp_blocks_per_group):
+        for together in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
             shards = [local(p) for module in together for p in module.parameters()]
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
             groups.append((", ".join(names[module] for module in together), elements * sizes.dp_shard * sizes.cp))
