@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's part of a step, summed over its ranks. `step`: completed optimizer steps before this one. `losses`: of this rank's batches
+    """This group's share of a step, of all its ranks. `step`: completed optimizer steps before this one. `losses`: of this rank's batches
     in that step. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid ones
