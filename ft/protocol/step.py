@@ -13,8 +13,8 @@ the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides no
 finished, and the vote is no.
 
 A commit vote that is not yes: with `retry` all groups have seen in the tail that one of them was not able, and repeat the attempt on the
-same generation; with `failed` this group ends its generation, the lighthouse tells the others (GenerationAborted), and all go on in the next
-quorum, where a group that has committed alone is the reference and the others heal.
+same generation; with `failed` this group ends its generation, the lighthouse tells the others (GenerationAborted), and all go on in the
+next quorum, where a group that has committed alone is the reference and the others heal.
 
 Choices that the rules leave open:
 - A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
