@@ -220,7 +220,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
             settings["c"][:] = [("optimizer.lr", "2")]
             rank.manager.group.interrupt("its sockets break")
 
-    with job(min_replicas=2) as made:
+    with job(min_replicas=2, join_timeout_ms=30_000) as made:
         ranks = [
             made.group(
                 name, steps=20, together=3, make=partial(Manager, connect=Shapeless, shape=settings[name]), at=changes
