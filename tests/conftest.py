@@ -28,7 +28,7 @@ _seconds: Counter[str] = Counter()
 # names. `--all` adds them; so does naming them, or their folder.
 ONLY_WITH_ALL = {
     "dryrun/": "every layout on a device that computes nothing; the first tier has groups of replicas and the default config",
-    "e2e/": "whole jobs under every fault; the first tier has the drill of groups of one rank",
+    "e2e/": "whole jobs under every fault; the first tier has the drill of two ranks a group with FSDP, one killed",
     "ft/test_soak.py": "thousands of membership changes, the short one",
     "ft/test_rounds_killed.py": "deaths in rounds, in real processes",
     "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
@@ -36,24 +36,28 @@ ONLY_WITH_ALL = {
     "multiproc/test_explain.py": "--explain beside what real ranks take and send",
     "multiproc/test_mutations.py": "planted mistakes in each layout",
     "multiproc/test_reshard.py": "checkpoints from layout to layout",
+    "multiproc/test_retries.py": "steps that are tried again, in pipelines",
     "rpc/test_torchft_": "beside torchft's own clients, servers and tests, from its wheel",
     "scripts/test_add_a_model.py": "the guide, followed",
+    "scripts/test_bad_groups.py": "groups that a running job refuses",
     "scripts/test_bits.py": "bit for bit the same with kills",
     "scripts/test_check_cluster.py": "planted faults of a cluster",
     "scripts/test_documents_run.py": "every command of the documentation",
+    "scripts/test_gpu_page.py": "make gpu, without a GPU",
     "scripts/test_hf": "weights of Hugging Face, in and out",
     "scripts/test_kubernetes.py": "a pod's commands",
     "scripts/test_resume.py": "killed and resumed, bit for bit",
     "scripts/test_run_replicas.py": "a lighthouse and groups on one machine",
     "scripts/test_slurm.py": "a real Slurm",
     "scripts/test_torchx.py": "TorchX's own scheduler",
+    "sim/test_writers.py::test_many_seeds": "the writers of metrics and checkpoints; the first tier has their planted bugs",
 }
 # While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
 # They come last, so that no worker waits for its turn while there is something else to do.
 ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py")
 MANY_SEEDS = "sim/test_many_seeds.py"  # comes last of all, and in a tier only waits
 IN_BOTH = (
-    "e2e/test_drill.py::test_every_fault_on_groups_of_one_rank",
+    "e2e/test_drill.py::test_two_ranks_a_group[fsdp]",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
 )

@@ -234,7 +234,7 @@ def test_a_checkpoint_that_storage_does_not_show_now_is_neither_counted_nor_remo
 class Leaving:
     """The part of a manager that a save asks."""
 
-    step, writes, left, needs_new_quorum, finished = 3, ("epoch", 1), True, False, False
+    step, writer_quorum, may_exit, needs_new_quorum, finished = 3, ("epoch", 1), True, False, False
 
     def regroup(self, until: int) -> None: ...
 
