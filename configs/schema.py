@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -73,6 +73,16 @@ class RunConfig:
     def run_folder(self) -> Path:
         """<run>: everything the run leaves is in here."""
         return Path(self.job.dump_folder) / self.job.name
+
+    def for_any_machine(self) -> RunConfig:
+        """These settings without ranks and devices that the run will have: a check on this machine says nothing of those."""
+        return replace(
+            self,
+            parallelism=ParallelismConfig(),
+            training=replace(self.training, enable_cpu_offload=False),
+            float8=replace(self.float8, enable=False),
+            fault_tolerance=replace(self.fault_tolerance, process_group="auto"),
+        )
 
     def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:
         """The model on the meta device, which takes no memory. `max_seq_len`: 0: training.seq_len."""

@@ -108,6 +108,7 @@ class ManagerTelemetry:
 
     @property
     def median_step_s(self) -> float:
+        """Median length of the newest steps; 0: there is none."""
         return statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
     @contextmanager
@@ -120,6 +121,7 @@ class ManagerTelemetry:
             self._sends = None
 
     def lost(self) -> None:
+        """Counts what was computed for this step as lost."""
         self.phase_timer.lose()
         self.event("lost work")
 

@@ -259,7 +259,7 @@ class Output(LogsSpecs):
 
 
 def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
-    """What the agent starts, and where the nodes meet: by their NODE_RANK if they have one, else as they come. One node has an own port."""
+    """The processes that the agent starts, and the rendezvous of the nodes: by NODE_RANK if it is set, else as they come."""
     settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
     endpoint, backend, address = plan.endpoint, "c10d", None
     if plan.nnodes == 1:  # a host's own name need not resolve on a laptop

@@ -71,7 +71,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
-    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`."""
+    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`.
+    `who`: the program, in its warning that it takes an earlier one."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")

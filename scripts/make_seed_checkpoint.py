@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
@@ -29,7 +28,6 @@ from configs.saved import check_saved, save
 from configs.schema import RunConfig
 from models.contract import Model
 from models.init import draw
-from parallelisms.mesh import ParallelismConfig
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
 from training.checkpoint_dcp import CHUNK_BYTES, Streamed
@@ -49,7 +47,7 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
     try:
         config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
-        check_settings(for_any_machine(config), world_size=1)
+        check_settings(config.for_any_machine(), world_size=1)
         check_saved(config, config.run_folder)
         try:
             make_seed(config, Log(colour=not config.metrics.disable_color_printing), draw=draw)
@@ -59,14 +57,6 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
         print(f"make_seed_checkpoint: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0
-
-
-def for_any_machine(config: RunConfig) -> RunConfig:
-    """Without what says how many ranks and which devices the run will have, since this machine may have others."""
-    training, float8 = replace(config.training, enable_cpu_offload=False), replace(config.float8, enable=False)
-    fault_tolerance = replace(config.fault_tolerance, process_group="auto")
-    parallelism = ParallelismConfig()
-    return replace(config, parallelism=parallelism, training=training, float8=float8, fault_tolerance=fault_tolerance)
 
 
 def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:

@@ -44,7 +44,6 @@ ONLY_WITH_ALL = {
     "scripts/test_bits.py": "bit for bit the same with kills",
     "scripts/test_check_cluster.py": "planted faults of a cluster",
     "scripts/test_documents_run.py": "every command of the documentation",
-    "scripts/test_explain.py::test_512_ranks_are_explained_here": "a large job",
     "scripts/test_gpu_page.py::test_without_a_device": "make gpu, without a GPU",
     "scripts/test_hf": "weights of Hugging Face, in and out",
     "scripts/test_kubernetes.py": "a pod's commands",

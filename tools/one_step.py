@@ -151,7 +151,7 @@ def tree(calls: list[TracedCall]) -> list[str]:
 
 
 def digest_of(functions: Iterable[tuple[str, str]]) -> str:
-    """Of the names that each of these functions calls, except properties and calls by a library. LookupError: one is gone."""
+    """Digest of the names that each of these functions calls, except properties and calls by a library. LookupError: one is gone."""
     digest, trees = hashlib.sha256(), dict[str, ast.AST]()
     for file, function in sorted(functions):
         if file not in trees:

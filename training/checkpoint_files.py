@@ -262,7 +262,7 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
     """Removes what is older than the `keep` newest whole full checkpoints, 0: nothing; those in `damaged` are not whole. Returns the steps
-    removed. Never removes `written` (just published), a newer one, one without a manifest, or of the model alone. Raises OSError."""
+    removed. Never removes `written` (just published), a newer one, one without a manifest, or one of the model alone. Raises OSError."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}

@@ -192,11 +192,7 @@ class Components:
         writer = LeaderMetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.scribe, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
-        for name in (
-            *self.HEALED_STATES,
-            "meter",
-            *([METRICS_STATE] if shared else []),
-        ):  # what a group that heals receives
+        for name in (*self.HEALED_STATES, "meter", *([METRICS_STATE] if shared else [])):
             self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(

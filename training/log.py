@@ -34,6 +34,7 @@ class Log(logging.Handler):
         self.colour = colour and self.is_terminal
 
     def info(self, message: str, *args: object) -> None:
+        """On global rank 0 alone; `warning` and `error`, the cause that ends the run, on every rank."""
         if self.global_rank == 0:
             self._write("", message, args)
 

@@ -32,7 +32,7 @@ from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
 from scripts.generate import checkpoint_of
-from scripts.make_seed_checkpoint import WriteProgress, check_room, for_any_machine
+from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import Streamed
 from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
@@ -165,7 +165,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer"))
     config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
-    check_settings(for_any_machine(config), world_size=1)
+    check_settings(config.for_any_machine(), world_size=1)
     return config
 
 

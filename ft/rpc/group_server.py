@@ -42,6 +42,8 @@ CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vo
 
 @dataclass(frozen=True)
 class Settings:
+    """Settings of a group server; one line of JSON on its stdin."""
+
     replica_id: str
     world_size: int
     lighthouse: str  # http://host:port

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +218,16 @@ def test_shipped_configurations(name: str, parameters: int, gpus: int, monkeypat
     assert sum(p.numel() for p in wanted.model().parameters()) == parameters
     assert wanted.device_type == "cuda" and wanted.layout.precision.compute == torch.bfloat16
     assert wanted.passes * wanted.local_batch_size * wanted.degrees.data_parallel == config.training.global_batch_size
+
+
+def test_nothing_of_checkpoints_is_loaded():
+    """It costs a second and some megabytes, and --explain reads and writes none."""
+    loaded = "import sys, tools.explain.command; print('torch.distributed.checkpoint' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", loaded],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"

@@ -31,7 +31,6 @@ from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
-from scripts.make_seed_checkpoint import for_any_machine
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
 from training.optimizer import build_optimizer
@@ -59,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         argv, n_ranks, device = _options(argv)
         config = load(argv)
         world_size = n_ranks or ranks_asked(config.parallelism)
-        anywhere = replace(for_any_machine(config), parallelism=without_devices(config.parallelism))
+        anywhere = replace(config.for_any_machine(), parallelism=without_devices(config.parallelism))
         check_settings(anywhere, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
         beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
