@@ -132,7 +132,7 @@ class Run(Components):
             if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.may_exit):
                 self.saver.save()
             self.save_overdue = self.checkpointer.overdue(step)
-            self.meter.print_estimate(step)
+            self.metrics_processor.print_estimate(step)
             self.watchdog.step_done()
             with self.progress.phase("trace"):
                 profiler.step(step)
@@ -147,7 +147,7 @@ class Run(Components):
         return self.print_summary("finished", next_command)
 
     def train_step(self) -> bool:
-        """One step over the slots that this group was dealt. False: not committed, and no state has changed."""
+        """One step over the slots that this group was assigned. False: not committed, and no state has changed."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:
@@ -170,11 +170,11 @@ class Run(Components):
         quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
         groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
         tokens, steps = round(commit.divisor), self.inner_steps
-        self.meter.step(
+        self.metrics_processor.step(
             step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
         )
         size = self.slot_size * steps
-        self.meter.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
+        self.metrics_processor.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
@@ -184,8 +184,8 @@ class Run(Components):
         training = self.config.training
         for batch in batches or self.progress.timed("data", self.loader.load(slots)):
             if not losses or losses[-1][0].slot != batch.slot:
-                # The same numbers in a resumed or repeated step, others on each rank, but the same on tensor-parallel ranks, whose common
-                # tensors must stay equal (DTensor has its own generator for parts).
+                # A resumed or repeated step draws the same random numbers, and each rank different ones; tensor-parallel ranks draw the
+                # same, since replicated tensors must stay equal (for sharded ones DTensor has its own generator).
                 place = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
                 torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
             last_backward = self.manager.last_backward(batch.slot) if batch.ends_slot else nullcontext()
@@ -198,7 +198,8 @@ class Run(Components):
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
-            counted = losses if at.counts_tokens else ()  # of the ranks that see the same sequences one counts them
+            # among ranks that see the same sequences only one counts the tokens
+            counted = losses if at.counts_tokens else ()
             tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
             known = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
             broken = (~loss_sum.isfinite()).double()
@@ -239,7 +240,9 @@ class Run(Components):
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
         loss, bits = nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
-        self.meter.validation(self.manager.step, loss=loss, bits_per_byte=bits, tokens=round(tokens), seconds=seconds)
+        self.metrics_processor.validation(
+            self.manager.step, loss=loss, bits_per_byte=bits, tokens=round(tokens), seconds=seconds
+        )
 
     def leave(self, released: GroupReleased) -> None:
         """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
@@ -296,18 +299,18 @@ class SemiSyncRun(Run):
         super().leave(released)
 
     def validate(self) -> None:
-        with self.manager.use_global_weights():
+        with self.manager.use_outer_weights():
             super().validate()
 
     def sample(self) -> None:
-        with self.manager.use_global_weights():
+        with self.manager.use_outer_weights():
             super().sample()
 
 
 if __name__ == "__main__":
     try:
         exit_code = main(sys.argv[1:])
-    except Exception:  # noqa: BLE001 (told as Python would)
+    except Exception:  # noqa: BLE001 (reported as Python would)
         sys.excepthook(*sys.exc_info())
         exit_code = 1
     end_process(exit_code)

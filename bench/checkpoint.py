@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from bench.pairs import in_turns, parser, ratio, table
-from ft.materialise import materialise
+from ft.optim_state import init_optim_state
 from training import checkpoint_dcp
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_files import FileRecord
@@ -70,7 +70,7 @@ class Bench:
         layers = max(1, round(megabytes * 1e6 / 3 / 4 / 1024**2))  # weights and two moments, four bytes each
         self.model = nn.Sequential(*(nn.Linear(1024, 1024, device=device) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        materialise(self.optimizer)
+        init_optim_state(self.optimizer)
         optimizer = OptimizerState([self.model], self.optimizer)
         self.states: dict[str, Any] = {"model": ModelState([self.model]), "optimizer": optimizer}
         values = [value for state in self.states.values() for value in state.state_dict().values()]

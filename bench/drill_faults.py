@@ -25,7 +25,7 @@ from bench.drill_job import Disk, DrillJob, Network
 from bench.job import Diary, DiaryLine, gaps, longest_gap, rows, signal_all
 from ft.config import FaultTolerance
 from scripts import samples
-from training.drill import HANG, ORDER
+from training.drill import CORRUPT, HANG
 
 STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
 PARTITION_S, LINK_S = 10.0, 6.0
@@ -264,7 +264,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
 def corrupt(job: DrillJob, dice: random.Random) -> Incident:
     """A bit of a weight flips, which only a comparison with the others shows. The group must heal, or end and come back."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
-    _order(job, name, ORDER, rank)
+    _order(job, name, CORRUPT, rank)
     flipped_s = time.monotonic()
     job.until("that it is noticed", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
     return Incident(f"a bit of rank {rank} of group {name}", {name})

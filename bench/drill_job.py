@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from bench.job import Diary, DiaryLine, descendants, failure, signal_all, until
 from bench.pairs import Failed
-from scripts.launch import Plan, ranks_here, threads_per_rank
+from scripts.launch import LaunchSettings, ranks_here, threads_per_rank
 from scripts.replicas import ENABLED, ReplicaSupervisor, devices_of_groups, environment, prepare, start_lighthouse
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self._devices = DevicePool(devices_of_groups(groups))
         ranks = len(self._devices.of("0"))
         self.config, self._restarts, _ = prepare(self._argv, groups, ranks=ranks or None)
-        self.ranks = ranks or ranks_here(Plan.read(os.environ))
+        self.ranks = ranks or ranks_here(LaunchSettings.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
         self.folder, self.checkpoints = self.run / "groups", self.run / self.config.checkpoint.folder

@@ -53,7 +53,7 @@ class HealingSide:
         # the best that a bare socket can do for a device: one pinned buffer, copied to or from while nothing else runs
         self.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device == "cuda" else None
         self.state = StateRegistry()
-        self.state.register("model", lambda: {str(i): tensor for i, tensor in enumerate(self.tensors)}, lambda _: None)
+        self.state.register_state("model", lambda: {str(i): x for i, x in enumerate(self.tensors)}, lambda _: None)
         self.store, self.listener = serve_store(), socket.create_server(("127.0.0.1", 0))
         self.transports: dict[str, Transport] = {
             "http": HttpTransport("127.0.0.1", role, Access(token="a token of the benchmark's own")),

@@ -42,8 +42,8 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     from ft.rpc.access import Access
 
     class Told(Gradients):
-        def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-            super().launch(tail, zeros=zeros)
+        def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+            super().launch_tail(tail, zeros=zeros)
             talk.send("launched")
 
     torch.set_num_threads(1)
@@ -51,16 +51,16 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     config = ReplicaGroupConfig(folder.name, 0, 1, lighthouse, "127.0.0.1", Access(), Times())
     gradients = (Told if folder.name == "c" else Gradients)(bucket_bytes=BUCKET_BYTES)
     manager = RecordingManager(folder, ProcessGroupGloo(), config, ManagerOptions(init_sync=False), gradients=gradients)
-    manager.register("model", model.state_dict, model.load_state_dict)
+    manager.register_state("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
     while not manager.may_exit:
         if talk.poll():
             manager.leave()
-        deal = manager.begin_step()
-        for slot in deal.slots:
+        assignment = manager.begin_step()
+        for slot in assignment.slots:
             for parameter in model:
                 parameter.grad = torch.full_like(parameter, slot + 1.0)
-        if manager.commit(manager.reduce([1.0] * len(deal.slots), 0.0, True)) is not None:
+        if manager.commit(manager.reduce([1.0] * len(assignment.slots), 0.0, True)) is not None:
             with torch.no_grad():
                 for parameter in model:
                     parameter -= parameter.grad

@@ -44,7 +44,7 @@ from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.layout import Layout
-from parallelisms.mesh import AXES, Degrees, ParallelismConfig
+from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan
 from tests.multiproc.pool import Pool, WorkerError
@@ -206,11 +206,11 @@ def cases(task: Task, world_size: int) -> list[ParityCase]:
     return [_case(task, *layout, optimizer, index) for optimizer in STEPS for index, layout in enumerate(layouts)]
 
 
-def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Option, ...]]]:
+def _layouts(task: Task, world_size: int) -> Iterator[tuple[ParallelDims, tuple[Option, ...]]]:
     following = {axis: cycle(options) for axis, options in OPTIONS.items()}
     recomputation = cycle((*RECOMPUTATION, Option("", {})))
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    for degrees in (Degrees(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
+    for degrees in (ParallelDims(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
         if not _legal(task, degrees, ()):
             continue
         yield degrees, ()
@@ -224,7 +224,7 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[Degrees, tuple[Optio
         yield from ((degrees, options) for options in (legal if len(axes) < 2 else islice(legal, 1)))
 
 
-def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
+def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bool:
     """True when model and batch can be shared like that, by the checks of a run's settings."""
     pieces = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
     if task.global_batch_size % (2 * degrees.data_parallel) or task.seq_len % pieces:
@@ -245,7 +245,9 @@ def _legal(task: Task, degrees: Degrees, options: tuple[Option, ...]) -> bool:
     return True
 
 
-def _case(task: Task, degrees: Degrees, options: Sequence[Option], optimizer: OptimizerName, index: int) -> ParityCase:
+def _case(
+    task: Task, degrees: ParallelDims, options: Sequence[Option], optimizer: OptimizerName, index: int
+) -> ParityCase:
     """A case with the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
     halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
@@ -282,7 +284,7 @@ def _case(task: Task, degrees: Degrees, options: Sequence[Option], optimizer: Op
     )
 
 
-def _title(degrees: Degrees) -> str:
+def _title(degrees: ParallelDims) -> str:
     """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
     replicas, shards = degrees.dp_replicate, degrees.dp_shard
     ranks = {"pp": degrees.pp, "ddp": replicas, "fsdp": shards, "cp": degrees.cp, "tp": degrees.tp}

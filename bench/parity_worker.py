@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
-from ft.buckets import local_of
+from ft.buckets import to_local
 from models.contract import ModelConfig
 from parallelisms.layout import Layout
-from parallelisms.mesh import Degrees, build_mesh, degrees
+from parallelisms.mesh import ParallelDims, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
 from training.checkpoint import ModelState, plain_name
@@ -69,7 +69,7 @@ class ParityCase:
     vocab_size: int
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> ParallelDims:
         return degrees(self.layout.parallelism, self.world_size)
 
 
@@ -150,10 +150,10 @@ def beside(task: Task, case: ParityCase) -> Seen:
     step is taken once more from the truth's weights, where gradients must be as near as under SGD.
     """
     rank = Rank(task, case)
-    drawn = {name: local_of(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
+    drawn = {name: to_local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
     rank.load_weights(0)
     loaded = ModelState(rank.parallel.parts).state_dict()
-    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(local_of(value), drawn[name]))
+    drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(to_local(value), drawn[name]))
     steps = list[StepSeen]()
     for step in range(len(rank.truth)):
         steps.append(rank.forward_backward(step))
@@ -191,7 +191,7 @@ class Rank:
         state = ModelState(self.parallel.parts)
         live = state.state_dict()
         for value in live.values():
-            local_of(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
+            to_local(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
         folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
@@ -226,7 +226,7 @@ class Rank:
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
-    torch._foreach_mul_([local_of(p.grad) for p in parameters if p.grad is not None], factor)
+    torch._foreach_mul_([to_local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -133,13 +133,13 @@ class ReduceMember:
             for work in works:
                 work.wait()
         else:
-            gradients.open(group, MEMBERS)
+            gradients.begin_attempt(group, MEMBERS)
             with gradients.last_backward():
                 for parameter in reversed(self.parameters):  # as a backward does
                     parameter.grad = torch.ones_like(parameter)
                     for hook in parameter._post_accumulate_grad_hooks.values():
                         hook(parameter)
-            gradients.launch([1.0, 0.0, 1.0, 0.0])
+            gradients.launch_tail([1.0, 0.0, 1.0, 0.0])
             gradients.wait()
             gradients.deliver()
         if not fused:

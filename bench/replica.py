@@ -99,7 +99,7 @@ def ours(replica: Replica) -> None:
     group: Any = process_group(settings, replica.device)
     manager, sum_s, contributors = Manager(group, config, ManagerOptions()), 0.0, 0
     for name, state in replica.states.items():
-        manager.register(name, state.state_dict, state.load_state_dict)
+        manager.register_state(name, state.state_dict, state.load_state_dict)
     manager.attach([replica.model])
     replica.say("start")
 
@@ -110,18 +110,18 @@ def ours(replica: Replica) -> None:
     while not manager.may_exit:
         if not replica.goes_on:
             manager.leave()  # said in one more step, so that it costs the others none
-        deal = manager.begin_step()
-        if deal.slots:
-            replica.compute(len(deal.slots))
+        assignment = manager.begin_step()
+        if assignment.slots:
+            replica.compute(len(assignment.slots))
         if "kill" in replica.orders and contributors == 2:
             target = group.child.pid if replica.orders.pop("kill") == "child" else os.getpid()
             threading.Timer(sum_s / 2, kill, [target]).start()
         began_s = time.monotonic()
-        sums = manager.reduce([1.0] * len(deal.slots), 0.0, True)
+        sums = manager.reduce([1.0] * len(assignment.slots), 0.0, True)
         sum_s = time.monotonic() - began_s
         commit = manager.commit(sums)
         if commit is None:
-            replica.say("abort", step=deal.step)
+            replica.say("abort", step=assignment.step)
             continue
         grads = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
         torch._foreach_div_(grads, commit.divisor)

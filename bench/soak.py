@@ -74,10 +74,10 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     from ft.rpc.access import Access
     from ft.rpc.clients import channel
     from ft.rpc.generated import pharos_pb2
+    from training.background_writer import BackgroundWriter
     from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
     from training.log import Log
-    from training.metrics_writer import LeaderMetricsWriter
-    from training.scribe import Scribe
+    from training.metrics_writer import MetricsWriter
     from training.sinks import Sinks
     from training.writer_lease import WriterLease
 
@@ -112,7 +112,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             """Ends all connections of this group to others, as a network does. Returns how many."""
             generation = self.manager.group._generation
             engine: Any = generation and generation.engine
-            return sockets.shut(near=engine.near, far=engine.far) if engine else 0
+            return sockets.shut(local=engine.local, remote=engine.remote) if engine else 0
 
         def _run(self) -> None:
             try:
@@ -124,9 +124,12 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
         def _take_part(self) -> None:
             """Trains until the group leaves or is evicted."""
             with ExitStack() as cleanup:
-                scribe = cleanup.enter_context(closing(Scribe(lambda words: None)))
-                relay = LeaderMetricsWriter(
-                    folder, lambda: manager.writer_quorum, lambda first: Sinks(folder, resumed_step=first), scribe
+                background_writer = cleanup.enter_context(closing(BackgroundWriter(lambda words: None)))
+                relay = MetricsWriter(
+                    folder,
+                    lambda: manager.writer_quorum,
+                    lambda first: Sinks(folder, resumed_step=first),
+                    background_writer,
                 )
                 cleanup.enter_context(closing(relay))
                 config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
@@ -134,8 +137,8 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
                 manager = Manager(group, config, options, restore=lambda: checkpointer.load())
                 states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
-                manager.register("model", model.state_dict, self._heal)
-                manager.register("figures", relay.state_dict, relay.load_state_dict)
+                manager.register_state("model", model.state_dict, self._heal)
+                manager.register_state("figures", relay.state_dict, relay.load_state_dict)
                 manager.attach([model])
                 checkpoints = CheckpointConfig(interval=200, keep_latest_k=2)
                 lease = WriterLease(folder, lambda: manager.writer_quorum)
@@ -146,13 +149,14 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 self.there.set()
                 self._train(manager, relay, checkpointer)
 
-        def _train(self, manager: Manager, relay: LeaderMetricsWriter, checkpointer: Checkpointer) -> None:
+        def _train(self, manager: Manager, relay: MetricsWriter, checkpointer: Checkpointer) -> None:
             while not manager.may_exit:
-                deal = manager.begin_step()
-                for slot in deal.slots:
+                assignment = manager.begin_step()
+                for slot in assignment.slots:
                     with manager.last_backward(slot):
                         ((model.weight.sum() + model.bias.sum()) * (slot % 1000)).backward()
-                commit = manager.commit(manager.reduce([1.0] * len(deal.slots), float(len(deal.slots)), True))
+                count = len(assignment.slots)
+                commit = manager.commit(manager.reduce([1.0] * count, float(count), True))
                 if commit is not None:
                     with torch.no_grad():
                         for parameter in model.parameters():

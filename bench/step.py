@@ -7,7 +7,7 @@ weights (faster, but small updates are lost); ours always has fp32 master weight
 through all rounds, on the same CPUs and number of threads; the sides take turns. The last lines compare our settings with
 the fastest peer at its best setting, round by round. gpu.py starts the same sides.
 
-A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the products and all
+A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the matmuls and all
 of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
 chunked=8192 (the logits of so many tokens exist at once). Our weights are drawn on the device: nothing here depends on their bits. A side
 runs under its own interpreter, so a peer's imports torch and that peer alone.

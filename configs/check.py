@@ -87,7 +87,7 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _check_tensor_parallel(config: RunConfig) -> None:
-    """Heads and features can be shared, and, if asked for, products can overlap with collectives."""
+    """Heads and features can be shared, and, if asked for, matmuls can overlap with collectives."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
         config.model.check_tensor_parallel(tp)
@@ -203,12 +203,12 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
 
 
 def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
-    """Data can be dealt to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
+    """Data can be assigned to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
     if not config.fault_tolerance.enable:
         return
     if config.training.dataset == "huggingface":
         yield (
-            'training.dataset = "huggingface": a stream cannot be dealt to replica groups, each sequence once; '
+            'training.dataset = "huggingface": a stream cannot be assigned to replica groups, each sequence once; '
             'nearest: "files", or fault_tolerance.enable = false'
         )
     if config.comm.init_method != "env://":
@@ -236,7 +236,7 @@ def gradient_device_type(config: RunConfig, device_type: str) -> str:
 
 
 def _check_rounds(config: RunConfig) -> Iterator[str]:
-    """Groups that step by themselves have something to show only when they have agreed."""
+    """In semi-synchronous training checkpoints, validations and the last step fall on a synchronisation."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
         from ft.semi_sync import cut

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 
 
 class ConfigError(ValueError):
@@ -23,8 +23,8 @@ def raise_problems(problems: Iterable[str], file: str = "") -> None:
         return int(place[1]) if place else sys.maxsize
 
     texts = sorted((text.replace("\n", " ") for text in problems), key=line)
-    if len(texts) > MOST_SHOWN:
-        texts[MOST_SHOWN:] = [f"... and {len(texts) - MOST_SHOWN} more"]
+    if len(texts) > MAX_SHOWN:
+        texts[MAX_SHOWN:] = [f"... and {len(texts) - MAX_SHOWN} more"]
     if texts:
         raise ConfigError("\n".join(texts))
 

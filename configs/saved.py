@@ -88,7 +88,7 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
 
 
 def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> None:
-    """Raises ConfigError if `folder` holds a run that this config would falsify instead of continue it. `world_size`: ranks of this start;
+    """Raises ConfigError if `folder` holds a run that this config would alter rather than continue. `world_size`: ranks of this start;
     None: nothing is trained, and what a step is made of is not compared."""
     saved = folder / FILE_NAME
     if not saved.exists():

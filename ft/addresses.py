@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_char_p, c_uint, c_void_p
 from functools import partial
 
-from ft.process_groups.sockets import towards
+from ft.process_groups.sockets import local_address_for
 from ft.rpc.access import Endpoint
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -70,7 +70,7 @@ def advertised(
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
         try:
-            return towards(place.host).partition("%")[0]
+            return local_address_for(place.host).partition("%")[0]
         except (socket.gaierror, UnicodeError):
             raise ValueError(f"TORCHFT_LIGHTHOUSE {place}: there is no host {place.host}") from None
         except OSError:

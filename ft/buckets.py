@@ -2,7 +2,7 @@
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
 one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before it are parameters
-so small that their wait costs nothing. `shape`: digests of the layout, which groups compare in the first quorum.
+so small that their wait costs nothing. `fingerprint`: digests of the layout, which groups compare in the first quorum.
 
 Sets of buffers are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad`
 while the next one is summed into the other set. The thread that ends a process group may return memory, too.
@@ -87,10 +87,10 @@ class BucketLayout:
         self.sizes[tail] += TAIL_ELEMENTS
         kinds = list(self.sizes)
         plan = [(bucket.members, kinds.index(bucket.kind), bucket.start, bucket.in_place) for bucket in self.buckets]
-        self.shape = (
-            ("gradient shapes", shape_digest([tuple(tensor.shape) for tensor in tensors])),
-            ("gradient dtypes", shape_digest([str(tensor.dtype) for tensor in tensors])),
-            ("gradient buckets", shape_digest((plan, "8 bits") if quantized else plan)),
+        self.fingerprint = (
+            ("gradient shapes", short_digest([tuple(tensor.shape) for tensor in tensors])),
+            ("gradient dtypes", short_digest([str(tensor.dtype) for tensor in tensors])),
+            ("gradient buckets", short_digest((plan, "8 bits") if quantized else plan)),
         )
 
     def _add_bucket(
@@ -107,7 +107,7 @@ class BucketLayout:
         self.buckets.append(Bucket(kind, tuple(members), start, place, in_place))
 
 
-def shape_digest(what: object) -> str:
+def short_digest(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
 
@@ -124,9 +124,9 @@ class GradBuffers:
         self.sums: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         for index, start in layout.starts.items():
-            local = local_of(parameters[index].detach())
+            local = to_local(parameters[index].detach())
             self.sums[index] = flat[local.dtype, local.device][start : start + local.numel()].view(local.shape)
-            self.gradients[index] = like(parameters[index], self.sums[index])
+            self.gradients[index] = dtensor_like(parameters[index], self.sums[index])
 
 
 class BufferPool:
@@ -163,7 +163,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool)
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Returns this rank's shard."""
     if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
         with torch.no_grad():
@@ -171,7 +171,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def like(parameter: Any, local: Tensor) -> Tensor:
+def dtensor_like(parameter: Any, local: Tensor) -> Tensor:
     """Returns `local`, as a DTensor if the parameter is one."""
     if not hasattr(parameter, "placements"):
         return local

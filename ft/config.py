@@ -18,8 +18,8 @@ from ft.rpc.access import Endpoint, find_token
 
 @dataclass(frozen=True)
 class Schedule:
-    """When groups that step by themselves (semi_sync.py) sum what. `sync_steps`: optimizer steps between two sums of one fragment.
-    `delay`: optimizer steps that its sum may travel. `alpha`: the share of its own way that a group keeps meanwhile."""
+    """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two sums of one fragment.
+    `delay`: steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when its result is applied."""
 
     sync_steps: int
     fragments: int = 1

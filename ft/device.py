@@ -14,8 +14,8 @@ HAVE_STREAMS = {"cuda"}  # kinds of devices
 
 
 def streams_of(device: torch.device) -> Any:
-    """Module of streams and events of a device whose work is queued: what is written on one stream is read on others only after an event,
-    such as torch.cuda; None for one that the host computes for itself."""
+    """The torch module with the streams and events of a device, such as torch.cuda: what is written on one stream is read on others only
+    after an event. None for a device without streams (the CPU)."""
     return torch.get_device_module(device) if device.type in HAVE_STREAMS else None
 
 

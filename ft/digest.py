@@ -16,19 +16,20 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ft.buckets import local_of
-from ft.protocol.compare import FIGURES
+from ft.buckets import to_local
+from ft.protocol.compare import DIGEST_WORDS
 
 BLOCK = 1 << 13  # integers: 64 KiB, so that a device sums many blocks at once
 
 
 def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """FIGURES whole numbers below 2**24, never all zero, for this rank's shards of `tensors`, in this order. Waits for the device once."""
+    """DIGEST_WORDS whole numbers below 2**24, never all zero, for this rank's shards of `tensors`, in this order. Waits for the device
+    once."""
     with torch.no_grad():
-        sums = [_sum(local_of(tensor.detach())) for tensor in tensors]
+        sums = [_sum(to_local(tensor.detach())) for tensor in tensors]
         per_tensor: list[int] = torch.stack(sums).cpu().tolist() if sums else []
-    spread = hashlib.blake2b(struct.pack(f"<{len(per_tensor)}q", *per_tensor), digest_size=3 * FIGURES).digest()
-    figures = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(FIGURES)]
+    spread = hashlib.blake2b(struct.pack(f"<{len(per_tensor)}q", *per_tensor), digest_size=3 * DIGEST_WORDS).digest()
+    figures = [float(int.from_bytes(spread[3 * i : 3 * i + 3], "little")) for i in range(DIGEST_WORDS)]
     return tuple(figures) if any(figures) else (1.0, *figures[1:])
 
 

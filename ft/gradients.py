@@ -2,23 +2,23 @@
 
     gradients = Gradients()
     gradients.attach(model.parameters())
-    gradients.open(group, participants=3)               # a process group is formed: an attempt begins
+    gradients.begin_attempt(group, participants=3)      # a process group is formed: an attempt begins
     with gradients.last_backward():
         loss.backward()                                 # hooks send what is complete while the backward goes on
-    gradients.launch(tail)                              # the rest, with the tail: figures of protocol/step.py
+    gradients.launch_tail(tail)                         # the rest, with the tail: figures of protocol/step.py
     try:
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
     except GroupError as error:                         # the originals are still there
-        group.abandon(str(error), then=gradients.give_up())
-        ...                                             # form again, open, launch, wait
+        group.abandon(str(error), then=gradients.abandon())
+        ...                                             # form again, begin_attempt, launch_tail, wait
 
 The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (buckets.py), on the CPU while it is in the cache, on an
 accelerator with all of the bucket at once, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user hands over,
-and three buckets while a quantised one is summed.
+Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user_allreduce hands
+over, and three buckets while a quantised one is summed.
 With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
 
 Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
@@ -42,10 +42,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ft.buckets import BUCKET_BYTES, KEPT_SETS, TAIL_ELEMENTS, BucketLayout, BufferPool, GradBuffers, like, local_of
+from ft.buckets import (
+    BUCKET_BYTES,
+    KEPT_SETS,
+    TAIL_ELEMENTS,
+    BucketLayout,
+    BufferPool,
+    GradBuffers,
+    dtensor_like,
+    to_local,
+)
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
-from ft.quantized import CollectiveQueue, Feedback
+from ft.quantized import CollectiveQueue, ErrorFeedback
 from ft.user_sums import ManagedAllreduce
 
 
@@ -62,7 +71,7 @@ class _Attempt:
     copied: set[int] = field(default_factory=set)  # gradients that are in their buckets
     in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
     streams: set[Any] = field(default_factory=set)  # of the device, that gradients came on
-    sent: int = 0  # buckets; they go in order
+    launched: int = 0  # buckets; they go in order
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
@@ -87,7 +96,7 @@ class Gradients:
     summed one by one and added in their order; 0: a group adds up its slots first. `quantized`: sums in int8; with `keep`, without `slots`.
     `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
 
-    Of one thread, but for the hooks, which autograd may call from another, and for what `give_up` returns."""
+    For one thread only, except the hooks, which autograd may call from another, and the callable that `abandon` returns."""
 
     def __init__(
         self,
@@ -102,7 +111,7 @@ class Gradients:
         assert not quantized or (keep and not slots)
         self._keep, self._shared, self._bucket_bytes = keep, shared, bucket_bytes
         self._quantized = quantized
-        self._feedback: dict[int, Feedback] = {}  # by bucket
+        self._feedback: dict[int, ErrorFeedback] = {}  # by bucket
         self._per_slot, self._copies = slots > 0, max(1, slots)  # copies of each gradient in the layout
         self._first_index = 0  # of the first parameter's gradient, in the copy of the slot that is computed
         self._device = torch.device(device)
@@ -121,7 +130,7 @@ class Gradients:
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Registers the parameters that are trained. Their order is part of the layout and must be the same in each group. Once per part of
-        the model, before `shape` is asked for. Raises ValueError for a complex one where sums are quantised."""
+        the model, before `fingerprint` is asked for. Raises ValueError for a complex one where sums are quantised."""
         assert "_layout" not in self.__dict__, "parameters are attached before the first step"
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
@@ -137,14 +146,14 @@ class Gradients:
                 self._streams[parameter.device] = streams_of(parameter.device)
 
     @property
-    def shape(self) -> tuple[tuple[str, str], ...]:
+    def fingerprint(self) -> tuple[tuple[str, str], ...]:
         """Properties that all groups must have alike, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
-        return self._layout.shape
+        return self._layout.fingerprint
 
     @cached_property
     def _layout(self) -> BucketLayout:
         return BucketLayout(
-            [local_of(parameter.detach()) for parameter in self._parameters] * self._copies,
+            [to_local(parameter.detach()) for parameter in self._parameters] * self._copies,
             bucket_bytes=self._bucket_bytes,
             in_place=not self._keep and not self._shared and not self._per_slot,
             device=self._device,
@@ -169,7 +178,7 @@ class Gradients:
                 self._free_sets.append(buffers)
 
     def prepare(self) -> None:
-        """Allocates and touches the sets that `open` takes, so that members of a generation do not wait for it. Free the second time."""
+        """Allocates and touches the sets that `begin_attempt` takes, so that no member of a generation waits for it. Free when repeated."""
         _ = self._free_sets
 
     def close(self) -> None:
@@ -181,16 +190,18 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ an attempt
 
-    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
-        """A new attempt on a process group that is formed. `participants`: by which means are divided. contributes=False: this group sends
-        zeros alone. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was given up."""
+    def begin_attempt(
+        self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
+    ) -> None:
+        """A new attempt on a process group that is formed. `participants`: the divisor of means. contributes=False: this group sends
+        zeros alone. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was abandoned."""
         with self._lock:
             if self._attempt is not None:
-                assert self._attempt.complete, "an attempt that has not ended is given up first"
-                self.give_up()()
+                assert self._attempt.complete, "an attempt that has not ended is abandoned first"
+                self.abandon()()
             if (delivered := self._delivered) is not None:
                 gradients = (*(parameter.grad for parameter in self._parameters), *self._step.kept.values())
-                used = {local_of(g).untyped_storage().data_ptr() for g in gradients if g is not None}
+                used = {to_local(g).untyped_storage().data_ptr() for g in gradients if g is not None}
                 if used.isdisjoint(delivered.addresses):
                     self._return_set(delivered)
                     self._delivered = None
@@ -198,24 +209,24 @@ class Gradients:
             missing = [len(bucket.members) for bucket in self._layout.buckets]
             self._attempt = _Attempt(group, participants, contributes, buffers, missing)
 
-    def begin(self, slot_indices: Sequence[int] = (0,)) -> None:
+    def begin_backward(self, slot_indices: Sequence[int] = (0,)) -> None:
         """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`:
         of the slots that they are for, among the step's slots, where slots are summed one by one."""
         attempt, step = self._attempt, self._step
-        assert attempt is not None, "open comes first"
+        assert attempt is not None, "begin_attempt comes first"
         step.after_last_backward = step.is_kept = False
         if self._per_slot:
             awaited = {index for slot_index in slot_indices for index in self._indices_of(slot_index)}
             attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
             return
         for index, local in step.kept.items():  # autograd goes on from there
-            self._parameters[index].grad = like(self._parameters[index], local)
+            self._parameters[index].grad = dtensor_like(self._parameters[index], local)
         step.kept = {}
 
     @contextmanager
     def last_backward(self, slot_index: int = 0) -> Iterator[None]:
-        """Wraps the backward that completes the gradients: inside, they are sent as they come, else all of them in `launch`. Where slots
-        are summed one by one, wraps the last backward of each, with its index among the step's slots; .grad is None after it."""
+        """Wraps the backward that completes the gradients: inside, they are sent as they come, else all of them in `launch_tail`. Where
+        slots are summed one by one, wraps the last backward of each, with its index among the step's slots; .grad is None after it."""
         self._in_last_backward, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
@@ -224,27 +235,27 @@ class Gradients:
         if self._per_slot:  # out of the way of the next slot's
             with self._lock:
                 attempt = self._attempt
-                assert attempt is not None, "open comes first"
+                assert attempt is not None, "begin_attempt comes first"
                 if attempt.contributes:
                     self._copy(attempt, self._indices_of(slot_index))
                 self._drop_gradients()
         self._step.after_last_backward = True
 
-    def send(self) -> None:
+    def launch_buckets(self) -> None:
         """Sends all buckets but the last: the gradients are complete, the tail's values are not known yet."""
         with self._lock:
             attempt = self._attempt
-            assert attempt is not None, "open comes first"
+            assert attempt is not None, "begin_attempt comes first"
             self._step.after_last_backward = True
-            self._send_all_but_last(attempt, zeros=not attempt.contributes)
+            self._launch_all_but_last(attempt, zeros=not attempt.contributes)
 
-    def launch(self, tail: Sequence[float], *, zeros: bool = False) -> None:
+    def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
         """Sends what has not gone yet, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
         zeros: every parameter does. Buckets that were sent stay sent, so the tail must say that this contribution does not count. Returns
         at once. Raises RuntimeError for gradients that cannot be summed, or that are lost (keep=False)."""
         with self._lock:
             attempt, step = self._attempt, self._step
-            assert attempt is not None, "open comes first"
+            assert attempt is not None, "begin_attempt comes first"
             assert attempt.tail is None, "an attempt is launched once"
             if step.problem:
                 raise RuntimeError(step.problem)
@@ -259,11 +270,11 @@ class Gradients:
             zeros = zeros or not attempt.contributes
             if step.is_lost and not zeros:
                 raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
-            for user in step.allreduces:
-                self._send_user(attempt, user, after_buckets=False)
-            self._send_all_but_last(attempt, zeros=zeros)
-            for user in step.allreduces:
-                self._send_user(attempt, user, after_buckets=True)
+            for user_allreduce in step.allreduces:
+                self._launch_user_allreduce(attempt, user_allreduce, after_buckets=False)
+            self._launch_all_but_last(attempt, zeros=zeros)
+            for user_allreduce in step.allreduces:
+                self._launch_user_allreduce(attempt, user_allreduce, after_buckets=True)
             bucket = self._layout.buckets[-1]
             start = bucket.stop - bucket.start  # of the tail
             last = attempt.buffers.buckets[-1][: start + len(tail)]
@@ -281,16 +292,16 @@ class Gradients:
     def wait(self) -> tuple[float, ...]:
         """The summed tail, once all sums are there. Raises GroupError if one failed."""
         attempt = self._attempt
-        assert attempt is not None, "open comes first"
-        assert attempt.tail is not None, "launch comes first"
+        assert attempt is not None, "begin_attempt comes first"
+        assert attempt.tail is not None, "launch_tail comes first"
         for work in attempt.works:
             work.wait()
-        for user in self._step.allreduces:
-            user.work.wait()
+        for user_allreduce in self._step.allreduces:
+            user_allreduce.work.wait()
         attempt.complete = True
         return tuple(attempt.tail.cpu().tolist())  # the host decides by it what comes next
 
-    def give_up(self) -> Callable[[], None]:
+    def abandon(self) -> Callable[[], None]:
         """Abandons the attempt; kept gradients stay. Returns a callable that gives its memory back, once nothing writes to it any more."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
@@ -302,7 +313,7 @@ class Gradients:
                 for index in range(len(self._parameters) * self._copies):
                     self._gradient(index)  # the trainer may zero .grad before more is added
                 step.is_kept = True
-            buffers = [buffer for user in step.allreduces if (buffer := user.give_up()) is not None]
+            buffers = [buffer for user_allreduce in step.allreduces if (buffer := user_allreduce.abandon()) is not None]
             if not self._keep and attempt.copied:
                 step.is_lost = True
                 self._drop_gradients()
@@ -321,7 +332,7 @@ class Gradients:
 
     def deliver(self, held: int | None = None) -> None:
         """Points .grad of every parameter at the sum (not the mean: the optimizer divides by Commit.divisor) until it is zeroed, writes the
-        results of user tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
+        results of user_allreduce tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
             buffers = attempt.buffers
@@ -333,10 +344,10 @@ class Gradients:
                         torch._foreach_add_(first, added)
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
                 memory = attempt.in_place.get(index)
-                parameter.grad = buffers.gradients[index] if memory is None else like(parameter, memory)
-            for user in attempt.allreduces:
-                user.finish()
-                user.forget()
+                parameter.grad = buffers.gradients[index] if memory is None else dtensor_like(parameter, memory)
+            for user_allreduce in attempt.allreduces:
+                user_allreduce.finish()
+                user_allreduce.forget()
             if self._delivered is not None:
                 self._return_set(self._delivered)
             self._delivered = buffers
@@ -350,40 +361,41 @@ class Gradients:
         """The sums are put aside: the state that they belong to is still arriving."""
         with self._lock:
             self._held[step] = attempt = self._end_step()
-            for user in attempt.allreduces:
-                user.set_aside()
+            for user_allreduce in attempt.allreduces:
+                user_allreduce.set_aside()
 
     def drop_held(self) -> None:
         with self._lock:
             for attempt in self._held.values():
                 self._return_set(attempt.buffers)
-                for user in attempt.allreduces:
-                    user.forget()
+                for user_allreduce in attempt.allreduces:
+                    user_allreduce.forget()
             self._held.clear()
 
     def drop(self) -> None:
-        """The gradients belong to a state that is no more: they go, and .grad is None."""
+        """Discards the gradients, as their state no longer exists; .grad becomes None."""
         with self._lock:
             self._drop_gradients()
-            for user in self._step.allreduces:
-                user.forget()
+            for user_allreduce in self._step.allreduces:
+                user_allreduce.forget()
             self._step = _StepState()
             self._feedback.clear()
 
     @property
     def can_repeat(self) -> bool:
-        """True when another attempt would send the same values: gradients are kept, and no user's tensor was written to since."""
+        """True when another attempt would send the same values: gradients are kept, and no user_allreduce's tensor was written to since."""
         with self._lock:
-            return self._keep and not any(user.changed for user in self._step.allreduces)
+            return self._keep and not any(user_allreduce.changed for user_allreduce in self._step.allreduces)
 
     def all_reduce(
-        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: Feedback | None = None
+        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: ErrorFeedback | None = None
     ) -> GroupWork:
-        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum), or its own values on failure,
-        which Gradients.wait raises. A retry of the step reduces the values that it had when it came, and `deliver` writes the new result.
+        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum). On failure it
+        keeps its own values, and Gradients.wait raises the error. A retry of the step reduces the values that it had when it came, and
+        `deliver` writes the new result.
 
-        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`,
-        which is moved when the result is delivered, gets what rounding leaves out. Raises ValueError for the mean of integers and for a
+        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`
+        receives the rounding error, and is updated when the result is delivered. Raises ValueError for the mean of integers and for a
         tensor with overlapping memory, RuntimeError where no attempt is open for it, or slots are summed one by one."""
         if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
@@ -391,23 +403,23 @@ class Gradients:
             raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
         if quantized and not tensor.is_floating_point():
             raise ValueError(f"a quantised sum of a tensor of {tensor.dtype}: only of real floating point numbers")
-        if torch._debug_has_internal_overlap(local_of(tensor)) == 1:  # as torch itself asks before it writes into one
+        if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # as torch itself asks before it writes into one
             raise ValueError(
                 f"a sum of a tensor of shape {tuple(tensor.shape)}, with overlapping memory: nearest: its clone()"
             )
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:
-                raise RuntimeError("a tensor is summed between open and launch, and not while last_backward runs")
+                raise RuntimeError("a tensor is summed between begin_attempt and launch_tail, not inside last_backward")
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
-            user = ManagedAllreduce(
+            user_allreduce = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
             )
-            self._step.allreduces.append(user)
+            self._step.allreduces.append(user_allreduce)
             if after:  # the same order in each group, whatever gradients it lacks
-                self._send_all_but_last(attempt, zeros=not attempt.contributes)
-            self._send_user(attempt, user, after_buckets=after)
-            return user.work
+                self._launch_all_but_last(attempt, zeros=not attempt.contributes)
+            self._launch_user_allreduce(attempt, user_allreduce, after_buckets=after)
+            return user_allreduce.work
 
     # ------------------------------------------------------------------------------------------------ sending
 
@@ -454,8 +466,8 @@ class Gradients:
                 attempt.buffers.sums[index].copy_(local)
             else:
                 self._copy(attempt, [index])
-            while attempt.sent < len(attempt.missing) - 1 and attempt.missing[attempt.sent] == 0:
-                self._send_next_bucket(attempt)
+            while attempt.launched < len(attempt.missing) - 1 and attempt.missing[attempt.launched] == 0:
+                self._launch_next_bucket(attempt)
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
         """Gradients into their buckets, unless they are there; zeros where there is none."""
@@ -466,7 +478,7 @@ class Gradients:
             attempt.copied.add(index)
             gradient = self._gradient(index)
             if index not in attempt.buffers.sums:
-                local = local_of(self._parameter(index).detach())
+                local = to_local(self._parameter(index).detach())
                 attempt.in_place[index] = torch.zeros_like(local) if gradient is None else gradient.contiguous()
             elif gradient is None:
                 attempt.buffers.sums[index].zero_()
@@ -497,38 +509,38 @@ class Gradients:
                 f"{self._name(index)}: a gradient that is a partial sum over ranks cannot be summed over groups"
             )
             return None
-        local = local_of(gradient)
+        local = to_local(gradient)
         if self._keep:
             step.kept[index] = local
         return local
 
-    def _send_next_bucket(self, attempt: _Attempt, *, zeros: bool = False) -> None:
-        """Sends the next bucket; never the last one, which `launch` sends."""
-        bucket = self._layout.buckets[attempt.sent]
+    def _launch_next_bucket(self, attempt: _Attempt, *, zeros: bool = False) -> None:
+        """Sends the next bucket; never the last one, which `launch_tail` sends."""
+        bucket = self._layout.buckets[attempt.launched]
         if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
         elif zeros and bucket.in_place:
             [index] = bucket.members
-            attempt.in_place[index] = torch.zeros_like(local_of(self._parameter(index).detach()))
-        memory = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.buffers.buckets[attempt.sent]
+            attempt.in_place[index] = torch.zeros_like(to_local(self._parameter(index).detach()))
+        memory = attempt.in_place[bucket.members[0]] if bucket.in_place else attempt.buffers.buckets[attempt.launched]
         if self._quantized:
-            feedback = self._feedback.setdefault(attempt.sent, Feedback())
-            work: dist.Work = self._queue(attempt).sum_quantized(memory, feedback, gives=not zeros)
+            feedback = self._feedback.setdefault(attempt.launched, ErrorFeedback())
+            work: dist.Work = self._queue(attempt).allreduce_quantized(memory, feedback, contributes=not zeros)
         else:
             if zeros and not bucket.in_place:
                 memory.zero_()
             work = (attempt.queue or attempt.group).allreduce([memory])
         attempt.works.append(work)
-        attempt.sent += 1
+        attempt.launched += 1
 
-    def _send_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
-        while attempt.sent < len(attempt.missing) - 1:
-            self._send_next_bucket(attempt, zeros=zeros)
+    def _launch_all_but_last(self, attempt: _Attempt, *, zeros: bool) -> None:
+        while attempt.launched < len(attempt.missing) - 1:
+            self._launch_next_bucket(attempt, zeros=zeros)
 
-    def _send_user(self, attempt: _Attempt, user: ManagedAllreduce, *, after_buckets: bool) -> None:
-        if user.after_buckets == after_buckets and not user.sent:
-            by = self._queue(attempt) if user.quantized else attempt.queue or attempt.group
-            attempt.works.append(user.send(by, attempt.participants, contributes=attempt.contributes))
+    def _launch_user_allreduce(self, attempt: _Attempt, own: ManagedAllreduce, *, after_buckets: bool) -> None:
+        if own.after_buckets == after_buckets and not own.launched:
+            via = self._queue(attempt) if own.quantized else attempt.queue or attempt.group
+            attempt.works.append(own.launch(via, attempt.participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:

@@ -26,8 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`hear` gets HealEnded, from the fetch's thread; before it `unlike` gets the reason where all sources' states have another layout than
-    ours. For the trainer's thread, except `end_offer`."""
+    """`on_event` gets HealEnded, from the fetch's thread; before it `on_layout_mismatch` gets the reason where all sources' states have
+    another layout than ours. For the trainer's thread, except `end_offer`."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class Healer:
         group_rank: int,
         access: Access,
         grace_s: float,
-        hear: Callable[[m.Event], None],
-        unlike: Callable[[str], None] = lambda why: None,
+        on_event: Callable[[m.Event], None],
+        on_layout_mismatch: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._state, self.transport = state, transport
         self._group_rank, self._access, self._grace_s = group_rank, access, grace_s
-        self._hear, self._unlike = hear, unlike
+        self._on_event, self._on_layout_mismatch = on_event, on_layout_mismatch
         self._fetching: threading.Thread | None = None
         self._ended_quorum = 0  # the newest quorum whose offer was ended
-        self._over = threading.Event()  # the fetch is given up
+        self._over = threading.Event()  # the fetch is abandoned
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # of all heals
         self.progress = (0, 0)  # of the heal under way: verified bytes, all bytes; for any thread
@@ -113,23 +113,23 @@ class Healer:
                     raise HealFailed("no source says where its state is", touched=False)
                 chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
                 values = self.transport.fetch(chosen, into, **asked, progress=self._set_progress)
-                self.transport.tell_done(spared, **asked)
+                self.transport.notify_done(spared, **asked)
                 break
             except (HealFailed, FormatError) as error:
                 log.warning("the state of step %d has not come: %s", quorum.reference[0], error)
-                unlike = isinstance(error, HealFailed) and error.unlike
-                if unlike and not over.is_set():
-                    self._unlike(str(error))
-                if unlike or over.is_set() or time.monotonic() > until_s:
+                mismatch = isinstance(error, HealFailed) and error.layout_mismatch
+                if mismatch and not over.is_set():
+                    self._on_layout_mismatch(str(error))
+                if mismatch or over.is_set() or time.monotonic() > until_s:
                     if not over.is_set():
-                        self.transport.tell_done(sources, **asked)
-                    return self._hear(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error), blame=names))
+                        self.transport.notify_done(sources, **asked)
+                    return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason=str(error), blame=names))
             if over.wait(AGAIN_S):
-                return self._hear(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
+                return self._on_event(m.HealEnded(quorum.quorum_id, ok=False, reason="the heal was cancelled"))
         log.info("healed from %s in %.2f s", " and ".join(names), time.monotonic() - began_s)
         self.received_bytes += into.manifest.total_bytes
         self._arrived = values
-        self._hear(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))
+        self._on_event(m.HealEnded(quorum.quorum_id, ok=True, state=values[MACHINE]))
 
     def _set_progress(self, done_bytes: int, total_bytes: int) -> None:
         self.progress = (done_bytes, total_bytes)

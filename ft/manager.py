@@ -1,9 +1,9 @@
 """The manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
 
-    trainer ---begin_step, reduce, commit---> Manager ---feeds---> Step ---effects---> Manager ---> Gradients     buckets, kept and summed
-                                                 ^                                              ---> ProcessGroup  other groups' ranks
-    group's server --notices, in a thread--------+                                              ---> Healer        offers and fetches state
-                                                                                                ---> GroupClient   quorum calls and votes
+    trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and summed
+                                                 ^                                               ---> ProcessGroup  other groups' ranks
+    group's server --notices, in a thread--------+                                               ---> Healer        offers, fetches state
+                                                                                                 ---> GroupClient   calls and votes
 
 Any thread may feed the machine an event: notices come from the stream's thread, a heal's end from the fetch's, the rest from the trainer's.
 The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
@@ -39,10 +39,10 @@ from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import in_tail
 from ft.protocol.messages import VOID
-from ft.protocol.step import Ledger, Phase, Step, StepConfig
+from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Refused
-from ft.rpc.driver import Seen
+from ft.rpc.driver import Observer
 from ft.seam import (
     BadInput,
     Commit,
@@ -56,7 +56,7 @@ from ft.seam import (
 )
 from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
-HEAL_PHASES = (Phase.AWAITING, Phase.CLOSING)  # phases whose only wait is for a heal
+HEAL_PHASES = (Phase.AWAITING_STATE, Phase.CLOSING_HEAL)  # phases whose only wait is for a heal
 PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
@@ -67,7 +67,7 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
 }
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
-# Of heartbeat_timeout_s: a peer that answers no probe for that long is cut off; the rest is the probe's delay.
+# Fraction of heartbeat_timeout_s: a peer that answers no probe for that long is unreachable; the rest allows for the probe's own delay.
 PROBE_FRACTION = 0.6
 # for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
 CLOSE_S = 1.0
@@ -98,7 +98,8 @@ class Manager:
     `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, if it
     has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this manager's state (load_state_dict).
     `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
-    `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `seen`: receives every event of the machine with its effects.
+    `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `observer`: receives every event of the machine with its
+    effects.
     `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
     `machine`, `client`, `closed`: to be read from any thread.
 
@@ -114,15 +115,15 @@ class Manager:
         agreement: Agreement | None = None,
         transport: Transport | None = None,
         gradients: Gradients | None = None,
-        shape: Sequence[tuple[str, str]] = (),
+        fingerprint: Sequence[tuple[str, str]] = (),
         restore: Callable[[], object] | None = None,
         phase_timer: PhaseTimer | None = None,
         on_event: OnEvent = ignore_event,
-        seen: Seen | None = None,
+        observer: Observer | None = None,
         connect: Callable[[str, int, Access], GroupClient] = GroupClient,
     ) -> None:
         self.group, self._config, self._options = group, config, options
-        self._shape, self._restore, self._agreement, self._seen = shape, restore, agreement, seen
+        self._fingerprint, self._restore, self._agreement, self._observer = fingerprint, restore, agreement, observer
         self._telemetry = ManagerTelemetry(
             config.group_rank,
             lambda: self.step * options.inner_steps,
@@ -139,7 +140,7 @@ class Manager:
         )
         self.slot_size = options.slot_size  # sequences of one slot
         self.state = StateRegistry()
-        self.register = self.state.register
+        self.register_state = self.state.register_state
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
         heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
@@ -150,8 +151,8 @@ class Manager:
             group_rank=config.group_rank,
             access=config.access,
             grace_s=config.times.heal_grace_s,
-            hear=self._feed_from_thread,
-            unlike=self._reject_unlike_state,
+            on_event=self._feed_from_thread,
+            on_layout_mismatch=self._reject_mismatched_state,
         )
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
@@ -162,9 +163,9 @@ class Manager:
         self._launched = 0  # reductions in the newest quorum
         self._has_formed = False  # True once a generation was formed
         self._has_committed = False  # True once a step was committed
-        self._mismatched: dict[str, None] = {}  # members whose shape is not this group's
+        self._mismatched: dict[str, None] = {}  # members whose fingerprint is not this group's
         self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
-        self._attempt: AttemptId | None = None  # for which gradients.open was called
+        self._attempt: AttemptId | None = None  # that gradients.begin_attempt was called for
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # that is the trainer's to carry out
         self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
@@ -184,11 +185,12 @@ class Manager:
             heal_grace_s=config.times.heal_grace_s,
             restores=restore is not None,
         )
-        self.machine = Step(step_config, Ledger(options.slot_size, options.slots_per_step))
+        self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step))
         self._news = threading.Condition()  # the machine's lock, too
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # of another thread, for the trainer's
-        self.state.register(MACHINE, self.machine.state_dict, lambda state: None)  # the machine loads it by itself
+        # the machine loads it by itself
+        self.state.register_state(MACHINE, self.machine.state_dict, lambda state: None)
         self._prober.start(lambda: group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
@@ -218,7 +220,7 @@ class Manager:
         if slot is None or self._assignment is None:
             return self.gradients.last_backward()
         if self._options.deterministic_reduce:
-            return self.gradients.last_backward([*self.machine.ledger.pending].index(slot))
+            return self.gradients.last_backward([*self.machine.ledger.assignment].index(slot))
         return self.gradients.last_backward() if slot == self._assignment.slots[-1] else nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
@@ -233,10 +235,10 @@ class Manager:
             assert effect is not None
             if isinstance(effect, m.Compute):
                 if self._options.deterministic_reduce:
-                    dealt = [*self.machine.ledger.pending]
-                    self.gradients.begin([dealt.index(slot) for slot in effect.slots])
+                    assigned = [*self.machine.ledger.assignment]
+                    self.gradients.begin_backward([assigned.index(slot) for slot in effect.slots])
                 else:
-                    self.gradients.begin()
+                    self.gradients.begin_backward()
                 self._assignment = DataAssignment(effect.step, effect.slots)
             else:
                 committed = isinstance(effect, m.CommitStep)  # its step is the one after it
@@ -257,7 +259,7 @@ class Manager:
             if failure:
                 self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
-                if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_taken:  # in full
+                if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:  # in full
                     # their own announcement comes a step later: they launched this one's zeros before they had the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
@@ -272,7 +274,7 @@ class Manager:
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(effect, m.CommitStep):
             return StepTotals((effect.divisor,), effect.mean_loss * effect.divisor, True)
-        slots = effect.slots if isinstance(effect, m.Compute) else ()  # they were dealt anew
+        slots = effect.slots if isinstance(effect, m.Compute) else ()  # they were assigned anew
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, sums: StepTotals) -> Commit | None:
@@ -301,8 +303,8 @@ class Manager:
             self._feed(m.Restored(self._restored))
 
     @property
-    def waits_for_others_s(self) -> float:
-        return self.client.heard_s
+    def last_waiting_for_others_s(self) -> float:
+        return self.client.message_s
 
     def leave(self) -> None:
         self._feed(m.Leaving())
@@ -324,8 +326,8 @@ class Manager:
     def finish(self, *, saved: bool) -> None:
         self._saved = saved
 
-    def tell(self, lane: str, words: str) -> None:
-        self.client.happened(lane, max(0, self.step), words)
+    def announce(self, lane: str, text: str) -> None:
+        self.client.happened(lane, max(0, self.step), text)
 
     def close(self) -> None:
         if self.closed.is_set():
@@ -353,8 +355,8 @@ class Manager:
         with self._news:
             now_s = time.monotonic()
             out = self.machine.handle(event, now_s)
-            if self._seen:
-                self._seen(now_s, event, out)
+            if self._observer:
+                self._observer(now_s, event, out)
             self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
             self._news.notify_all()
         for effect in out.effects:
@@ -408,7 +410,7 @@ class Manager:
                 match effect:
                     case m.Compute():
                         assert quorum is not None
-                        self._open((quorum.quorum_id, effect.attempt, effect.step))
+                        self._begin_attempt((quorum.quorum_id, effect.attempt, effect.step))
                         if self._telemetry.first_began_s is None:
                             self._telemetry.first_began_s = time.monotonic()
                         self._trainer_effect = effect
@@ -424,11 +426,11 @@ class Manager:
                         self._trainer_effect = effect
                     case m.AskQuorum(call):
                         event = self._ask_quorum(call)
-                    case m.Configure(new_part):
-                        event = self._configure(new_part)
+                    case m.Configure(new_quorum):
+                        event = self._configure(new_quorum)
                     case m.AbandonGeneration(quorum_id):
                         self._telemetry.failed(machine.reason)
-                        free = self.gradients.give_up() if self._attempt else None
+                        free = self.gradients.abandon() if self._attempt else None
                         self._attempt = None
                         self.group.abandon(f"quorum {quorum_id} failed", then=free)
                     case m.DropGradients():
@@ -451,7 +453,7 @@ class Manager:
                         event = self._load_checkpoint()
                     case m.RejoinUnderNewId(reason):
                         assert quorum is not None
-                        self.client.give_up(quorum.quorum_id, reason)
+                        self.client.rejoin_under_new_id(quorum.quorum_id, reason)
                     case m.Stop(reason, slots, clean):
                         self._stopped = (clean, f"stopped: {reason}")
                         raise Stopped(reason, slots)
@@ -470,7 +472,11 @@ class Manager:
             reconfigure_handles=(self._prober.handle,),
         )
         call = replace(
-            call, member=member, checkpoint_metadata=self.healer.transport.address, shape=self._alike, blame=self._blame
+            call,
+            member=member,
+            checkpoint_metadata=self.healer.transport.address,
+            fingerprint=self._job_fingerprint,
+            blame=self._blame,
         )
         try:
             event = self.client.ask_quorum(call, self.quorum_s, self._config.times.heartbeat_timeout_s)
@@ -506,7 +512,7 @@ class Manager:
                 quorum.replica_rank,
                 len(quorum.members),
                 quorum_id=quorum.quorum_id,
-                shape=self._alike,
+                fingerprint=self._job_fingerprint,
                 holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
             )
         except RendezvousFailed as error:
@@ -521,18 +527,18 @@ class Manager:
         return m.Configured(quorum.quorum_id, ok=True)
 
     def _exclude_mismatched(self, quorum: m.QuorumResult, mismatched: set[str], why: str) -> None:
-        """Blames the members of another shape for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a former
-        member waits until groups of its own shape are back."""
+        """Blames the members of another fingerprint for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a
+        former member waits until groups of its own fingerprint are back."""
         others = set(quorum.members) - mismatched if quorum.replica_id in mismatched else mismatched
         self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
         if quorum.replica_id not in mismatched:
             log.warning("%s: they are left out (%s)", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error("%s: this is rank %d, which waits until groups of its shape are back", why, quorum.replica_rank)
+            log.error("%s: this is rank %d, which waits until groups like it are back", why, quorum.replica_rank)
         else:
             raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {quorum.replica_rank}")
 
-    def _reject_unlike_state(self, why: str) -> None:
+    def _reject_mismatched_state(self, why: str) -> None:
         """The state of all holders has another layout than this rank's. As `_exclude_mismatched`, but here a member is a rank that has
         committed a step, since a newcomer forms a generation before it heals. In the fetch's thread."""
         if self._has_committed:
@@ -541,9 +547,9 @@ class Manager:
             self._fail(BadInput(f"group {self._config.name} cannot take part, its state is not the others': {why}"))
 
     @property
-    def _alike(self) -> m.Shape:
-        """The shape that must be equal in all groups."""
-        return (*self._shape, *self.gradients.shape)
+    def _job_fingerprint(self) -> m.Fingerprint:
+        """The fingerprint that must be equal in all groups."""
+        return (*self._fingerprint, *self.gradients.fingerprint)
 
     @property
     def _blame(self) -> tuple[str, ...]:
@@ -557,10 +563,12 @@ class Manager:
             log.warning("%s", why)
             self.group.interrupt(why, quorum.quorum_id)
 
-    def _open(self, attempt: AttemptId, *, contributes: bool = True) -> None:
+    def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
         if self._attempt != attempt:  # any earlier attempt on this generation was complete, and was not committed
-            self.gradients.open(self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2])
+            self.gradients.begin_attempt(
+                self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2]
+            )
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
@@ -570,7 +578,7 @@ class Manager:
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
         self.gradients.drop()
-        self._open((effect.quorum_id, effect.attempt, effect.step), contributes=False)
+        self._begin_attempt((effect.quorum_id, effect.attempt, effect.step), contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
             self._carry_out_effects(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
         if machine.void:
@@ -581,14 +589,14 @@ class Manager:
     def _launch(self, effect: m.LaunchTail) -> m.Event:
         attempt, telemetry = (effect.quorum_id, effect.attempt, effect.step), self._telemetry
         if self._attempt != attempt:
-            self._open(attempt)
+            self._begin_attempt(attempt)
         self._launched += 1
         try:
             tail = effect.tail
             if at := effect.digest_at:  # of this rank's weights, which groups compare in this step
                 values = in_tail(digest(self._weights), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
-            self.gradients.launch(tail, zeros=effect.zeros)
+            self.gradients.launch_tail(tail, zeros=effect.zeros)
         except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
@@ -614,7 +622,7 @@ class Manager:
         self._telemetry.lost()
 
     def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
-        """Waits for the group's outcome; in another thread where Step.votes_in_background, or where another effect is due."""
+        """Waits for the group's outcome; in another thread where StepMachine.votes_in_background, or where another effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
             telemetry.current_wait = "vote"
@@ -626,10 +634,10 @@ class Manager:
         finally:
             telemetry.current_wait = ""
         if outcome is None:
-            threading.Thread(target=self._vote_aside, args=(vote,), name="ft-vote", daemon=True).start()
+            threading.Thread(target=self._vote_in_background, args=(vote,), name="ft-vote", daemon=True).start()
         return outcome
 
-    def _vote_aside(self, vote: m.Vote) -> None:
+    def _vote_in_background(self, vote: m.Vote) -> None:
         try:
             self._feed_from_thread(self.client.outcome(vote))
         except RuntimeError as error:

@@ -51,7 +51,7 @@ class Membership:
     rendezvous: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
-        """Removes from the store, in a thread, the keys of generations before this one, which is formed or was given up."""
+        """Removes from the store, in a thread, the keys of generations before this one, which is formed or was abandoned."""
         if self.rendezvous is not None:
             threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 

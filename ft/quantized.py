@@ -34,30 +34,30 @@ LEVELS = 127  # on either side of 0
 PIECE = (1 << 20) // BLOCK  # blocks that are turned at a time, so that what is in between stays in the cache
 
 
-class Feedback:
+class ErrorFeedback:
     """The error feedback of one tensor in one group: what its sums have left out so far, fp32, flat. It moves in `commit` alone, so an
     attempt that fails and its retry send the same bits."""
 
     def __init__(self) -> None:
-        self.held_back: Tensor | None = None
+        self.residual: Tensor | None = None
         self.pending: list[Tensor] = []  # the latest attempt's, once its sum is there, if this group gave anything
 
     def commit(self) -> None:
         """Takes the last send's remainder over: it is in the sums."""
         if self.pending:
-            self.held_back = self.pending.pop()
+            self.residual = self.pending.pop()
 
 
 class CollectiveQueue:
     """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
     when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
 
-    No wait is longer than one on the group itself: when that is given up, so are the works. `shared`: a child maps the messages, too."""
+    No wait is longer than one on the group itself: when that is abandoned, so are the works. `shared`: a child maps the messages, too."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
         self._rank, self._ranks = group.rank(), group.size()
-        self._lock = threading.Lock()  # around the start of an exchange: a group given up forms anew, for others
+        self._lock = threading.Lock()  # around the start of an exchange: a group abandoned forms anew, for others
         self._error: Exception | None = None  # the first one: what comes later fails with it
         self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
@@ -68,17 +68,20 @@ class CollectiveQueue:
         [tensor] = tensors
         return self._put(tensor, lambda: self._exchange(lambda: self._group.allreduce([tensor])))
 
-    def sum_quantized(self, tensor: Tensor, feedback: Feedback | None, *, gives: bool = True) -> GroupWork:
-        """In place, of any floating dtype. `feedback`: none, and what rounding leaves out is lost. gives=False: this rank sends zeros."""
+    def allreduce_quantized(
+        self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
+    ) -> GroupWork:
+        """In place, of any floating dtype. `feedback`: none, and what rounding leaves out is lost. contributes=False: this rank sends
+        zeros."""
         before, left_out = None, list[Tensor]()
         if feedback is not None:
-            before, feedback.pending = feedback.held_back if gives else None, left_out
-        return self._put(tensor, lambda: self._sum(tensor, before, left_out, gives=gives))
+            before, feedback.pending = feedback.residual if contributes else None, left_out
+        return self._put(tensor, lambda: self._sum(tensor, before, left_out, contributes=contributes))
 
     def close(self) -> None:
         """Nothing is sent any more: what has not ended fails. Ends the thread, but does not wait for it."""
         with self._lock:
-            self._error = self._error or Abandoned("the attempt was given up")
+            self._error = self._error or Abandoned("the attempt was abandoned")
         self._tasks.put(None)
 
     def join(self) -> None:
@@ -119,7 +122,7 @@ class CollectiveQueue:
             work = start()
         work.wait()
 
-    def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, gives: bool) -> None:
+    def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, contributes: bool) -> None:
         """`before`: what earlier sums left out; what this one does goes to `left_out`."""
         rank, ranks = self._rank, self._ranks
         if not tensor.numel():
@@ -127,13 +130,13 @@ class CollectiveQueue:
         share = -(-tensor.numel() // (ranks * BLOCK))  # blocks that each rank owns
         given = torch.zeros(ranks * share, BLOCK, device=tensor.device)
         flat = given.view(-1)[: tensor.numel()]
-        if gives:
+        if contributes:
             flat.copy_(tensor.reshape(-1))
             if before is not None:
                 flat.add_(before)
         if ranks == 1:
             tensor.copy_(flat.view(tensor.shape))
-            if gives:
+            if contributes:
                 left_out.append(torch.zeros_like(flat))
             return
 
@@ -153,7 +156,7 @@ class CollectiveQueue:
         quantize(total, mine[0])
         given[rank * share : (rank + 1) * share].add_(total)
         self._exchange(lambda: self._group._allgather_base(received, mine))
-        if gives:
+        if contributes:
             left_out.append(flat)
             given = torch.empty_like(given)
         for other in range(ranks):
@@ -181,7 +184,7 @@ def quantize(values: Tensor, message: Tensor) -> None:
 
 
 def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Dequantizes what `quantize` wrote into `out` (blocks, BLOCK), fp32, or added to it."""
+    """Dequantizes a message written by `quantize`: stores the values in `out` (blocks, BLOCK), fp32, or with `add` adds them to it."""
     codes, scales = _parts(message, len(out))
     for own, code, scale in zip(out.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         values = code.to(torch.float32).mul_(scale.unsqueeze(1))

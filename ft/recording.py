@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ft.buckets import local_of
+from ft.buckets import to_local
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.seam import Commit, DataAssignment, StepTotals
@@ -79,7 +79,7 @@ class RecordingManager(Manager):
             figures, self._untold = self._untold, None
             digest = hashlib.blake2b(digest_size=16)
             for weight in self._weights:
-                shard = local_of(weight.detach()).contiguous().view(-1).view(torch.uint8)
+                shard = to_local(weight.detach()).contiguous().view(-1).view(torch.uint8)
                 digest.update(shard.cpu().numpy().data)
             self._write_line("commit", **figures, commit_id=self.commit_id, digest=digest.hexdigest())
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class DataAssignment:
-    """This group's slots of the coming step's deal (protocol/step.py)."""
+    """This group's slots of the coming step's assignment (protocol/step.py)."""
 
     step: int  # committed steps so far
     slots: tuple[int, ...]
@@ -41,7 +41,7 @@ class Commit:
     mean_loss: float  # nats per token, the same in every group
     quorum_size: int
     slots: tuple[tuple[int, str], ...]  # that contributed: slot and replica id, "solo" where there are no groups
-    holes: tuple[int, ...]  # all slots that were dealt and have yet to be trained on
+    holes: tuple[int, ...]  # all slots that were assigned and have yet to be trained on
 
 
 class Stopped(RuntimeError):
@@ -75,7 +75,7 @@ def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """step, commit_id, commit_quorum_id and ledger, as Step.state_dict returns them."""
+    """step, commit_id, commit_quorum_id and ledger, as StepMachine.state_dict returns them."""
     return {**state, "ledger": json.loads(state["ledger"])}
 
 
@@ -86,7 +86,7 @@ class Seam(Protocol):
     def step(self) -> int:
         """Committed optimizer steps. Moved by commit, load_state_dict, and a heal, which begin_step, reduce or commit may complete."""
 
-    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+    def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""
 
     @property
@@ -102,8 +102,8 @@ class Seam(Protocol):
         """Registers modules whose gradients are summed with other groups'. Called once, before the first step."""
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
-        """Wraps the last backward of each slot, in the deal's order: complete gradients are reduced while it runs. Until `commit` .grad is
-        the manager's; backwards of the next slot may add to it, or start from None."""
+        """Wraps the last backward of each slot, in the assignment's order: complete gradients are reduced while it runs. Until `commit`
+        .grad is the manager's; backwards of the next slot may add to it, or start from None."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Joins the quorum if one is due, and returns this group's slots; the same ones until `commit`. No slots: nothing is computed, and
@@ -113,23 +113,23 @@ class Seam(Protocol):
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """Sums this group's figures (already summed over its ranks) and its gradients with the other groups'."""
 
-    def commit(self, sums: StepTotals) -> Commit | None:
+    def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step, after which gradients are the sums over all groups. None: the step failed, no state has changed, call
         begin_step again. Each group decides for itself, by votes of its ranks on the summed tail. Raises, as `reduce` and `begin_step` do,
         Stopped, GroupEnded and GroupReleased."""
 
-    def tell(self, lane: str, words: str) -> None:
+    def announce(self, lane: str, text: str) -> None:
         """Shows people a message, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and ledger, for the checkpoint; of one form for all managers. The open deal is in it, and is not loaded."""
+        """Step and ledger, for the checkpoint; of one form for all managers. The open assignment is in it, and is not loaded."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     @property
-    def waits_for_others_s(self) -> float:
-        """time.monotonic() of the group server's last message that no rank of this group is late, but other groups or the lighthouse are;
-        -inf: never."""
+    def last_waiting_for_others_s(self) -> float:
+        """time.monotonic() of the group server's last message saying that this group waits for other groups or the lighthouse, not for one
+        of its own ranks; -inf: none yet."""
 
     def want_to_leave(self) -> None:
         """Notes a SIGTERM; from any thread, on one rank or several. Where the group waits for others, all its ranks get GroupReleased; else

@@ -3,8 +3,8 @@
     Local SGD             every H steps the weights are averaged                                  Stich, arXiv 1805.09767
     DiLoCo                what a group has moved away from the agreed weights is a gradient; the mean of the groups' is given to an
                           outer optimizer                                                         Douillard et al., arXiv 2311.08105
-    Streaming DiLoCo      of a model in fragments one at a time, in turns; the sum travels during the next steps (delay), and who gets it
-                          keeps a share (alpha) of the way that it has gone meanwhile             Douillard et al., arXiv 2501.18512
+    Streaming DiLoCo      the model is split into fragments, synchronised one at a time, in turn; the all-reduce overlaps the next steps
+                          (delay), and on arrival each group blends in its local weights (alpha)  Douillard et al., arXiv 2501.18512
 
 Flow: semi_sync_manager.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum `pseudo_gradients` and
 hand the mean to `step`. Groups agree on the *outer* weights, which change in `step` alone, by the same bits in every group. The model has
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft.buckets import like, local_of
-from ft.materialise import materialise, step_with
+from ft.buckets import dtensor_like, to_local
+from ft.optim_state import init_optim_state, step_with
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -38,7 +38,7 @@ class Fragment:
             known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if missing := [name for name, parameter in named if id(parameter) not in known]:
                 raise ValueError(f"the outer optimizer does not have {missing[0]}, which is to be summed")
-            materialise(optimizer, self.local)
+            init_optim_state(optimizer, self.local)
             self.reset()  # a step at rate 0 may make 0.0 of -0.0
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -63,7 +63,7 @@ class Fragment:
             torch._foreach_copy_(local, outer)
         else:
             torch._foreach_copy_(local, outer)
-            gradients = [like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
+            gradients = [dtensor_like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
             step_with(self._optimizer, self.local, gradients)  # the inner steps' gradients, for the user to read, stay
             torch._foreach_copy_(outer, local)
         if went:
@@ -151,4 +151,4 @@ def _block(name: str) -> str:
 
 
 def _shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [local_of(parameter.detach()) for parameter in parameters]
+    return [to_local(parameter.detach()) for parameter in parameters]

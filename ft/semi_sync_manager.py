@@ -1,10 +1,10 @@
 """Semi-synchronous training behind the seam: a step of the protocol is a *round*, of many optimizer steps that a group makes by itself.
 
-    deal = rounds.begin_step()                  # a window of the data: slots for rounds.inner_steps optimizer steps
-    for slot in deal.slots:
-        ...                                     # forward, backward, clipping, inner optimizer: of this group alone
-        rounds.on_inner_step()                        # sends the pseudo-gradients of the round's fragment when it is their time
-    commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))         # the outer step, if the round holds
+    assignment = rounds.begin_step()     # a window of the data: slots for rounds.inner_steps optimizer steps
+    for slot in assignment.slots:
+        ...                              # forward, backward, clipping, inner optimizer: of this group alone
+        rounds.on_inner_step()           # sends the pseudo-gradients of the round's fragment when it is their time
+    commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))  # the outer step, if the round is committed
 
 A round has all guarantees of a step: its sums are kept and tried again when a group dies, it is voted on, and until its commit nothing of
 it is visible elsewhere. The ledger assigns a window of inner_steps batches, whose samples count as trained on when, and only when, the
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ft.buckets import BUCKET_BYTES, like, local_of, shape_digest
+from ft.buckets import BUCKET_BYTES, dtensor_like, short_digest, to_local
 from ft.config import Schedule
 from ft.gradients import Gradients
 from ft.manager import Manager
@@ -71,19 +71,23 @@ class FragmentGradients(Gradients):
         self._fragments.append(fragment)
 
     @property
-    def shape(self) -> tuple[tuple[str, str], ...]:
-        alike = zip(*(fragment.shape for fragment in self._fragments), strict=True)  # pairs of one name
-        return tuple((pairs[0][0], shape_digest([digest for _, digest in pairs])) for pairs in alike)
+    def fingerprint(self) -> tuple[tuple[str, str], ...]:
+        pairs_by_name = zip(*(fragment.fingerprint for fragment in self._fragments), strict=True)  # pairs of one name
+        return tuple((pairs[0][0], short_digest([digest for _, digest in pairs])) for pairs in pairs_by_name)
 
-    def open(self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0) -> None:
+    def begin_attempt(
+        self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
+    ) -> None:
         self._turn = self._fragments[step % len(self._fragments)]
-        self._turn.open(group, participants, contributes=contributes, step=step)
+        self._turn.begin_attempt(group, participants, contributes=contributes, step=step)
 
     prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
-    begin, send, launch, wait, give_up, hold = map(_of_turn, ("begin", "send", "launch", "wait", "give_up", "hold"))
+    begin_backward, launch_buckets, launch_tail, wait, abandon, hold = map(
+        _of_turn, ("begin_backward", "launch_buckets", "launch_tail", "wait", "abandon", "hold")
+    )
 
     def deliver(self, held: int | None = None) -> None:
-        """`held`: the step after the one that `open` was called for."""
+        """`held`: the step after the one that `begin_attempt` was called for."""
         turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
         turn.deliver(held)
 
@@ -100,13 +104,13 @@ class SemiSyncManager:
     may_exit: bool
     needs_new_quorum: bool
     finished: bool
-    waits_for_others_s: float
+    last_waiting_for_others_s: float
 
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
-        # `register`: only what is the same in all groups between two rounds, not the model, nor the inner optimizer.
-        self.register, self.tell, self.finish = manager.register, manager.tell, manager.finish
+        # `register_state`: only what is the same in all groups between two rounds, not the model, nor the inner optimizer.
+        self.register_state, self.announce, self.finish = manager.register_state, manager.announce, manager.finish
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps
@@ -138,28 +142,28 @@ class SemiSyncManager:
             optimizer = self._outer([parameter for _, parameter in members])
             self.fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
         self._manager.attach(self.fragments)
-        self._manager.register("outer", self._state, self._heal)
+        self._manager.register_state("outer", self._state, self._heal)
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Slots are batches, one for each of inner_steps optimizer steps."""
-        deal = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
+        assignment = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
         if self._resets or self._gradients.dropped:  # a window that was computed before counts no more
             self.reset()
-        self._round, self._done, self._window = deal.step, 0, deal.slots
+        self._round, self._done, self._window = assignment.step, 0, assignment.slots
         batch = self._manager.slot_size // self.inner_steps
-        slots = tuple(slot + place * batch for slot in deal.slots for place in range(self.inner_steps))
-        return DataAssignment(deal.step * self.inner_steps, slots)
+        slots = tuple(slot + place * batch for slot in assignment.slots for place in range(self.inner_steps))
+        return DataAssignment(assignment.step * self.inner_steps, slots)
 
     def on_inner_step(self) -> None:
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
             fragment = self.fragments[self._round % len(self.fragments)]
             for outer, gradient in zip(fragment.outer, fragment.pseudo_gradients(), strict=True):
-                outer.grad = like(outer, gradient)
-            self._gradients.send()
+                outer.grad = dtensor_like(outer, gradient)
+            self._gradients.launch_buckets()
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
         """`finite`: false also where the round was not finished, since a step of it was no number."""
@@ -173,7 +177,7 @@ class SemiSyncManager:
         fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
             self.reset()
-        means = [local_of(outer.grad) for outer in fragment.outer if outer.grad is not None]
+        means = [to_local(outer.grad) for outer in fragment.outer if outer.grad is not None]
         torch._foreach_div_(means, float(len(commit.slots)))  # a group has one at most
         fragment.step(means)
         for outer in fragment.outer:
@@ -194,7 +198,7 @@ class SemiSyncManager:
         self._manager.load_state_dict({**state, "step": rounds})
 
     @contextmanager
-    def use_global_weights(self) -> Iterator[None]:
+    def use_outer_weights(self) -> Iterator[None]:
         """Inside, between two rounds, the model has the outer weights: to evaluate or export them."""
         for fragment in self.fragments:
             fragment.swap()

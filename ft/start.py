@@ -25,30 +25,30 @@ ALONE = "solo"
 class SoloManager:
     """A quorum of one: the manager of a job without fault tolerance. No network, no thread, no gRPC.
 
-    Deals the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
+    Assigns the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
     ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or count of ranks."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
         self._ledger = Ledger(slot_size)
         self._registered: set[str] = set()
-        self.may_exit, self.writer_quorum, self.waits_for_others_s = False, ("", 0), -inf
+        self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # one group's sums are the sums
 
-    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+    def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         if name in self._registered:
             raise ValueError(f"state {name} is registered already")
         self._registered.add(name)
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._until = until
-        return DataAssignment(self.step, tuple(self._ledger.deal([ALONE])))
+        return DataAssignment(self.step, tuple(self._ledger.assign([ALONE])))
 
     def commit(self, sums: StepTotals) -> Commit | None:
-        divisor, deal = sum(sums.tokens_per_slot), self._ledger.pending
-        slots = tuple(deal)
+        divisor, assignment = sum(sums.tokens_per_slot), self._ledger.assignment
+        slots = tuple(assignment)
         if not sums.finite:
             raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
         if divisor == 0:
@@ -56,7 +56,7 @@ class SoloManager:
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
         self.step, self.may_exit = self.step + 1, self.may_exit or self.step + 1 == self._until
         contributed, _ = self._ledger.commit(sums.tokens_per_slot)
-        trained, holes = tuple((slot, deal[slot]) for slot in contributed), tuple(self._ledger.holes)
+        trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
         return Commit(divisor, (0,), sums.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class SoloManager:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = from_checkpoint(state)
         self.step = state["step"]
-        self._ledger.load_state_dict(state["ledger"], keep_deal=False)
+        self._ledger.load_state_dict(state["ledger"], keep_assignment=False)
 
     def leave(self) -> None:
         self.may_exit = True
@@ -76,7 +76,7 @@ class SoloManager:
     def _nothing(self, *given: Any, **named: Any) -> None:
         """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
 
-    attach = want_to_leave = regroup = finish = tell = close = _nothing
+    attach = want_to_leave = regroup = finish = announce = close = _nothing
 
 
 def open_manager(
@@ -89,14 +89,14 @@ def open_manager(
     store: Any = None,
     agreement: Agreement | None = None,
     long_phase_s: float = 0.0,
-    shape: Sequence[tuple[str, str]] = (),
+    fingerprint: Sequence[tuple[str, str]] = (),
     restore: Callable[[], object] | None = None,
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `shape`: digests,
-    by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a long
-    phase. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see telemetry.py.
+    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `fingerprint`:
+    digests, by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a
+    long phase. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see telemetry.py.
     Raises ValueError for settings and a refused token, ConnectionError without a lighthouse, RuntimeError without the group's server."""
     if not settings.enable:
         return SoloManager(slot_size)
@@ -137,12 +137,12 @@ def open_manager(
         long_phase_s=long_phase_s,
         init_sync=False,  # all groups initialise from the same seed, or load the same checkpoint
     )
-    shape = (*shape, ("fault_tolerance.slots_per_step", str(slots_per_step)))
+    fingerprint = (*fingerprint, ("fault_tolerance.slots_per_step", str(slots_per_step)))
     make: Callable[..., Manager] = partial(RecordingManager, folder) if environment.drill else Manager
     group, semi_sync = process_group(settings, device_type), settings.semi_sync_method != "none"
     gradients = FragmentGradients(shared=group.IN_CHILD, quantized=settings.should_quantize) if semi_sync else None
     given = dict(store=store, agreement=agreement, restore=restore, phase_timer=phase_timer, on_event=on_event)
-    manager = make(group, config, options, shape=shape, gradients=gradients, **given)
+    manager = make(group, config, options, fingerprint=fingerprint, gradients=gradients, **given)
     outer: OuterOptimizer = (
         partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
         if settings.semi_sync_method == "diloco"

@@ -1,5 +1,5 @@
-"""Times and events of a manager: for the log, for training/progress.py and training/scribe.py, and, once a beat, for its group's server,
-hence the lighthouse and its page. Written by the trainer's thread. A second counts for the innermost phase alone:
+"""Times and events of a manager: for the log, for training/progress.py and training/background_writer.py, and, once a beat, for its group's
+server, hence the lighthouse and its page. Written by the trainer's thread. A second counts for the innermost phase alone:
 
     quorum    waiting for a quorum               rebuild   forming the process group to other groups
     heal      a state is on its way, to this group or from it
@@ -79,8 +79,9 @@ class Status:
 
 class ManagerTelemetry:
     """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit, which the protocol counts.
-    `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `tell`: shows a text
-    in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only reads."""
+    `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `announce`: shows a
+    text in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only
+    reads."""
 
     def __init__(
         self,
@@ -88,13 +89,13 @@ class ManagerTelemetry:
         step: Callable[[], int],
         phase_timer: PhaseTimer,
         on_event: OnEvent,
-        tell: Callable[[str, int, str], None],
+        announce: Callable[[str, int, str], None],
         inner_steps: int = 1,
         long_phase_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
-        self._tell, self._inner_steps, self._long_phase_s = tell, inner_steps, long_phase_s
+        self._announce, self._inner_steps, self._long_phase_s = announce, inner_steps, long_phase_s
         self._clock = clock
         # none; for other groups, in a reduction; for the other ranks of its group, which may be in one
         self.current_wait: Literal["", "sums", "vote"] = ""
@@ -134,20 +135,20 @@ class ManagerTelemetry:
         """Reports that a generation failed, and with it the attempt at a step."""
         self.event("failed", reason=reason)
         if self._group_rank == 0:
-            self._tell("commit", self._step() // self._inner_steps, reason)
+            self._announce("commit", self._step() // self._inner_steps, reason)
 
     def quorum(self, quorum: m.QuorumResult) -> None:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
         at = quorum.reference[0] * self._inner_steps
-        words = f"quorum {quorum.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        text = f"quorum {quorum.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
         if quorum.heal:
             self.event("heal", sources=[*map(name_of, sources)])
-            words += f"; this group heals from {' and '.join(sources)}"
+            text += f"; this group heals from {' and '.join(sources)}"
         if quorum.recover_dst_replica_ranks:
-            words += f"; {', '.join(members[rank] for rank in quorum.recover_dst_replica_ranks)} heal from this group"
-        log.info("%s", words)
+            text += f"; {', '.join(members[rank] for rank in quorum.recover_dst_replica_ranks)} heal from this group"
+        log.info("%s", text)
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
         rank, odd, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
@@ -155,9 +156,9 @@ class ManagerTelemetry:
         whose = " and ".join(map(name_of, odd or members))
         others = len(members) - len(odd)
         than = f"the same rank of {others} others" if odd else "each other, and no majority has the same"
-        words = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
-        self._tell("corruption", effect.step, words)
-        log.error("%s", words)
+        text = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
+        self._announce("corruption", effect.step, text)
+        log.error("%s", text)
 
     def status(self, beat_s: float) -> Status:
         """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""

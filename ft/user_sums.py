@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ft.buckets import BufferPool, local_of
+from ft.buckets import BufferPool, to_local
 from ft.device import streams_of
 from ft.process_groups.base import GroupWork
-from ft.quantized import CollectiveQueue, Feedback
+from ft.quantized import CollectiveQueue, ErrorFeedback
 
 
 class ManagedAllreduce:
@@ -32,10 +32,10 @@ class ManagedAllreduce:
         keep: bool,
         after_buckets: bool,
         quantized: bool = False,
-        feedback: Feedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self.after_buckets, self.quantized, self._feedback = after_buckets, quantized, feedback
-        self._tensor = local_of(tensor.detach())
+        self._tensor = to_local(tensor.detach())
         self._buffers, self._mean, self._keep = buffers, mean, keep
         self._lock = threading.Lock()  # the thread that ends the operation writes the result
         self._original: Tensor | None = None  # the values, once the result has taken their place
@@ -54,10 +54,10 @@ class ManagedAllreduce:
             return _version(self._tensor) != self._version
 
     @property
-    def sent(self) -> bool:
+    def launched(self) -> bool:
         return self._sum is not None
 
-    def send(self, by: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
+    def launch(self, via: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
         """Reduces the values that the tensor was handed over with, or zeros. The first attempt ends `work`; `finish` writes a retry's."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
         if contributes:
@@ -65,10 +65,10 @@ class ManagedAllreduce:
         else:
             self._sum.zero_()
         if self.quantized:
-            assert isinstance(by, CollectiveQueue)
-            theirs: dist.Work = by.sum_quantized(self._sum, self._feedback, gives=contributes)
+            assert isinstance(via, CollectiveQueue)
+            theirs: dist.Work = via.allreduce_quantized(self._sum, self._feedback, contributes=contributes)
         else:
-            theirs = by.allreduce([self._sum])
+            theirs = via.allreduce([self._sum])
         if not self.work.is_completed():
             theirs.get_future().add_done_callback(lambda _: self._ended(theirs.exception() is None))
         return theirs
@@ -80,7 +80,7 @@ class ManagedAllreduce:
         if self._feedback is not None:
             self._feedback.commit()
 
-    def give_up(self) -> Tensor | None:
+    def abandon(self) -> Tensor | None:
         """Ends `work`, and returns the buffer of an abandoned attempt, which a collective may still write to."""
         with self._lock:
             buffer, self._sum = self._sum, None
@@ -93,7 +93,7 @@ class ManagedAllreduce:
 
     def forget(self) -> None:
         """Returns the memory at the end of the step."""
-        for buffer in (self.give_up(), self._original):
+        for buffer in (self.abandon(), self._original):
             if buffer is not None:
                 self._buffers.give(buffer)
         self._original = None

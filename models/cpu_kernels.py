@@ -63,7 +63,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.view(q.shape)
 
 
-# An operation of its own, so that activation checkpointing sees one result to keep and not the products inside.
+# An operation of its own, so that activation checkpointing sees one result to keep and not the matmuls inside.
 _LIBRARY = torch.library.Library("pharos", "DEF")
 _LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.impl("causal_attention", attention_forward, "CPU")

@@ -1,7 +1,7 @@
 """The arithmetic of a transformer block and of its loss, as functions of tensors.
 
 CUDA, DTensors and anything under `torch.compile` take torch's own kernels. A CPU in eager mode takes those of models/cpu_kernels.py;
-`_in_blocks` chooses. Matrix products accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
+`_in_blocks` chooses. Matmuls accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
 (tokens of the whole batch), V vocabulary."""

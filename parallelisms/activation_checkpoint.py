@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations that are computed again in the backward instead of being kept.
+"""Activation checkpointing: activations that are recomputed in the backward instead of being kept.
 
 parallelize() applies it before compiling and sharding. A block's forward is replaced, not wrapped in a module: names stay as they are, and
 FSDP's hooks around the block gather its weights once for the backward and the recomputation."""
@@ -39,7 +39,7 @@ class ActivationCheckpointConfig:
         "compiler choose",
     ] = "none"
     selective_ac_option: Annotated[
-        str, 'a number n: every n-th block is computed again; "op": in each block what is cheap to compute again'
+        str, 'a number n: every n-th block is recomputed; "op": in each block what is cheap to recompute'
     ] = "2"
     memory_budget: Annotated[
         float, "share of the activations that may be kept; needs compile.enable", ">= 0", "<= 1"
@@ -67,12 +67,12 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
     options: dict[str, Any] = {"context_fn": _keep_expensive_results} if by_operation else {}
     for name, block in part.layers.items():
         if (int(name) + 1) % every == 0:
-            block.forward = _computed_again(block.forward, options)
+            block.forward = _with_checkpointing(block.forward, options)
 
 
-def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since a compiler begins at one
-        if not torch.is_grad_enabled():  # nothing is computed again; a block that appends to a cache cannot be traced
+        if not torch.is_grad_enabled():  # nothing is recomputed; a block that appends to a cache cannot be traced
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
@@ -80,9 +80,9 @@ def _computed_again(forward: Callable[..., Any], options: dict[str, Any]) -> Cal
 
 
 def _keep_expensive_results() -> tuple[Any, Any]:
-    """The contexts of one block's forward and of its repetition. Half of the matrix products (all would cost about as much memory as no
-    checkpointing), attention and the collectives that make tensors smaller are kept; the rest is computed again."""
-    numbers = {False: count(), True: count()}  # of the products; some versions of torch ask in the repetition again
+    """The contexts of one block's forward and of its repetition. Half of the matmuls (all would cost about as much memory as no
+    checkpointing), attention and the collectives that make tensors smaller are kept; the rest is recomputed."""
+    numbers = {False: count(), True: count()}  # of the matmuls; some versions of torch ask in the repetition again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT

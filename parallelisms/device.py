@@ -74,7 +74,7 @@ class Device:
         return named[1] if named else "CPU"
 
     def fast_bfloat16(self, capability: tuple[int, int] | None = None) -> bool:
-        """True when bf16 matrix products are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
+        """True when bf16 matmuls are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
         for; CPUs with AMX or AVX512-BF16."""
         if self.type == "cuda":
             capability = capability or cuda_capability(self.torch_device)

@@ -46,7 +46,7 @@ class CommConfig:
     init_timeout_seconds: Annotated[int, "longest start: rendezvous, first step, checkpoint, seconds", ">= 1"] = 300
     train_timeout_seconds: Annotated[
         int,
-        "longest later step, seconds, without those in which other groups are waited for; past it the hang is told and the run ends",
+        "longest later step, seconds, without those in which other groups are waited for; past it the hang is reported and the run ends",
         ">= 1",
     ] = 100
     trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000

@@ -1,6 +1,6 @@
-"""float8: the products of linear layers in 8-bit floats, by torchao (the extra `float8`). For CUDA devices that multiply them.
+"""float8: the matmuls of linear layers in 8-bit floats, by torchao (the extra `float8`). For CUDA devices that multiply them.
 
-parallelize() applies it before any cutting. Parameters, optimizer, everything between the products and the head keep their width."""
+parallelize() applies it before any cutting. Parameters, optimizer, everything between the matmuls and the head keep their width."""
 
 from __future__ import annotations
 

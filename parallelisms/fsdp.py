@@ -79,8 +79,8 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
 
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
-    """The dim that FSDP cuts of a parameter whose rows tensor parallelism has cut: the rows again where those pieces are equal, else the
-    columns, which must then be even; None: neither is possible. Of unequal pieces that are cut again, such as 259 rows on 2 ranks and
+    """The dim on which FSDP shards a parameter that TP shards by rows: 0 if the TP shards are equal, else 1 if the columns divide evenly;
+    None if neither works. Of unequal shards that are sharded again, such as 259 rows on 2 ranks and
     3 shards, torch 2.13 gathers, saves and loads wrong rows."""
     if shards == 1 or shape[0] % tp == 0:
         return 0

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from models.contract import nearest_divisors
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = "pp", "dp_replicate", "dp_shard", "cp", "tp"
-SHARDS = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP cuts
+DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP shards
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ParallelismConfig:
         bool, "gather the logits before the loss; false: each rank keeps its part of the vocabulary"
     ] = False
     enable_async_tensor_parallel: Annotated[
-        bool, "overlap the collectives of tensor parallelism with its products; needs compile.enable and NVLink"
+        bool, "overlap the collectives of tensor parallelism with its matmuls; needs compile.enable and NVLink"
     ] = False
     context_parallel_degree: Annotated[int, "ranks that share every sequence", ">= 1"] = 1
     context_parallel_load_balancer: Annotated[
@@ -86,7 +86,7 @@ class ParallelismConfig:
     ] = ()
 
 
-class Degrees(NamedTuple):
+class ParallelDims(NamedTuple):
     """How many ranks each axis has, in the order of AXES."""
 
     pp: int
@@ -132,7 +132,7 @@ class MeshCoordinate:
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
 
-def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
+def degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     """The degrees that `config` asks of `world_size` ranks. Raises ValueError when they do not multiply to it."""
     named = {
         "pipeline_parallel_degree": config.pipeline_parallel_degree,
@@ -159,10 +159,10 @@ def degrees(config: ParallelismConfig, world_size: int) -> Degrees:
             f"nearest: {left}, or -1 for all that are left; or start {shards * others} ranks (NPROC={shards * others})"
         )
     pp, dp_replicate, cp, tp = named.values()
-    return Degrees(pp, dp_replicate, left, cp, tp)
+    return ParallelDims(pp, dp_replicate, left, cp, tp)
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+def build_mesh(degrees: ParallelDims, device_type: str) -> DeviceMesh:
     """The mesh over all ranks of the default process group; axes of one rank are there too."""
     return init_device_mesh(device_type, tuple(degrees), mesh_dim_names=AXES)
 
@@ -170,7 +170,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which gradients are summed: (dp_replicate, dp_shard_cp) for HSDP; [dp_replicate] alone where nothing is
     sharded (DDP); [dp_shard_cp] otherwise."""
-    shards = mesh[DP_SHARD, CP]._flatten(SHARDS)
+    shards = mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
     copies = mesh[DP_REPLICATE]
     if copies.size() == 1:
         return shards

@@ -46,7 +46,7 @@ def split(model: Model, pp_rank: int, config: ParallelismConfig) -> list[Model]:
 
 
 class Pipeline:
-    """The face of a parallelized model over a pipeline schedule."""
+    """A parallelized model run by a pipeline schedule; the interface is NoPipeline's."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def stage_count(config: ParallelismConfig, n_layers: int) -> int:
     if config.module_fqns_per_model_part:
         return len(config.module_fqns_per_model_part)
     if config.pipeline_parallel_layers_per_stage:
-        return ceil(_weight(config, n_layers) / config.pipeline_parallel_layers_per_stage)
+        return ceil(_num_effective_layers(config, n_layers) / config.pipeline_parallel_layers_per_stage)
     if config.pipeline_parallel_schedule_csv:
         return sum(map(len, placement(config, 0)))
     return config.pipeline_parallel_degree * (1 if config.pipeline_parallel_schedule in ONE_STAGE else 2)
@@ -77,15 +77,15 @@ def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
     return [list(range(rank, n_stages, pp)) for rank in range(pp)]
 
 
-def _weight(config: ParallelismConfig, n_layers: int) -> int:
-    """The model in blocks."""
+def _num_effective_layers(config: ParallelismConfig, n_layers: int) -> int:
+    """Blocks of the model, with what embedding and head count for."""
     return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
 
 
 def _shares(config: ParallelismConfig, n_layers: int) -> list[int]:
-    """Blocks of each stage, with what embedding and head count for."""
+    """The same of each stage."""
     n_stages = stage_count(config, n_layers)
-    share, more = divmod(_weight(config, n_layers), n_stages)
+    share, more = divmod(_num_effective_layers(config, n_layers), n_stages)
     return [share + (stage < more) for stage in range(n_stages)]
 
 
@@ -160,7 +160,7 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
     elif schedule in V_SHAPED:
         legal, rule = {2 * pp}, f"two on each of the {pp} ranks"
     else:
-        most = n_stages + 2 * pp + _weight(config, n_layers)
+        most = n_stages + 2 * pp + _num_effective_layers(config, n_layers)
         legal, rule = set(range(pp, most, pp)), f"equally many on each of the {pp} ranks"
     if by_names := config.module_fqns_per_model_part:
         if n_stages not in legal:
@@ -169,7 +169,7 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
                 f"nearest: {nearest(n_stages, sorted(legal))} texts"
             )
     elif n_stages > n_layers or n_stages not in legal:
-        per_stage, weight = config.pipeline_parallel_layers_per_stage, _weight(config, n_layers)
+        per_stage, weight = config.pipeline_parallel_layers_per_stage, _num_effective_layers(config, n_layers)
         why = f"{schedule} takes {rule}" if n_stages not in legal else f"there are {n_layers} blocks"
         if not per_stage:
             raise ValueError(

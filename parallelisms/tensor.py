@@ -1,5 +1,5 @@
-"""Tensor parallelism: the matrices of a block cut over ranks, and between them the sequence (Shoeybi et al. 2019, arXiv 1909.08053;
-Korthikanti et al. 2022, arXiv 2205.05198). How each module is cut is data beside the model: its `tp_plan` of name -> kind, where
+"""Tensor parallelism: the matrices of a block sharded over ranks, and between them the sequence (Shoeybi et al. 2019, arXiv 1909.08053;
+Korthikanti et al. 2022, arXiv 2205.05198). How each module is sharded is data beside the model: its `tp_plan` of name -> kind, where
 `*` stands for one part of a dotted name.
 
     kind        its parameters                          it is called with               it returns
@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from models.contract import Head, Model
 from parallelisms.fsdp import shard_dim
-from parallelisms.mesh import Degrees
+from parallelisms.mesh import ParallelDims
 
 
 class _Embedding(RowwiseParallel):
@@ -45,7 +45,7 @@ class _Embedding(RowwiseParallel):
 
 
 class _Gather(ParallelStyle):
-    """The first argument arrives as [Shard(1)] and is seen as [Replicate()], still a DTensor: so the products of the children know
+    """The first argument arrives as [Shard(1)] and is seen as [Replicate()], still a DTensor: so the matmuls of the children know
     that their gradients are terms of a sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -85,7 +85,7 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
 
 def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> None:
     """Cuts the modules of `part`, a model or a stage of one on the meta device, over the tp axis `mesh`. `overlap`: the compiler may fuse
-    products with the collectives beside them (async tensor parallelism, Wang et al. 2023, doi 10.1145/3567955.3567959); RuntimeError where
+    matmuls with the collectives beside them (async tensor parallelism, Wang et al. 2023, doi 10.1145/3567955.3567959); RuntimeError where
     the devices cannot reach each other's memory."""
     for name, module in list(part.named_modules()):
         for _, kind in _entries(part, name):
@@ -108,7 +108,7 @@ def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> No
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def check_plan(model: Model, degrees: Degrees) -> None:
+def check_plan(model: Model, degrees: ParallelDims) -> None:
     """Raises ValueError where the plan of a whole `model` forgets a module or has an idle entry, or a parameter cannot be cut so often."""
     cause = f"parallelism.tensor_parallel_degree = {degrees.tp}: "
     plan = f"the TP_PLAN of {type(model).__module__} "

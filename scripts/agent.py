@@ -24,17 +24,19 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from scripts.plan import Plan, forget_old, how_ended, say
+from scripts.plan import LaunchSettings, forget_old, how_ended, say
 from training.log import Log
 from training.progress import Clock
 from training.signals import Signals
 
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 POLL_S = 0.1
-MEET_TIMEOUT_S = 900  # for the other nodes to arrive
+RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to arrive
 
 
-def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path, clock: Clock = time.monotonic) -> int:
+def run_ranks(
+    command: list[str], launch_settings: LaunchSettings, *, nproc: int, logs: Path, clock: Clock = time.monotonic
+) -> int:
     """Runs `command` as `nproc` ranks of this node until all have ended; returns the exit code. Leaves no process."""
     if "LOGLEVEL" not in os.environ:  # else the agent's narration is asked for
         narration = logging.getLogger("torch.distributed.elastic")
@@ -42,12 +44,17 @@ def run_ranks(command: list[str], plan: Plan, *, nproc: int, logs: Path, clock: 
         narration.propagate = False
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # torch's signal handlers would replace ours
     try:
-        with closing(Output(logs, plan.log_ranks)) as output, closing(LocalRanks(plan.grace_s)) as ranks:
-            spec = _spec(command, plan, nproc, logs)
+        with (
+            closing(Output(logs, launch_settings.log_ranks)) as output,
+            closing(LocalRanks(launch_settings.grace_s)) as ranks,
+        ):
+            spec = _spec(command, launch_settings, nproc, logs)
             result = Agent(spec, output, ranks, clock).run()
             spec.rdzv_handler.shutdown()
     except (RendezvousError, DistError) as error:
-        say(f"the {plan.nnodes} nodes did not meet at {plan.endpoint or 'this node'}: {error.__cause__ or error}")
+        say(
+            f"the {launch_settings.nnodes} nodes did not meet at {launch_settings.endpoint or 'this node'}: {error.__cause__ or error}"
+        )
         return 1
     return explain(result, output, ranks) if result.is_failed() else 0
 
@@ -258,16 +265,18 @@ class Output(LogsSpecs):
                 sys.stdout.buffer.flush()
 
 
-def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
+def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs: Path) -> WorkerSpec:
     """The processes that the agent starts, and the rendezvous of the nodes: by NODE_RANK if it is set, else as they come."""
-    settings: dict[str, Any] = {"timeout": MEET_TIMEOUT_S, "join_timeout": MEET_TIMEOUT_S}
-    endpoint, backend, address = plan.endpoint, "c10d", None
-    if plan.nnodes == 1:  # a host's own name need not resolve on a laptop
+    settings: dict[str, Any] = {"timeout": RENDEZVOUS_TIMEOUT_S, "join_timeout": RENDEZVOUS_TIMEOUT_S}
+    endpoint, backend, address = launch_settings.endpoint, "c10d", None
+    if launch_settings.nnodes == 1:  # a host's own name need not resolve on a laptop
         endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
-    elif plan.node_rank is not None:
-        backend, settings["rank"] = "static", plan.node_rank
+    elif launch_settings.node_rank is not None:
+        backend, settings["rank"] = "static", launch_settings.node_rank
     run = logs.parent.name  # the same on every node, and another run may use the same host at the same time
-    meeting = RendezvousParameters(backend, endpoint, run, plan.nnodes, plan.nnodes, address, **settings)
+    meeting = RendezvousParameters(
+        backend, endpoint, run, launch_settings.nnodes, launch_settings.nnodes, address, **settings
+    )
     host, _, port = endpoint.rpartition(":")
     return WorkerSpec(
         role="train",
@@ -275,7 +284,7 @@ def _spec(command: list[str], plan: Plan, nproc: int, logs: Path) -> WorkerSpec:
         rdzv_handler=get_rendezvous_handler(meeting),
         entrypoint=sys.executable,
         args=("-IS", str(LIFELINE), str(os.getpid()), *command),
-        max_restarts=plan.max_restarts,
+        max_restarts=launch_settings.max_restarts,
         monitor_interval=POLL_S,
         master_addr=host if backend == "static" else None,
         master_port=int(port) if backend == "static" else None,

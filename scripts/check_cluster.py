@@ -30,7 +30,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 
 from ft.children import die_with  # noqa: E402 (our packages first)
 from scripts.launch import ranks_here, set_defaults  # noqa: E402
-from scripts.plan import Plan, how_ended  # noqa: E402
+from scripts.plan import LaunchSettings, how_ended  # noqa: E402
 from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
 
 POLL_S = 0.05
@@ -39,12 +39,16 @@ SETTLE_S = 10.0  # what the others may take after the last word was due
 
 def main(argv: Sequence[str]) -> int:
     try:
-        settings, place, plan = CheckSettings.parse(argv), RankPlace.read(os.environ), Plan.read(os.environ)
-        if place is None and plan.nnodes > 1 and plan.node_rank is None:
-            legal = f"from 0 to {plan.nnodes - 1}"
-            raise ValueError(f"NNODES={plan.nnodes}: each node must be given its NODE_RANK, {legal}")
+        settings, place, launch_settings = (
+            CheckSettings.parse(argv),
+            RankPlace.read(os.environ),
+            LaunchSettings.read(os.environ),
+        )
+        if place is None and launch_settings.nnodes > 1 and launch_settings.node_rank is None:
+            legal = f"from 0 to {launch_settings.nnodes - 1}"
+            raise ValueError(f"NNODES={launch_settings.nnodes}: each node must be given its NODE_RANK, {legal}")
         quiet_torch()
-        set_defaults(os.environ, nproc=plan.nproc or 1)
+        set_defaults(os.environ, nproc=launch_settings.nproc or 1)
         from parallelisms.distributed import CommConfig
 
         CommConfig(
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             from tools.cluster.rank import run_rank
 
             exit_now(run_rank(settings, place))
-        return start_ranks(settings, plan)
+        return start_ranks(settings, launch_settings)
     except ValueError as error:
         say(re.sub(r"^comm\.", "--", str(error)))  # our flags have the names of the keys in [comm]
         return 2
@@ -78,22 +82,22 @@ def exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
-def start_ranks(settings: CheckSettings, plan: Plan) -> int:
+def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int:
     """Runs this node's ranks, forked from this process, which has imported torch once for all of them: that saves 150 MB for each.
     Returns the exit code of the check. Leaves no process. Raises ValueError: the port cannot be had."""
     import torch.distributed as dist
 
     import tools.cluster.rank  # noqa: F401 (once, for all of them)
 
-    nproc, first_node = ranks_here(plan), not plan.node_rank
+    nproc, first_node = ranks_here(launch_settings), not launch_settings.node_rank
     host, port = "127.0.0.1", 0  # where node 0's ranks are met; 0: any port that is free
-    if plan.nnodes > 1:
-        host, _, text = plan.endpoint.rpartition(":")
+    if launch_settings.nnodes > 1:
+        host, _, text = launch_settings.endpoint.rpartition(":")
         port = int(text)
     listener = None
     if first_node and settings.init_method == "env://":
         try:
-            listener = socket.create_server((host if plan.nnodes == 1 else "", port), backlog=1024)
+            listener = socket.create_server((host if launch_settings.nnodes == 1 else "", port), backlog=1024)
         except OSError as error:
             raise ValueError(f"RDZV_ENDPOINT={host}:{port}: {error.strerror}") from None
         port = listener.getsockname()[1]
@@ -104,7 +108,7 @@ def start_ranks(settings: CheckSettings, plan: Plan) -> int:
     ranks, store = ForkedRanks(), None
     try:
         for local in range(nproc):
-            place = RankPlace((plan.node_rank or 0) * nproc + local, plan.nnodes * nproc, local)
+            place = RankPlace((launch_settings.node_rank or 0) * nproc + local, launch_settings.nnodes * nproc, local)
             pid = os.fork()
             if pid == 0:
                 become(settings, place, parent, listener)

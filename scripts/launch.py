@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Run by path, from any folder: our packages first, and not scripts/ itself, whose files could hide a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
-from scripts.plan import Plan, say  # noqa: E402
+from scripts.plan import LaunchSettings, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     threads_are_given = "OMP_NUM_THREADS" in os.environ
     try:
-        plan = Plan.read(os.environ)
-        set_defaults(os.environ, nproc=plan.nproc or 1)
+        launch_settings = LaunchSettings.read(os.environ)
+        set_defaults(os.environ, nproc=launch_settings.nproc or 1)
         if "--explain" in argv:
             from tools.explain.command import main as explain
 
@@ -43,10 +43,10 @@ def main(argv: list[str]) -> int:
         from configs.load import load
 
         config = load(argv)  # brings torch with it, if the file can be read
-        nproc = ranks_here(plan)
-        alone = nproc == plan.nnodes == 1 and plan.max_restarts == 0
+        nproc = ranks_here(launch_settings)
+        alone = nproc == launch_settings.nnodes == 1 and launch_settings.max_restarts == 0
         if not alone:
-            check(config, world_size=nproc * plan.nnodes)
+            check(config, world_size=nproc * launch_settings.nnodes)
     except ValueError as error:
         say(str(error))
         return 2
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         os.environ["OMP_NUM_THREADS"] = threads_per_rank(nproc)
     from scripts.agent import run_ranks
 
-    return run_ranks([sys.executable, str(ROOT / "train.py"), *argv], plan, nproc=nproc, logs=logs)
+    return run_ranks([sys.executable, str(ROOT / "train.py"), *argv], launch_settings, nproc=nproc, logs=logs)
 
 
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
@@ -75,15 +75,15 @@ def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os
     Environment.read(environ).check(config.fault_tolerance)
 
 
-def ranks_here(plan: Plan) -> int:
+def ranks_here(launch_settings: LaunchSettings) -> int:
     """Raises ValueError: more ranks than GPUs; or GPUs that torch cannot use, lest the CPU trains unnoticed."""
     import torch
 
     if torch.cuda.is_available():
         visible = torch.cuda.device_count()
-        if plan.nproc and plan.nproc > visible:
-            raise ValueError(f"NPROC={plan.nproc}: more ranks than the {visible} GPUs that are visible here")
-        return plan.nproc or visible
+        if launch_settings.nproc and launch_settings.nproc > visible:
+            raise ValueError(f"NPROC={launch_settings.nproc}: more ranks than the {visible} GPUs that are visible here")
+        return launch_settings.nproc or visible
     asked_for_none = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
     gpus = 0 if asked_for_none else sum(line.startswith("GPU") for line in _nvidia_smi("-L").splitlines())
     if gpus:
@@ -98,7 +98,7 @@ def ranks_here(plan: Plan) -> int:
             f"nvidia-smi sees {gpus} GPU{'s' * (gpus > 1)} (driver {driver}), but torch {torch.__version__} "
             f"(CUDA {torch.version.cuda or 'none'}) sees none: {remedy}; to train on the CPU all the same: CUDA_VISIBLE_DEVICES=-1"
         )
-    return plan.nproc or 1
+    return launch_settings.nproc or 1
 
 
 def _nvidia_smi(*arguments: str) -> str:

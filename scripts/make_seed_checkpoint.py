@@ -36,7 +36,7 @@ from training.log import Log
 from training.progress import duration
 from training.tokenizer import build_tokenizer
 
-TELL_EVERY_S = 10.0
+LOG_INTERVAL_S = 10.0
 Draw = Callable[[Model, torch.Tensor, int], torch.Tensor]
 
 
@@ -97,15 +97,17 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 class WriteProgress:
-    def __init__(self, total_bytes: int, log: Log, *, what: str = "seed", tell_every_s: float = TELL_EVERY_S) -> None:
-        self._total, self._log, self._what, self._tell_every_s = total_bytes, log, what, tell_every_s
+    def __init__(
+        self, total_bytes: int, log: Log, *, what: str = "seed", log_interval_s: float = LOG_INTERVAL_S
+    ) -> None:
+        self._total, self._log, self._what, self._log_interval_s = total_bytes, log, what, log_interval_s
         self._done, self._began = 0, time.monotonic()
         self._told = self._began
 
     def add(self, count_bytes: int) -> None:
         self._done += count_bytes
         now = time.monotonic()
-        if now - self._told < self._tell_every_s:
+        if now - self._told < self._log_interval_s:
             return
         self._told = now
         pace = self._done / (now - self._began)

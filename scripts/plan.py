@@ -28,7 +28,7 @@ def forget_old(restarted_at_s: list[float], now_s: float) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchSettings:
     nproc: int | None  # ranks on this node; None: one per visible GPU, else 1
     nnodes: int
     node_rank: int | None  # None: in order of arrival
@@ -38,13 +38,13 @@ class Plan:
     grace_s: float
 
     @staticmethod
-    def read(env: Mapping[str, str]) -> Plan:
+    def read(env: Mapping[str, str]) -> LaunchSettings:
         """Raises ValueError: a variable is not what it must be, or one is missing."""
         if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
             raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
         nproc = "NPROC" if "NPROC" in env else "NGPU"
         nnodes = whole(env, "NNODES", least=1, default=1)
-        plan = Plan(
+        plan = LaunchSettings(
             nproc=whole(env, nproc, least=1) if nproc in env else None,
             nnodes=nnodes,
             node_rank=whole(env, "NODE_RANK", least=0, below=nnodes) if "NODE_RANK" in env and nnodes > 1 else None,

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from scripts.launch import LogFile, check, ranks_here, threads_per_rank  # noqa: E402 (our packages first)
-from scripts.plan import RESTARTS_WITHIN_S, Plan, forget_old, how_ended, say  # noqa: E402
+from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings, forget_old, how_ended, say  # noqa: E402
 
 if TYPE_CHECKING:
     from configs.schema import RunConfig
@@ -274,7 +274,7 @@ def devices_of_groups(groups: int) -> list[list[str]]:
     import torch
 
     visible = visible_devices(os.environ, torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return deal_devices(visible, groups, Plan.read(os.environ).nproc, os.environ.get(SHARED) == "1")
+    return assign_devices(visible, groups, LaunchSettings.read(os.environ).nproc, os.environ.get(SHARED) == "1")
 
 
 def visible_devices(env: Mapping[str, str], count: int) -> list[str]:
@@ -283,7 +283,7 @@ def visible_devices(env: Mapping[str, str], count: int) -> list[str]:
     return (named or [str(number) for number in range(count)])[:count]
 
 
-def deal_devices(visible: Sequence[str], groups: int, nproc: int | None, shared: bool) -> list[list[str]]:
+def assign_devices(visible: Sequence[str], groups: int, nproc: int | None, shared: bool) -> list[list[str]]:
     """`nproc` devices for each group, one for each of its ranks, in order; None: as many as there are for all. `shared`: where there are
     too few a device serves ranks of several groups, never two of one. Raises ValueError: too few."""
     if not visible:
@@ -304,9 +304,9 @@ def prepare(argv: list[str], groups: int, *, nodes: int = 1, ranks: int | None =
     from configs.load import load
 
     env = {**os.environ, "NUM_REPLICA_GROUPS": str(groups), "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"}
-    plan, config = Plan.read(os.environ), load(argv)
-    check(config, world_size=(ranks or ranks_here(plan)) * nodes, environ=env)
-    return config, plan.max_restarts if "MAX_RESTARTS" in os.environ else 100, plan.grace_s
+    launch_settings, config = LaunchSettings.read(os.environ), load(argv)
+    check(config, world_size=(ranks or ranks_here(launch_settings)) * nodes, environ=env)
+    return config, launch_settings.max_restarts if "MAX_RESTARTS" in os.environ else 100, launch_settings.grace_s
 
 
 def environment(run_folder: Path, groups: int) -> dict[str, str]:

@@ -4,7 +4,7 @@
     scripts/samples.py RUN [--step N | --position N] [--json]
 
 Floor 5, standard library only. Reads <run>/samples.jsonl, where each committed step has a line: its slots, each with the replica id of
-the group whose gradients went in, and the holes, slots that were dealt to a group that died and have yet to be dealt again. A slot is
+the group whose gradients went in, and the holes, slots that were assigned to a group that died and have yet to be assigned again. A slot is
 named by its first position in the data order, which goes on over epochs and counts sequences; it has `slot_size` of them. Groups that
 step by themselves have a line each time that they have agreed; it stands for `steps` steps.
 
@@ -77,7 +77,7 @@ class SampleProof:
     sequences: int
     missing: list[Range] = field(default_factory=list)
     doubled: list[Range] = field(default_factory=list)
-    open: list[Range] = field(default_factory=list)  # holes of the last step, which the next deal begins with
+    open: list[Range] = field(default_factory=list)  # holes of the last step, which the next assignment begins with
     wrong: list[str] = field(default_factory=list)  # the same, and what else is not as it must be, in words
 
     @property

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
 
-EXCLUDED = ("models/", *(f"training/{name}" for name in ("data/", "metrics", "progress", "sinks", "scribe")))
+EXCLUDED = ("models/", *(f"training/{name}" for name in ("data/", "metrics", "progress", "sinks", "background_writer")))
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 LIMIT_S = 300.0
 PAGE = """\

@@ -136,7 +136,7 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of `path` at the end. Its name is unique: in containers all processes have the same number, and a rank's
-    scribe and trainer note the same lease."""
+    background writer and trainer note the same lease."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:

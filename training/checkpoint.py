@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ft.materialise import materialise
+from ft.optim_state import init_optim_state
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
 from training.progress import Clock
-from training.writer_lease import SoleWriter, WriterLease
+from training.writer_lease import SoleWriterLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
@@ -41,8 +41,8 @@ class SaveReport(NamedTuple):
     """One rank's result of a save."""
 
     records: list[FileRecord]  # of its files
-    problem: str  # of its own files; "": none
-    heard: str  # that another rank told it; "": none
+    own_error: str  # of its own files; "": none
+    peer_error: str  # that another rank told it; "": none
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Checkpointer:
         states: Mapping[str, Stateful],
         *,
         log: Log,
-        ranks: Ranks | None = None,
+        ranks: RankCollectives | None = None,
         lease: WriterLease | None = None,
         clock: Clock = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
@@ -134,8 +134,8 @@ class Checkpointer:
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._lease = lease or SoleWriter()
-        self._ranks, self._on_stage = ranks or Ranks(), on_stage
+        self._lease = lease or SoleWriterLease()
+        self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
         )
@@ -185,7 +185,7 @@ class Checkpointer:
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
-        Not `settled`: see SoleWriter; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
+        Not `settled`: see SoleWriterLease; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
         or another group saves. In an async mode all but the last is written in the background; a failure there is raised by the next
         `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
@@ -194,7 +194,7 @@ class Checkpointer:
         alone = last and self._config.last_save_model_only
         if self._saves_enabled and (alone or step != self._saved_full_step):
             if not settled:
-                self._lease = SoleWriter(settled=False)
+                self._lease = SoleWriterLease(settled=False)
             if alone:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
@@ -211,7 +211,7 @@ class Checkpointer:
     def save_seed(self, streamed: Streamed | None = None) -> None:
         """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
         self.wait()
-        self._lease = SoleWriter()  # no quorum is needed to write it
+        self._lease = SoleWriterLease()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
@@ -320,7 +320,7 @@ class Checkpointer:
             return lease.is_superseded() and self._newest() >= step
 
         try:
-            problems = [report.problem for report in reports] + [report.heard for report in reports]
+            problems = [report.own_error for report in reports] + [report.peer_error for report in reports]
             if problem := next(filter(None, problems), ""):
                 raise OSError(problem)
             if is_late():
@@ -474,7 +474,7 @@ class Checkpointer:
             self._log.warning(message, *args)
 
 
-class Ranks:
+class RankCollectives:
     """Agreement between the ranks, over a gloo group of its own, apart from training's collectives; DCP uses it, too. `timeout`: how long a
     rank waits for the slowest one's files."""
 
@@ -567,7 +567,7 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
-        materialise(self._optimizer)
+        init_optim_state(self._optimizer)
         entries = ((place, key, value) for place, values in self._walk() for key, value in values.items())
         return {f"{place}.{key}": value for place, key, value in entries if key not in self._NOT_STATE}
 

@@ -59,7 +59,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is weights alone (an export, the seed). `settled`: see SoleWriter."""
+    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is weights alone (an export, the seed). `settled`: see
+    SoleWriterLease."""
 
     step: int
     kind: str

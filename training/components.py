@@ -24,19 +24,19 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
+from training.background_writer import BackgroundWriter, Events
 from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
-from training.drill import Corruption
+from training.drill import FaultInjector
 from training.log import Log
 from training.loss import cross_entropy_sum
-from training.metrics import Meter
-from training.metrics_writer import LeaderMetricsWriter
+from training.metrics import MetricsProcessor
+from training.metrics_writer import MetricsWriter
 from training.optimizer import OptimizerStep, build_optimizer
 from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
-from training.scribe import Events, Scribe
 from training.signals import Signals
 from training.sinks import Sinks
 from training.tokenizer import build_tokenizer
@@ -64,8 +64,8 @@ class Components:
         self.pending_signals, self.save_overdue = 0, False
         self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
-        self.scribe = cleanup.enter_context(closing(Scribe(self.report_storage)))
-        self.events = Events(self.group_folder, self.scribe)
+        self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
+        self.events = Events(self.group_folder, self.background_writer)
         with self.progress.phase("start"):
             if config.job.description:
                 log.info("about     %s", config.job.description)
@@ -149,7 +149,7 @@ class Components:
             store=world.store,
             agreement=agreement,
             long_phase_s=config.comm.init_timeout_seconds,
-            shape=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
+            fingerprint=(*what_groups_share(config), ("text or tokenizer", self.data.digest[:16])),
             restore=self.restore,
             phase_timer=self.progress,
             on_event=self.events,
@@ -164,7 +164,7 @@ class Components:
         first = self.world.global_rank == 0
         if first:
             self.cleanup.enter_context(closing(RunLock(self.group_folder)))
-        self.meter = Meter(
+        self.metrics_processor = MetricsProcessor(
             config.metrics,
             log=self.log,
             progress=self.progress,
@@ -177,7 +177,7 @@ class Components:
             **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,  # step, commit ids and ledger of the data; the key is the checkpoint format's
-            "meter": self.meter,
+            "meter": self.metrics_processor,
             "data": self.data,
             "loader": self.loader,
         }
@@ -189,11 +189,11 @@ class Components:
             wandb=metrics.enable_wandb,
             settings=asdict(config),
         )
-        writer = LeaderMetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.scribe, shared=shared)
+        writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
         for name in (*self.HEALED_STATES, "meter", *([METRICS_STATE] if shared else [])):
-            self.manager.register(name, states[name].state_dict, states[name].load_state_dict)
+            self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(
             closing(Checkpointer(config.checkpoint, folder, states, log=self.log, lease=lease))
@@ -214,7 +214,7 @@ class Components:
             self.checkpointer.load()
         if first:
             save(config, folder, batch=self.slot_size)
-            self.meter.sink = self.cleanup.enter_context(closing(writer))
+            self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
 
     def weights(self) -> dict[str, Stateful]:
         """The model's states in a checkpoint."""
@@ -229,13 +229,13 @@ class Components:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
     def report_storage(self, words: str) -> None:
-        """Reports trouble with files, and its end: log, events, live page. Called mostly in the scribe's thread."""
+        """Reports trouble with files, and its end: log, events, live page. Called mostly in the background writer's thread."""
         self.log.warning("storage: %s", words)
         self.events("storage", self.log.step or 0, words=words)
         if hasattr(self, "manager"):  # else it has yet to be made
-            self.manager.tell("storage", words)
+            self.manager.announce("storage", words)
 
-    def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, Corruption]:
+    def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, FaultInjector]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder
         rank, drill = world.global_rank, self.environment.drill
         watchdog = Watchdog(
@@ -247,15 +247,17 @@ class Components:
             long_timeout_s=config.comm.init_timeout_seconds,
             log=self.log,
             record=lambda: dump_flight_recorder(folder / TRACES, rank),
-            waits_for_others_s=lambda: self.manager.waits_for_others_s,
+            last_waiting_for_others_s=lambda: self.manager.last_waiting_for_others_s,
         )
         cleanup.enter_context(closing(watchdog)).start()
         allocator = torch.cuda.memory if world.device.traits.has_allocator else None
         profiler = Profiler(config.profiling, folder, global_rank=rank, log=self.log, allocator=allocator)
         cleanup.enter_context(profiler)
         garbage = cleanup.enter_context(closing(GarbageCollection(config.training.gc_freq)))
-        return watchdog, profiler, garbage, Corruption(folder, rank, self.parameters, enabled=drill, log=self.log)
+        return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=drill, log=self.log)
 
     def print_summary(self, verb: str, next_command: str) -> None:
         saved, groups = str(self.checkpointer.folder), self.events.summary()
-        self.meter.print_summary(self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups)
+        self.metrics_processor.print_summary(
+            self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
+        )

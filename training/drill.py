@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from training.log import Log
 
-ORDER, HANG = "corrupt", "hang"  # the files
+CORRUPT, HANG = "corrupt", "hang"  # the files
 
 
-class Corruption:
+class FaultInjector:
     """The faults of one rank. `folder`: its group's; `group_rank`: its number there."""
 
     def __init__(self, folder: Path, group_rank: int, weights: Iterable[Tensor], *, enabled: bool, log: Log) -> None:
@@ -32,11 +32,11 @@ class Corruption:
         """At the boundary after `step`, on every rank."""
         if not self._enabled:
             return
-        if self._is_ordered(ORDER):
+        if self._is_ordered(CORRUPT):
             shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in self._weights)
             flip_bit(next(shard for shard in shards if shard.numel()))
             self._log.warning("drill: after step %d a bit of this rank's first weight was flipped", step)
-            (self._folder / ORDER).unlink()
+            (self._folder / CORRUPT).unlink()
         if self._is_ordered(HANG):
             self._log.warning("drill: after step %d the main thread of this rank sleeps for ever", step)
             (self._folder / HANG).unlink()

@@ -50,7 +50,7 @@ cross_entropy_sum = CrossEntropySum()
 
 def chunk_tokens(config: TrainingConfig, vocab_size: int, device_type: str) -> int:
     """training.loss_chunk_tokens resolved: tokens whose logits exist at once; 0: all of them. On CUDA a power of two: kernels of matrix
-    products take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight once."""
+    matmuls take tokens in tiles of 128 and more, and each chunk reads and writes the whole gradient of the weight once."""
     if config.loss_chunk_tokens >= 0 or vocab_size < LARGE_VOCABULARY:
         return max(0, config.loss_chunk_tokens)
     fit, least = LARGE_LOGITS // vocab_size, DEVICE_TRAITS[device_type].least_loss_chunk

@@ -1,7 +1,8 @@
 """Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
 
-train.py calls Meter.step and Meter.samples after each committed step, Meter.validation after each validation. Nothing here waits for the
-device: the loss arrives as a number, and memory is read on logging steps only, from counters on the host."""
+train.py calls MetricsProcessor.step and MetricsProcessor.samples after each committed step, MetricsProcessor.validation after each
+validation. Nothing here waits for the device: the loss arrives as a number, and memory is read on logging steps only, from counters on the
+host."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import torch
 from parallelisms.device import Device
 from training.config import need
 from training.log import Log
-from training.metrics_writer import LeaderMetricsWriter
+from training.metrics_writer import MetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
 
@@ -52,7 +53,7 @@ class MetricsConfig:
             need("wandb", extra="wandb", setting="metrics.enable_wandb = true")
 
 
-class Meter:
+class MetricsProcessor:
     """Turns committed steps into console lines, journal lines and chart points. Every rank has one, for the checkpoint; one rank opens
     sinks. The first step begins at construction, or load_state_dict. A step's seconds leave out progress.LONG_PHASES (start, checkpoint,
     validation), which are reported on their own."""
@@ -72,7 +73,7 @@ class Meter:
         """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
         self.tokens = 0  # valid tokens since step 0, over all starts and ranks
         self._config, self._log, self._progress = config, log, progress
-        self.sink: LeaderMetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
+        self.sink: MetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)

@@ -1,8 +1,9 @@
 """The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others keep the rows in memory.
 
-The trainer's thread appends rows; the scribe's (scribe.py) writes them, so storage that is full, read-only or slow holds up no step, and a
-torn line is removed and written anew. KEPT_BYTES or KEPT_S of rows are kept until they are in the files. The newest rows of a process that
-is killed are kept by other groups; a run of one group has written all rows before its newest checkpoint (`sync`), and repeats later steps.
+The trainer's thread appends rows; the background writer's (background_writer.py) writes them, so storage that is full, read-only or slow
+holds up no step, and a torn line is removed and written anew. KEPT_BYTES or KEPT_S of rows are kept until they are in the files. The newest
+rows of a process that is killed are kept by other groups; a run of one group has written all rows before its newest checkpoint (`sync`),
+and repeats later steps.
 
 All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
 did not write, and removes rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there twice.
@@ -22,8 +23,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from training.background_writer import CLOSE_S, KEPT_BYTES, KEPT_S, BackgroundWriter
 from training.progress import Clock
-from training.scribe import CLOSE_S, KEPT_BYTES, KEPT_S, Scribe
 from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
 from training.writer_lease import Quorum, acquire, is_superseded
 
@@ -54,16 +55,16 @@ class _Kept(NamedTuple):
     at_s: float
 
 
-class LeaderMetricsWriter:
-    """Takes the rows of a Meter. `open_sinks(resumed_step)`: see sinks.Sinks, into `folder`. `writes`: the quorum that makes this
-    group the writer, now. `shared`: other groups write into the same folder, one at a time."""
+class MetricsWriter:
+    """Takes the rows of a MetricsProcessor. `open_sinks(resumed_step)`: see sinks.Sinks, into `folder`. `writes`: the quorum that makes
+    this group the writer, now. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(
         self,
         folder: Path,
         writes: Callable[[], Quorum | None],
         open_sinks: Callable[[ResumedStep], Sinks],
-        scribe: Scribe,
+        background_writer: BackgroundWriter,
         *,
         shared: bool = True,
         clock: Clock = time.monotonic,
@@ -71,7 +72,7 @@ class LeaderMetricsWriter:
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._folder, self._writes, self._open_sinks = folder, writes, open_sinks
-        self._scribe, self._shared, self._clock = scribe, shared, clock
+        self._background_writer, self._shared, self._clock = background_writer, shared, clock
         self._rows_kept, self._most_bytes = rows_kept, kept_bytes
         self._lock = threading.Lock()  # around what both threads have; never while a file is waited for
         self.kept: deque[_Kept] = deque()  # rows that are remembered
@@ -81,12 +82,12 @@ class LeaderMetricsWriter:
         self._anew = self._wants_sync = self._closing = False
         self._there = 0  # up to this step all rows are in the files, whoever wrote them
         self.lost = 0  # rows that were this group's to write, and that there was no room for
-        # The scribe's own:
+        # The background writer's own:
         self.sinks: Sinks | None = None  # that are open
-        scribe.serve("figures", self._catch_up, lambda: self.lost)
+        background_writer.serve("figures", self._catch_up, lambda: self.lost)
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
-        """Remembers it; the scribe writes it."""
+        """Remembers it; the background writer writes it."""
         row, quorum = Row(kind, step, dict(scalars)), self._writes()
         with self._lock:
             begins_step = kind == "journals" and not row.is_validation
@@ -97,7 +98,7 @@ class LeaderMetricsWriter:
             if quorum is None:
                 self._todo = self._number + 1
             self._forget()
-        self._scribe.wake()
+        self._background_writer.wake()
 
     def state_dict(self) -> dict[str, Any]:
         """For a group that heals, or begins with this checkpoint: it may be the next to write."""
@@ -112,15 +113,15 @@ class LeaderMetricsWriter:
         """Makes the rows durable where this group writes, and storage allows it within SYNC_S."""
         self._check_role()
         self._wants_sync = True
-        self._scribe.wake()
-        self._scribe.flush(SYNC_S)
+        self._background_writer.wake()
+        self._background_writer.flush(SYNC_S)
 
     def close(self) -> None:
         """Waits up to CLOSE_S for what is not written. May be called twice."""
         self._check_role()
         self._closing = True
-        self._scribe.wake()
-        self._scribe.flush(CLOSE_S)
+        self._background_writer.wake()
+        self._background_writer.flush(CLOSE_S)
 
     def _check_role(self) -> None:
         """Takes over a role that came after the newest row, which may be the last."""
@@ -164,7 +165,7 @@ class LeaderMetricsWriter:
                 self.lost += 1
                 self._todo = first.number + 1
 
-    # ---- the files: in the scribe's thread
+    # ---- the files: in the background writer's thread
 
     def _catch_up(self) -> None:
         """Writes the rows that are due, or closes the files if another group is the writer. May raise: then the files are opened anew, and

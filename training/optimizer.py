@@ -122,7 +122,7 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
-    squares of its own shards, but of a piece that several ranks hold only the first adds it: one sum over all ranks has everything once."""
+    squares of its own shards, but a shard that several ranks hold is added by the first only: the sum counts each element once."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     once, device = [], "cpu"  # the kind of device whose backend serves the ranks

@@ -32,7 +32,7 @@ PHASES = {  # of a run, and their description in messages; other names may be us
     "sample": "text sample",
     "trace": "trace of the profiler",
 }
-# A step's that is committed. Of one that is thrown away, what was computed is counted as lost.
+# Phases that count as goodput if the step is committed; if it is dropped, what was computed counts as lost.
 WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
 GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
 # Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.

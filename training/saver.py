@@ -92,7 +92,7 @@ class Saver:
                     was_asked, self._asked_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Saves the state of now. Not `settled`: a group leaves while it waits for others. Raises CheckpointFailed and OSError."""
+        """Saves the current state. Not `settled`: a group leaves while it waits for others. Raises CheckpointFailed and OSError."""
         self.sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
         if last or not settled or self.manager.may_exit:  # the last try makes up for one that failed in the background
             with suppress(CheckpointFailed, OSError):

@@ -37,8 +37,9 @@ class Watchdog:
     The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank suspects a hang it
     publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later
     every rank dumps its stacks and exits. A step that finishes in between cancels it; so does the group's server when it confirms that the
-    rank waits for other groups (`waits_for_others_s`: its last time, on `clock`). `store`: a connection of its own (`store.clone()`), for
-    the loop may be waiting in a shared one. `record` is called once per hang, after the line: it saves the flight recorder."""
+    rank waits for other groups (`last_waiting_for_others_s`: its last time, on `clock`). `store`: a connection of its own
+    (`store.clone()`), for the loop may be waiting in a shared one. `record` is called once per hang, after the line: it saves the flight
+    recorder."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Watchdog:
         arm: Callable[[float], None] = dump_stacks,
         disarm: Callable[[], None] = faulthandler.cancel_dump_traceback_later,
         record: Callable[[], object] = lambda: None,
-        waits_for_others_s: Callable[[], float] = lambda: -math.inf,
+        last_waiting_for_others_s: Callable[[], float] = lambda: -math.inf,
         answer_s: float = 5.0,
         grace_s: float = 20.0,
     ) -> None:
@@ -62,7 +63,7 @@ class Watchdog:
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
-        self._record, self._waits_for_others_s = record, waits_for_others_s
+        self._record, self._waits_for_others_s = record, last_waiting_for_others_s
         self._patience_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 prints first, if it can
         self._ends_after_s = 2 * answer_s + grace_s
         self._steps = 0  # finished since the start
@@ -94,13 +95,15 @@ class Watchdog:
         if unseen_s > 5 * POLL_S:
             # This thread itself did not run (Ctrl-Z, a suspended machine): that time is not the step's.
             self._since = min(now, self._since + unseen_s)
-        self._polled, waits_for_others_s = now, self._waits_for_others_s()
-        self._since = max(self._since, waits_for_others_s)
+        self._polled, last_waiting_for_others_s = now, self._waits_for_others_s()
+        self._since = max(self._since, last_waiting_for_others_s)
         waited_s, limit_s = now - self._since, self._timeout_s if self._steps else self._long_timeout_s
         if long_phase := self._progress.long_phase():
             self._since = now  # when the phase is over, the step's time starts anew
             waited_s, limit_s = long_phase[1], self._long_timeout_s
-        if self._suspected is not None and (self._steps != self._steps_then or waits_for_others_s > self._suspected):
+        if self._suspected is not None and (
+            self._steps != self._steps_then or last_waiting_for_others_s > self._suspected
+        ):
             self._disarm()
             what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
             self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")

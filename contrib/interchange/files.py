@@ -26,7 +26,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what can be read and written
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 _BESIDE = (
@@ -155,8 +155,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def raise_all(problems: Sequence[str]) -> None:
     """Raises one ValueError that names the first few of them."""
     if problems:
-        more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
-        raise ValueError("; ".join(problems[:_MOST_SHOWN]) + more)
+        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise ValueError("; ".join(problems[:_MAX_SHOWN]) + more)
 
 
 def _diagnosis(file: Path) -> str:

@@ -2,9 +2,9 @@
 
 TorchftGroup answers the ranks as torchft's ManagerServer does: it asks once when all ranks have asked, and ANDs their votes.
 
-LinkOverTorchft connects a group of ours to torchft's lighthouse, as Link (lighthouse_link.py) does to ours. A member's state travels in
-`data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a reduction breaks or times out, so such a
-job asks for a quorum before each step (every_step), as torchft does.
+TorchftConnection connects a group of ours to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's state
+travels in `data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a reduction breaks or times
+out, so such a job asks for a quorum before each step (every_step), as torchft does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ft.rpc import codec
 from ft.rpc.access import Access
 from ft.rpc.driver import now_s
 from ft.rpc.generated import torchft_pb2
-from ft.rpc.lighthouse_link import CALL_S, Wire, channel, status_of
+from ft.rpc.lighthouse_link import CALL_S, LighthouseConnection, channel, status_of
 from ft.rpc.serving import CallRefused, Pending, PendingCalls, unary
 
 RETRY_S = 0.1
 BEAT_S = 0.1  # as torchft's own groups
 OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
-_FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "dealt", "deal_id", "init_sync")
+_FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "assigned", "assignment_id", "init_sync")
 log = logging.getLogger("pharos.group")
 Waiting = list[list[Pending]]  # calls that wait for an answer, by rank; of each rank the newest last
 
@@ -199,17 +199,17 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
     )
 
 
-class LinkOverTorchft(Wire):
+class TorchftConnection(LighthouseConnection):
     """Connection to a lighthouse of torchft's, which takes no reports and no leave: it notices that the heartbeats end."""
 
     async def _ask(self, call: m.Call) -> None:
         try:
             quorum = await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S)
-            self._hear(m.LighthouseAnswered(read(quorum)))
+            self._on_event(m.LighthouseAnswered(read(quorum)))
         except grpc.RpcError as error:
-            self._hear(m.LighthouseFailed(status_of(error)))
+            self._on_event(m.LighthouseFailed(status_of(error)))
         except ValueError as error:
-            self._hear(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
+            self._on_event(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
         """There is no stream: heartbeats are calls of their own, and an answer to one is all that is heard."""
@@ -221,7 +221,7 @@ class LinkOverTorchft(Wire):
             try:
                 await call(request, timeout=5.0, metadata=self._metadata)
                 logged = ""
-                self._hear(m.BeatAnswered(sent_s))
+                self._on_event(m.BeatAnswered(sent_s))
             except grpc.RpcError as error:
                 if status_of(error) != logged:
                     logged = status_of(error)

@@ -21,7 +21,7 @@ from ft.protocol.lighthouse import LighthouseConfig
 from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint, endpoints
 from ft.rpc.clients import answer_of
-from ft.rpc.driver import Seen
+from ft.rpc.driver import Observer
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.lighthouse_flags import LighthouseOptions
 from ft.rpc.lighthouse_link import channel
@@ -102,7 +102,7 @@ class LighthouseClient:
 
 class LighthouseServer:
     """A lighthouse in a thread of this process. `bind`: "host:port", port 0 for any free one. `state`: its state file; None keeps the
-    state in memory alone. `seen` gets every event of the lighthouse's state machine with the effects that follow from it.
+    state in memory alone. `observer` gets every event of the lighthouse's state machine with the effects that follow from it.
 
     Without `token` and `insecure` it listens on loopback alone, whatever address `bind` names. Raises ValueError where it cannot listen.
     """
@@ -118,7 +118,7 @@ class LighthouseServer:
         token: str = "",
         insecure: bool = False,
         state: Path | None = None,
-        seen: Seen | None = None,
+        observer: Observer | None = None,
     ) -> None:
         access = Access(token, insecure)
         asked = Endpoint.parse(bind, "bind")
@@ -132,7 +132,7 @@ class LighthouseServer:
         )
         started: Future[int] = Future()
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"
-        run = self._run(LighthouseOptions(config, at, access, state), seen, started)
+        run = self._run(LighthouseOptions(config, at, access, state), observer, started)
         self._thread = threading.Thread(target=asyncio.run, args=(run,), name="lighthouse", daemon=True)
         self._thread.start()
         self._port = started.result()
@@ -147,10 +147,10 @@ class LighthouseServer:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)
 
-    async def _run(self, options: LighthouseOptions, seen: Seen | None, started: Future[int]) -> None:
+    async def _run(self, options: LighthouseOptions, observer: Observer | None, started: Future[int]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         try:
-            async with serve(options, seen=seen) as (service, port):
+            async with serve(options, observer=observer) as (service, port):
                 started.set_result(port)
                 await until_stopped(service.driver, self._stop)
         except BaseException as error:

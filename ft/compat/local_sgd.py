@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ft.config import Schedule
-from ft.quantized import Feedback
+from ft.quantized import ErrorFeedback
 from ft.semi_sync import Fragment
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Syncs:
         self._works: list[dist.Work] = []
         self._pieces: list[Tensor] = []  # of the buckets on their way, by parameter
         self._quantized = quantized
-        self._feedback: list[list[Feedback]] = [[] for _ in fragments]  # of each, by bucket
+        self._feedback: list[list[ErrorFeedback]] = [[] for _ in fragments]  # of each, by bucket
         self._hooks: list[Any] = []
         manager.heal_from_one()
         for place, fragment in enumerate(fragments):
@@ -86,7 +86,7 @@ class _Syncs:
     def _send(self, turn: int) -> None:
         """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
         self._pieces, buckets = in_buckets(self.fragments[turn].pseudo_gradients(), self._bucket_bytes)
-        feedback = self._feedback[turn] = self._feedback[turn] or [Feedback() for _ in buckets]
+        feedback = self._feedback[turn] = self._feedback[turn] or [ErrorFeedback() for _ in buckets]
         self._works = [
             self._manager.allreduce(bucket, self._quantized, feedback=own)
             for bucket, own in zip(buckets, feedback, strict=True)

@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from ft import manager as core
 from ft.addresses import advertised
-from ft.buckets import BufferPool, local_of
+from ft.buckets import BufferPool, to_local
 from ft.config import Environment, group_name
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
@@ -46,9 +46,9 @@ from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import GroupWork, ProcessGroup, reduction
 from ft.protocol import messages as m
 from ft.protocol.step import Phase
-from ft.quantized import Feedback
+from ft.quantized import ErrorFeedback
 from ft.rpc.access import Access
-from ft.rpc.driver import Seen
+from ft.rpc.driver import Observer
 from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
 
@@ -81,7 +81,7 @@ class Manager:
     backstop, as `pg`'s own is: a death is noticed at once, and a group that heals is waited for, so less than a minute means a minute.
 
     Not of torchft: `interface` (addresses.advertised), `every_step` (ask for a quorum before each step, as torchft's own lighthouse needs),
-    `insecure` (serve others without a token), `dies_with_group` and `seen` (as ft/manager.py).
+    `insecure` (serve others without a token), `dies_with_group` and `observer` (as ft/manager.py).
 
     Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum, backward and
     should_commit raise Stopped and GroupEnded (seam.py); everything else that fails makes should_commit False.
@@ -117,7 +117,7 @@ class Manager:
         every_step: bool = False,
         insecure: bool = False,
         dies_with_group: bool = True,
-        seen: Seen | None = None,
+        observer: Observer | None = None,
     ) -> None:
         environment = Environment.read(os.environ)
         lighthouse = lighthouse_addr or environment.lighthouse
@@ -163,7 +163,7 @@ class Manager:
             store=_store(config, store_addr or environment.master_addr, store_port or environment.master_port),
             transport=checkpoint_transport,
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
-            seen=seen,
+            observer=observer,
         )
         given = dict(
             use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
@@ -183,7 +183,7 @@ class Manager:
         self._pass = ExitStack()  # holds the backward that sends gradients, while it is under way
         self._user: Any = None  # how its state is loaded, and taken
         self._late = BufferPool(shared=pg.IN_CHILD)
-        self.core.register("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
+        self.core.register_state("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
 
@@ -235,7 +235,7 @@ class Manager:
         should_quantize: bool = False,
         reduce_op: Any = dist.ReduceOp.AVG,
         *,
-        feedback: Feedback | None = None,
+        feedback: ErrorFeedback | None = None,
     ) -> dist.Work:
         """The mean (or the sum) over the groups that contribute, written into the tensor when the work ends. The work never fails: where a
         sum does, the tensor keeps its values until the step is tried again, or should_commit is False. Each group's body calls it for the
@@ -326,12 +326,12 @@ class Manager:
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
         """Adds a piece of state, under a name that is used once. Before the first quorum."""
-        self.core.register(key, state_dict, load_state_dict)
+        self.core.register_state(key, state_dict, load_state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """The state that the constructor could have been given; it may be set again."""
         if self._user is None:
-            self.core.register("default", lambda: self._user[1](), lambda state: self._user[0](state))
+            self.core.register_state("default", lambda: self._user[1](), lambda state: self._user[0](state))
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
@@ -401,7 +401,7 @@ class Manager:
         self._decided = self.core.commit(totals)
         if self._decided is not None:
             self._batches += len(self._decided.contributors)
-            gradients = [local_of(p.grad) for p in self._parameters if p.grad is not None]
+            gradients = [to_local(p.grad) for p in self._parameters if p.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, self._decided.divisor)
 
@@ -419,7 +419,7 @@ class Manager:
     def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
         """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
         user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
-        user.send(self._pg, self.num_participants(), contributes=self.is_participating())
+        user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
         return user.work
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _DistributedSampler
 
-from ft.materialise import materialise
+from ft.optim_state import init_optim_state
 
 if TYPE_CHECKING:
     from ft.compat.manager import Manager
@@ -105,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         tensors to receive into."""
         self.optim.zero_grad(set_to_none)
         if self._is_new:
-            materialise(self.optim)
+            init_optim_state(self.optim)
             self._is_new = False
         self.manager.start_quorum()
 
@@ -131,7 +131,7 @@ class DistributedSampler(_DistributedSampler[Any]):
     `num_replica_groups`. The order is a function of (seed, epoch), set by set_epoch; all ranks together draw the whole dataset, some
     samples twice where it does not divide evenly, or all but a rest with drop_last.
 
-    Groups have fixed numbers here, and one that is away takes its share of the epoch with it. Under train.py the ledger deals positions
+    Groups have fixed numbers here, and one that is away takes its share of the epoch with it. Under train.py the ledger assigns positions
     instead (ft/protocol/step.py), and no sample is lost when a group is.
 
     `group_rank` and `num_replicas` default to those of the default process group, or to one rank. `replica_group` and `rank` are older

@@ -31,7 +31,7 @@ SOCKET_BYTES = 128 << 10  # that the kernel keeps of what a watcher has not read
 KEEPALIVE_S = 5.0  # between two updates at most: so both sides notice that the other is gone
 URGENT_PER_GROUP_S = 0.0004  # where something has happened
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # nginx would hold it back
-MOST_BYTES = 48_000  # of one message
+MAX_BYTES = 48_000  # of one message
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -46,7 +46,7 @@ class Feed:
 
     def __init__(self, service: LighthouseService, *, takes_orders: bool) -> None:
         self.history = History(service.machine)
-        self.reported, self.told = self.history.reported, self.history.told
+        self.reported, self.on_event = self.history.reported, self.history.on_event
         self.view = View(service, self.history, takes_orders=takes_orders)
         self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
         self.watchers: dict[asyncio.Transport, float] = {}  # since when one is written to; 0: it is not
@@ -154,13 +154,13 @@ class Feed:
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:
-    """JSON objects of at most MOST_BYTES each, one at least; section -> items. now_s: since 1970."""
+    """JSON objects of at most MAX_BYTES each, one at least; section -> items. now_s: since 1970."""
     made: list[dict[str, list[str]]] = [{"now": [f"{now_s:.1f}"]}]
     size = 0
     for section, items in parts.items():
         for text in map(_encode, items):
             size += (more := len(text) + len(section) + 8)
-            if size > MOST_BYTES:
+            if size > MAX_BYTES:
                 made.append({})
                 size = more
             made[-1].setdefault(section, []).append(text)

@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ft.protocol import messages as m
 from ft.protocol.group import recover_src_replica_ranks
-from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.lighthouse import LighthouseMachine
 
 Lane = Literal["membership", "heal", "commit", "corruption", "storage"]
 Grade = Literal["good", "info", "bad"]
 LANES = get_args(Lane)
-MOST_EVENTS, MOST_POINTS, MOST_SIZES, MOST_GONE = 400, 1000, 400, 4096
-MOST_TEXT = 300  # characters of an event
+MAX_EVENTS, MAX_POINTS, MAX_SIZES, MAX_GONE = 400, 1000, 400, 4096
+MAX_TEXT = 300  # characters of an event
 NAMED = 6  # groups that an event names; of more it says how many
 MERGED = 12  # of the newest events, one that says the same again is counted there
 RATE_S = 60.0  # the step rate is that of so long
@@ -70,12 +70,12 @@ class Departure(NamedTuple):
 class History:
     """History of one lighthouse's life. `changes` counts all changes; `told_between` gives the newer ones."""
 
-    def __init__(self, machine: Lighthouse, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, machine: LighthouseMachine, wall_clock: Callable[[], float] = time.time) -> None:
         self._machine, self._wall_clock = machine, wall_clock
         self.changes = 0
-        self.events: deque[Happening] = deque(maxlen=MOST_EVENTS)
+        self.events: deque[Happening] = deque(maxlen=MAX_EVENTS)
         self.points: list[Point] = []
-        self.sizes: deque[Size] = deque(maxlen=MOST_SIZES)
+        self.sizes: deque[Size] = deque(maxlen=MAX_SIZES)
         self.cut_at = (0, 0)  # at which change the curve went back, and to which step
         self.healing: dict[str, tuple[int, tuple[str, ...]]] = {}  # id -> the step that it fetches, its sources
         self.gone: OrderedDict[str, Departure] = OrderedDict()  # ids, the latest last
@@ -103,7 +103,7 @@ class History:
             elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.GenerationAborted):
                 if self._ids.isdisjoint(effect.replica_ids):
                     continue  # a former member hears that the quorum goes on
-                self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is given up: {effect.notice.reason}")
+                self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is aborted: {effect.notice.reason}")
 
     def reported(self, report: Any) -> None:
         """A pharos_pb2.Report."""
@@ -117,13 +117,13 @@ class History:
         loss = report.mean_loss  # 0: that group has not committed a step since its start
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
             self.points.append(Point(round(now_s, 1), step, float(f"{loss:.5g}"), self._change()))
-            if len(self.points) > MOST_POINTS:
+            if len(self.points) > MAX_POINTS:
                 del self.points[1:-1:2]
         if report.replica_id in self.healing and step >= self.healing[report.replica_id][0]:
             step, _ = self.healing.pop(report.replica_id)
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
 
-    def told(self, replica_id: str, happened: Any) -> None:
+    def on_event(self, replica_id: str, happened: Any) -> None:
         """Adds a pharos_pb2.Happened. All groups see the same event: the first group that reports it is named."""
         text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
         if happened.lane == "storage":  # each group's own
@@ -131,7 +131,7 @@ class History:
         self.add(happened.lane, "bad", text, step=happened.step)
 
     def add(self, lane: Lane, grade: Grade, text: str, *, step: int | None = None) -> None:
-        text = clean(text, MOST_TEXT)
+        text = clean(text, MAX_TEXT)
         number, step = LANES.index(lane), self.step if step is None else step
         for event in list(self.events)[-MERGED:]:
             if (event.lane, event.text) == (number, text):
@@ -170,9 +170,9 @@ class History:
         new = list(takewhile(lambda i: i not in self.gone, reversed(lost)))[::-1]
         for replica_id in new:
             went = replica_id in self.clean_leaves
-            self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MOST_TEXT), went)
+            self.gone[replica_id] = Departure(now_s, clean(lost[replica_id], MAX_TEXT), went)
             self.healing.pop(replica_id, None)
-        while len(self.gone) > MOST_GONE:
+        while len(self.gone) > MAX_GONE:
             self.gone.popitem(last=False)
         for why, went in dict.fromkeys((lost[i], i in self.clean_leaves) for i in new):
             who = [i for i in new if (lost[i], i in self.clean_leaves) == (why, went)]

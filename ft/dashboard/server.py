@@ -55,7 +55,7 @@ HEADERS = {  # of every answer
 }
 
 BURST, PER_S = 10, 1.0  # orders at once, and how many more a second
-MOST_BYTES = 16 << 10  # of a request
+MAX_BYTES = 16 << 10  # of a request
 MAX_CONNECTIONS = 256
 IDLE_S = 75.0  # longer than a Prometheus scrapes apart, usually
 HANDSHAKE_S = 10.0
@@ -175,7 +175,7 @@ class Orders:
             text = f"too many orders: {BURST} at once, then {PER_S:g} a second\n"
             raise web.HTTPTooManyRequests(text=text, headers={"Retry-After": "1"})
         self._left -= 1
-        order, replica_id = self._read(request.content_type, await request.content.read(MOST_BYTES + 1))
+        order, replica_id = self._read(request.content_type, await request.content.read(MAX_BYTES + 1))
         words = self._carry_out(order, replica_id, request.remote or "somewhere")
         log.warning("order from %s: %s %s: %s", request.remote, order, clean(replica_id, MAX_TEXT), words)
         return web.json_response({"order": order, "replica_id": replica_id, "done": words}, status=202)
@@ -183,9 +183,9 @@ class Orders:
     def _read(self, content_type: str, data: bytes) -> tuple[str, str]:
         if content_type != "application/json":
             raise web.HTTPUnsupportedMediaType(text="an order is application/json\n")
-        if len(data) > MOST_BYTES:
-            text = f"an order has at most {MOST_BYTES} bytes\n"
-            raise web.HTTPRequestEntityTooLarge(MOST_BYTES, len(data), text=text)
+        if len(data) > MAX_BYTES:
+            text = f"an order has at most {MAX_BYTES} bytes\n"
+            raise web.HTTPRequestEntityTooLarge(MAX_BYTES, len(data), text=text)
         try:
             asked = json.loads(data)
             order, replica_id = asked["order"], asked["replica_id"]
@@ -244,7 +244,7 @@ def status(service: LighthouseService) -> dict[str, Any]:
         "min_replicas": service.config.min_replicas,
         "waiting": service.waiting_ids,
         "streams": len(service.streams),
-        "state_file_trouble": service.keeper.trouble if service.keeper else "",
+        "state_file_trouble": service.state_writer.trouble if service.state_writer else "",
         "quorum": quorum
         and {
             "quorum_id": quorum.quorum_id,

@@ -127,7 +127,9 @@ class View:
     def _health(self, replica_id: str, member: bool, quiet: int, late: frozenset[str]) -> tuple[int, str]:
         roster, healing = self._machine.roster, self._history.healing
         if replica_id not in roster.peers:
-            return LEFT if replica_id in roster.gone else LOST, clean(roster.lost.get(replica_id, ""), NOTE_TEXT)
+            return LEFT if replica_id in roster.left_cleanly else LOST, clean(
+                roster.lost.get(replica_id, ""), NOTE_TEXT
+            )
         if why := roster.why_it_sits_out(replica_id):
             return SITS_OUT, why
         if quiet:
@@ -199,7 +201,7 @@ class View:
             "kind": saved.kind,
             "steps_per_s": float(f"{history.steps_per_s():.3g}"),
             "goodput": round(min(1.0, goodput_s / wall_s), 3) if wall_s else None,
-            "trouble": clean(service.keeper.trouble if service.keeper else "", NOTE_TEXT),
+            "trouble": clean(service.state_writer.trouble if service.state_writer else "", NOTE_TEXT),
         }
 
     def _words(self, rows: dict[str, Row], counts: list[int]) -> tuple[str, str, str]:

@@ -1,4 +1,5 @@
-"""The state that a group must receive to equal the others: named get/set pairs, seen as a manifest and the memory of its tensors.
+"""The state that a group must receive to equal the others: named pairs of state_dict and load_state_dict, seen as a manifest and the memory
+of its tensors.
 
 Flow: the Manager's user registers model, optimizer, schedule and ledger in a StateRegistry. A source takes a StateSnapshot at a step's
 boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads what came with them. Only local shards
@@ -66,13 +67,13 @@ class StateRegistry:
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
-    def register(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
-        """A name may be used once. `get` must give the same tensors each time, not copies: they are received into."""
+    def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
+        """A name may be used once. `state_dict` must give the same tensors each time, not copies: they are received into."""
         if name in self._pairs:
             raise ValueError(f"state {name} is registered already")
         if not name or "/" in name:
             raise ValueError(f"state {name!r}: a name has characters, none of them /")
-        self._pairs[name] = (get, set)
+        self._pairs[name] = (state_dict, load_state_dict)
 
     def snapshot(self) -> StateSnapshot:
         """Raises FormatError, which names the place, where something is registered that cannot be sent."""
@@ -82,7 +83,7 @@ class StateRegistry:
             registered[name], local[name] = tensor, _local(name, tensor)
             return local[name]
 
-        manifest = StateManifest.describe({name: get() for name, (get, _) in self._pairs.items()}, note)
+        manifest = StateManifest.describe({name: state_dict() for name, (state_dict, _) in self._pairs.items()}, note)
         devices = {tensor.device for tensor in local.values() if streams_of(tensor.device)}
         assert len(devices) <= 1, f"one rank's state lies on one device, not on {sorted(map(str, devices))}"
         device = next(iter(devices), None)

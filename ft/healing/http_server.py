@@ -9,8 +9,9 @@ Every request carries `Authorization: Bearer TOKEN` if the job has a token, `Rea
 and, with the body, `Lacks: FIRST-LAST`, a range with all chunks that the joiner has not verified, from wherever it means to get them.
 Chunks are a range unit of our own (RFC 9110, 14.1), so a range cannot begin inside a digest. No request has a body.
 
-A reader that is slow, silent or gone costs its own thread and nothing else: a chunk is copied before it is sent, so a fence never waits
-for a send. http.server's limit of time begins anew with every byte of a head, and its heads may be long: both are bounded here.
+A reader that is slow, silent or gone costs its own thread and nothing else: a fence never waits for a send, as what the kernel does not
+take of a chunk at once is copied. http.server's limit of time begins anew with every byte of a head, and its heads may be long: both are
+bounded here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import select
 import socket
 import threading
 import time
@@ -166,6 +168,8 @@ class _Connection:
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
         self.trusted = False
+        self._room = select.poll()  # for data to send
+        self._room.register(sock, select.POLLOUT)
 
     def end(self) -> None:
         """Wakes the thread, which then closes the socket."""
@@ -193,7 +197,7 @@ class _Connection:
             if not more:
                 return b""
             data += more
-        self._sock.settimeout(self._server.silence_s)
+        self._sock.setblocking(False)
         return data.removesuffix(b"\r\n\r\n")
 
     def _answer(self, head: bytes) -> bool:
@@ -238,10 +242,15 @@ class _Connection:
         self._reply(206, length + SEAL_BYTES, f"Content-Range: chunks {first}-{last}/{offer.manifest.chunks}\r\n")
         staging = StagingBuffer(offer.body)
         for chunk in range(first, last + 1):
+            self._wait_for_room()  # for a whole chunk, as a rule: then it is sent from where it lies, without a copy
             with offer.reading():
-                memory = offer.read(chunk, staging)
-                mark = offer.digest_of(chunk, memory)
-            self._send(memory, mark)
+                live = offer.direct(chunk, chunk)
+                memory = offer.read(chunk, staging) if live is None else live
+                rest = self._send_at_once([memory, memoryview(offer.digest_of(chunk, memory))])
+                if live is not None and len(rest) == 2:  # it may change once `reading` has ended
+                    staging.view[: len(rest[0])] = rest[0]
+                    rest[0] = staging.view[: len(rest[0])]
+            self._send(*rest)
             offer.sent(asked.reader, [chunk])
         self._send_seal(offer)
 
@@ -264,8 +273,18 @@ class _Connection:
     def _send(self, *parts: bytes | memoryview) -> None:
         """Raises TimeoutError, an OSError, where the reader takes nothing for too long."""
         views = [memoryview(part) for part in parts]
-        while views:
-            views = after(self._sock.sendmsg(views), views)
+        while views := self._send_at_once(views):
+            self._wait_for_room()
+
+    def _send_at_once(self, views: list[memoryview]) -> list[memoryview]:
+        """Sends what the kernel takes without a wait. Returns the rest."""
+        with contextlib.suppress(BlockingIOError):
+            return after(self._sock.sendmsg(views), views) if views else []
+        return views
+
+    def _wait_for_room(self) -> None:
+        if not self._room.poll(self._server.silence_s * 1000):
+            raise TimeoutError("the reader takes nothing")
 
 
 def after(count: int, views: Sequence[memoryview]) -> list[memoryview]:

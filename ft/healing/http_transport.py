@@ -31,7 +31,7 @@ from ft.healing.transport import (
     SEAL_BYTES,
     HealConfig,
     HealFailed,
-    Progress,
+    OnBytes,
     Sources,
     StateOffer,
     StateSource,
@@ -41,7 +41,7 @@ from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
 MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
-LEAST_STRIPE, MOST_STRIPE = 64, 1024  # chunks
+MIN_STRIPE, MAX_STRIPE = 64, 1024  # chunks
 AGAIN_S = 0.05  # between two requests for an offer that is not there yet
 CHECK_S = 0.25  # between two checks, by a connection that has nothing left to take, for one that is too slow
 SLOWER = 4.0  # times as slow as the one that waits for it, and a second
@@ -54,8 +54,8 @@ log = logging.getLogger("pharos.healing")
 class HttpTransport(Transport):
     """`host`: of the interface to others. `replica_id`: of this group. Raises ValueError where others could reach it without a token."""
 
-    least_stripe = LEAST_STRIPE
-    tell_s = 1.0  # for a source to hear that its reader is done
+    least_stripe = MIN_STRIPE
+    done_s = 1.0  # for a source to hear that its reader is done
 
     def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
@@ -68,23 +68,23 @@ class HttpTransport(Transport):
         self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
         return self._shown
 
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> HttpFetch:
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
-    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
+    def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """On new connections, as a source may have been slow or have failed. One that does not hear it fences as if chunks were missing."""
 
-        def tell(source: StateSource) -> None:
+        def notify(source: StateSource) -> None:
             connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
             with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
-                connection.connect(self.tell_s)
+                connection.connect(self.done_s)
                 connection.ask("POST", "done")
 
-        told = [threading.Thread(target=tell, args=(one,), name="heal-done", daemon=True) for one in sources]
-        for thread in told:
+        threads = [threading.Thread(target=notify, args=(one,), name="heal-done", daemon=True) for one in sources]
+        for thread in threads:
             thread.start()
-        for thread in told:
-            thread.join(self.tell_s)
+        for thread in threads:
+            thread.join(self.done_s)
 
     def close(self) -> None:
         super().close()
@@ -104,7 +104,7 @@ class SourceConnection:
         self._sock: socket.socket | None = None
         self._seal = b""
         self.ended = ""  # why, once it was hung up
-        self.failure, self.unlike, self.damaged = "", False, 0
+        self.failure, self.layout_mismatch, self.damaged = "", False, 0
         self.stripe: Sequence[int] = ()  # that is being received
         self.moved_s = 0.0  # when the last chunk of it came
         self.chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
@@ -191,14 +191,15 @@ def parse_reply(head: bytes) -> tuple[int, int]:
 
 class HttpFetch:
     def __init__(
-        self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: Progress
+        self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: OnBytes
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config
         self._least_stripe, self._progress = transport.least_stripe, progress
         parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
         self._streams = [SourceConnection(transport, one, path, bool(i % 2)) for i, one in enumerate(parts)]
-        self._witnesses = [SourceConnection(transport, one, path) for one in sources] if len(sources) > 1 else []
+        both = sources if len(sources) > 1 else ()
+        self._digest_connections = [SourceConnection(transport, one, path) for one in both]
         self._lock = threading.Condition()
         self._header = b""
         self._body: TensorPayload | None = None
@@ -214,19 +215,20 @@ class HttpFetch:
 
     def run(self) -> dict[str, Any]:
         """The state, complete and verified. Raises HealFailed."""
-        works = [(self._receive, one) for one in self._streams] + [(self._witness, one) for one in self._witnesses]
-        for work, one in works:
-            threading.Thread(target=work, args=(one,), name="heal-fetch", daemon=True).start()
+        works = [(self._receive, one) for one in self._streams]
+        works += [(self._fetch_digests, one) for one in self._digest_connections]
+        for work, connection in works:
+            threading.Thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
         with self._lock:  # not for a thread that still tries to connect, but for each that may write
             self._lock.wait_for(lambda: not self._flying and (self._over or self._ended == len(self._streams)))
             body, complete = self._body, self._complete
-        for witness in self._witnesses:
-            witness.hang_up("the heal has ended")
+        for connection in self._digest_connections:
+            connection.hang_up("the heal has ended")
         if body is not None and complete and not self._stopped:
             return self._into.values_of(body.manifest)
         failed = {one.source.replica_id: one.failure for one in self._streams if one.failure}
-        unlike = not self._stopped and all(one.unlike for one in self._streams)
-        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=unlike)
+        layout_mismatch = not self._stopped and all(connection.layout_mismatch for connection in self._streams)
+        raise HealFailed(self._stopped or failed, touched=self._touched, layout_mismatch=layout_mismatch)
 
     @property
     def _complete(self) -> bool:
@@ -240,48 +242,48 @@ class HttpFetch:
         with self._lock:
             self._stopped = self._stopped or reason
             self._lock.notify_all()
-        for one in [*self._streams, *self._witnesses]:
-            one.hang_up(reason)
+        for connection in [*self._streams, *self._digest_connections]:
+            connection.hang_up(reason)
 
     # -------------------------------------------------------------------------------------------- the sources' threads
 
-    def _receive(self, one: SourceConnection) -> None:
+    def _receive(self, connection: SourceConnection) -> None:
         try:
-            body = self._agree(self._header_of(one))
+            body = self._agree(self._header_of(connection))
             staging = StagingBuffer(body)
-            while stripe := self._take(one):
-                self._receive_stripe(one, body, staging, *stripe)
+            while stripe := self._claim_stripe(connection):
+                self._receive_stripe(connection, body, staging, *stripe)
         except (SourceFailed, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
-            one.failure, one.unlike = one.ended or cause, isinstance(error, FormatError)
-            log.warning("healing from %s: %s", one.source.replica_id, one.failure)
+            connection.failure, connection.layout_mismatch = connection.ended or cause, isinstance(error, FormatError)
+            log.warning("healing from %s: %s", connection.source.replica_id, connection.failure)
         finally:
-            one.close()
+            connection.close()
             with self._lock:
                 self._ended += 1
                 # if the chosen source failed before both were known to be equal, all chunks are fetched anew from the other
-                if one.source is self._chosen and self._body and not self._equal and not self._complete:
+                if connection.source is self._chosen and self._body and not self._equal and not self._complete:
                     self._chosen, self._open, self._verified_bytes = None, set(range(self._body.manifest.chunks)), 0
                 self._lock.notify_all()
 
-    def _witness(self, one: SourceConnection) -> None:
+    def _fetch_digests(self, connection: SourceConnection) -> None:
         """Fetches the digests of a source's chunks. It may fail: then one of them gives nothing."""
         try:
-            body = self._agree(self._header_of(one))
-            length = one.ask("GET", "digests")
+            body = self._agree(self._header_of(connection))
+            length = connection.ask("GET", "digests")
             if length != DIGEST_BYTES * (body.manifest.chunks + 1) + SEAL_BYTES:
                 raise SourceFailed(f"digests of {length} bytes")
-            self._compare(one.source, one.read_checked(length, "its list of digests was"))
+            self._compare(connection.source, connection.read_checked(length, "its list of digests was"))
         except (SourceFailed, OSError, ValueError) as error:
-            log.info("%s does not tell its digests: %s", one.source.replica_id, error)
+            log.info("%s does not tell its digests: %s", connection.source.replica_id, error)
         finally:
-            one.close()
+            connection.close()
 
-    def _header_of(self, one: SourceConnection) -> bytes:
+    def _header_of(self, connection: SourceConnection) -> bytes:
         deadline = time.monotonic() + self._config.offer_wait_s
-        one.connect(self._config.heal_grace_s)
-        while (length := one.ask("GET", "header")) < 0:
+        connection.connect(self._config.heal_grace_s)
+        while (length := connection.ask("GET", "header")) < 0:
             if time.monotonic() > deadline:
                 raise SourceFailed("404 not offered yet")
             with self._lock:
@@ -289,7 +291,7 @@ class HttpFetch:
                     raise SourceFailed(self._stopped or "the other source was faster")
         if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
             raise SourceFailed(f"a header of {length} bytes")
-        return one.read_checked(length, "its header was")
+        return connection.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
         """The first source's header decides. Raises SourceFailed where this one has another state, FormatError for one unlike ours."""
@@ -323,42 +325,42 @@ class HttpFetch:
                 where,
             )
 
-    def _take(self, one: SourceConnection) -> tuple[range, range] | None:
+    def _claim_stripe(self, connection: SourceConnection) -> tuple[range, range] | None:
         """The next stripe, and a range with all that we lack; None: all is verified, or the fetch was stopped. Waits while others may yet
         give chunks back, and while this source must not give any; but not for one that is far too slow."""
         with self._lock:
-            may = lambda: self._equal or self._chosen in (None, one.source)  # noqa: E731
+            may = lambda: self._equal or self._chosen in (None, connection.source)  # noqa: E731
             idle_since_s = time.monotonic()
             while not self._lock.wait_for(lambda: self._over or (self._open and may()), CHECK_S):
-                for other in (stream for stream in self._streams if stream is not one):
-                    moved_s = max(other.moved_s, idle_since_s) if not one.chunk_s else idle_since_s
+                for other in (stream for stream in self._streams if stream is not connection):
+                    moved_s = max(other.moved_s, idle_since_s) if not connection.chunk_s else idle_since_s
                     waited_s = time.monotonic() - moved_s
-                    if is_too_slow(waited_s, len(other.stripe), one.chunk_s, self._config.heal_grace_s):
+                    if is_too_slow(waited_s, len(other.stripe), connection.chunk_s, self._config.heal_grace_s):
                         other.hang_up("it sends far more slowly than the other")
-            self._chosen = self._chosen or one.source
+            self._chosen = self._chosen or connection.source
             if self._stopped or not self._open or self._body is None:
                 return None
-            most = max(self._least_stripe, min(MOST_STRIPE, self._body.manifest.chunks // 64))
-            first = last = max(self._open) if one.backwards else min(self._open)
-            while last - first + 1 < most and (first - 1 if one.backwards else last + 1) in self._open:
-                first, last = (first - 1, last) if one.backwards else (first, last + 1)
+            most = max(self._least_stripe, min(MAX_STRIPE, self._body.manifest.chunks // 64))
+            first = last = max(self._open) if connection.backwards else min(self._open)
+            while last - first + 1 < most and (first - 1 if connection.backwards else last + 1) in self._open:
+                first, last = (first - 1, last) if connection.backwards else (first, last + 1)
             lacks = self._open | self._flying
-            one.stripe = stripe = range(first, last + 1)
-            one.moved_s = time.monotonic()
+            connection.stripe = stripe = range(first, last + 1)
+            connection.moved_s = time.monotonic()
             self._open.difference_update(stripe)
             self._flying.update(stripe)
             self._touched = True
             return stripe, range(min(lacks), max(lacks) + 1)
 
     def _receive_stripe(
-        self, one: SourceConnection, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
+        self, connection: SourceConnection, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
     ) -> None:
         """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
         verified: list[int] = []
         began_s = time.monotonic()
         try:
             wanted = f"Range: chunks={stripe[0]}-{stripe[-1]}\r\nLacks: {lacks[0]}-{lacks[-1]}\r\n"
-            length = one.ask("GET", "body", wanted)
+            length = connection.ask("GET", "body", wanted)
             start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
             if length != end - start + DIGEST_BYTES * len(stripe) + SEAL_BYTES:
                 raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
@@ -367,27 +369,28 @@ class HttpFetch:
                 memory = body.direct(chunk, chunk)
                 start, end = body.manifest.span(chunk)
                 view = staging.view[: end - start] if memory is None else memory
-                one.fill(view, memoryview(mark))  # what is wrong may lie in place: the state is void until all is right
+                # what is wrong may lie in place: the state is void until all is right
+                connection.fill(view, memoryview(mark))
                 if hmac.compare_digest(digest(chunk, view), mark):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)
-                one.moved_s = time.monotonic()
-            one.read_seal()
-            verified, one.chunk_s = got, (time.monotonic() - began_s) / len(stripe)
+                connection.moved_s = time.monotonic()
+            connection.read_seal()
+            verified, connection.chunk_s = got, (time.monotonic() - began_s) / len(stripe)
         finally:
-            self._give(one, stripe, verified)
+            self._return_stripe(connection, stripe, verified)
         if damaged := len(stripe) - len(verified):
-            one.damaged += damaged
-            log.warning("healing from %s: %d damaged chunks", one.source.replica_id, damaged)
-        if one.damaged > MAX_DAMAGED:
-            raise SourceFailed(f"{one.damaged} chunks were damaged on the way")
+            connection.damaged += damaged
+            log.warning("healing from %s: %d damaged chunks", connection.source.replica_id, damaged)
+        if connection.damaged > MAX_DAMAGED:
+            raise SourceFailed(f"{connection.damaged} chunks were damaged on the way")
 
-    def _give(self, one: SourceConnection, stripe: range, verified: Sequence[int]) -> None:
+    def _return_stripe(self, connection: SourceConnection, stripe: range, verified: Sequence[int]) -> None:
         """A stripe has ended; what is not verified of it is open again."""
         with self._lock:
             assert self._body is not None
-            manifest, one.stripe = self._body.manifest, ()
+            manifest, connection.stripe = self._body.manifest, ()
             self._flying.difference_update(stripe)
             self._open.update(set(stripe).difference(verified))
             self._verified_bytes += sum(end - start for start, end in map(manifest.span, verified))

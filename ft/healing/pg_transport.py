@@ -25,7 +25,7 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, Progress, Sources, StateOffer, Transport
+from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, OnBytes, Sources, StateOffer, Transport
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
@@ -57,11 +57,11 @@ class PgTransport(Transport):
         while self._senders:
             self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
 
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> PgFetch:
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
         stores = [_store(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, stores, into, progress)
 
-    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
+    def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """Does nothing: a sender sees its group end, and serves no reader a second time."""
 
 
@@ -69,7 +69,7 @@ class PgFetch:
     """Asks one source after the other, until one gives all."""
 
     def __init__(
-        self, transport: PgTransport, sources: Sources, stores: Sequence[str], into: StateSnapshot, progress: Progress
+        self, transport: PgTransport, sources: Sources, stores: Sequence[str], into: StateSnapshot, progress: OnBytes
     ) -> None:
         self._transport, self._sources, self._stores = transport, sources, stores
         self._into, self._progress = into, progress
@@ -80,7 +80,7 @@ class PgFetch:
 
     def run(self) -> dict[str, Any]:
         failed: dict[str, str] = {}
-        unlike = True
+        layout_mismatch = True
         for source, store in zip(self._sources, self._stores, strict=True):
             self._group = group = self._transport.make()
             self._tag = 0
@@ -92,15 +92,15 @@ class PgFetch:
                 return self._from_one()
             except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for whatever happens to a group
                 failed[source.replica_id] = str(error)
-                unlike &= isinstance(error, FormatError)
+                layout_mismatch &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
             finally:
                 untouched = threading.Event()
                 group.abandon("this heal has ended", untouched.set)
                 # a message in flight may still be written into our tensors
                 untouched.wait(self._transport.config.heal_grace_s)
-        unlike &= bool(failed) and not self._stopped
-        raise HealFailed(self._stopped or failed, touched=self._touched, unlike=unlike)
+        layout_mismatch &= bool(failed) and not self._stopped
+        raise HealFailed(self._stopped or failed, touched=self._touched, layout_mismatch=layout_mismatch)
 
     def stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason

@@ -9,7 +9,7 @@ From the first byte until `fetch` returns, the joiner's tensors are a mixture: i
 
 A StateOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
 little enough is unsent and no thread reads, copies the rest aside, and from then on all read the copies. When that does not work in
-time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and believe nothing of it.
+time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and discard what they received.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAX_NAMES = 4096  # of readers in all
 
 class HealFailed(RuntimeError):
     """The state was not received. `reason`: by source, where they failed: `blame` has these. `touched`: some of the joiner's tensors may
-    hold bytes of it. `unlike`: every source offers a state of another layout than the joiner's, so no other try will do."""
+    hold bytes of it. `layout_mismatch`: every source offers a state of another layout than the joiner's, so no other try will do."""
 
-    def __init__(self, reason: str | Mapping[str, str], *, touched: bool, unlike: bool = False) -> None:
+    def __init__(self, reason: str | Mapping[str, str], *, touched: bool, layout_mismatch: bool = False) -> None:
         failed = {} if isinstance(reason, str) else reason
         super().__init__(reason if isinstance(reason, str) else "; ".join(f"{i}: {why}" for i, why in failed.items()))
-        self.touched, self.blame, self.unlike = touched, tuple(failed), unlike
+        self.touched, self.blame, self.layout_mismatch = touched, tuple(failed), layout_mismatch
 
 
 class Withdrawn(RuntimeError):
@@ -75,7 +75,7 @@ class StateSource:
 
 
 Sources = Sequence[StateSource]
-Progress = Callable[[int, int], None] | None  # called with (verified bytes, total bytes) from the transport's threads
+OnBytes = Callable[[int, int], None] | None  # called with (verified bytes, total bytes) from the transport's threads
 
 
 class Fetch(Protocol):
@@ -98,10 +98,10 @@ class Transport(ABC):
         self._closed = False
 
     @abstractmethod
-    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: Progress) -> Fetch: ...
+    def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> Fetch: ...
 
     def fetch(
-        self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: Progress = None
+        self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: OnBytes = None
     ) -> dict[str, Any]:
         """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
         same bits. Returns, after every byte has been verified, the argument of StateRegistry.load. Raises HealFailed."""
@@ -115,11 +115,11 @@ class Transport(ABC):
         finally:
             with self._lock:
                 self._fetch = None
-        self.tell_done(sources, quorum_id=quorum_id, step=step)
+        self.notify_done(sources, quorum_id=quorum_id, step=step)
         return values
 
     @abstractmethod
-    def tell_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
+    def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """Tells the sources that nothing more of that offer will be read here, whether all has come or none: no fence then waits for this
         joiner. A source that is slow to hear it is not waited for. `fetch` calls it by itself where it has received everything."""
 
@@ -144,10 +144,10 @@ class Transport(ABC):
         return self._offer
 
     @property
-    def is_taken(self) -> bool:
+    def is_fully_sent(self) -> bool:
         """True when there is an offer, and each of its readers has been sent all of it. Any thread may ask."""
         offer = self._offer
-        return offer is not None and offer.is_taken
+        return offer is not None and offer.is_fully_sent
 
     def fence(self) -> Fenced:
         """Lets the offered tensors change afterwards. Never waits longer than heal_grace_s, whatever the readers do."""
@@ -165,21 +165,21 @@ class Transport(ABC):
             offer.withdraw(reason)
 
     def withdraw(self, reason: str) -> None:
-        """The offer is over, at once: its readers get nothing more that they would believe."""
+        """The offer is over, at once: its readers get no further valid seal, so they discard what they have."""
         if self._offer is not None:
             self._offer.withdraw(reason)
             self._offer = None
 
 
 class StateOffer:
-    """A state on offer. `readers`: how many joiners are expected; one that has not come yet wants everything."""
+    """A state on offer. `readers`: how many healing ranks are expected; one that has not connected yet still needs every chunk."""
 
     def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: int) -> None:
         self.quorum_id, self.step = quorum_id, step
         self.seal = secrets.token_bytes(SEAL_BYTES)
         self.manifest, self.body = snapshot.manifest, snapshot.body()
         self.header = snapshot.manifest.encode()
-        self.over = ""  # why, once it is
+        self.withdrawn_reason = ""  # why, once it is
         self.fencing = False  # the source waits to commit: a sender is to come to an end soon
         self.digests: dict[int, bytes] = {}  # of the chunks that were read, also when they are gone
         self._expected = readers
@@ -244,15 +244,15 @@ class StateOffer:
         return self.digests.get(chunk) or self.digests.setdefault(chunk, digest(chunk, memory))
 
     @property
-    def is_taken(self) -> bool:
+    def is_fully_sent(self) -> bool:
         """True when all expected readers have come, and nothing is still to be sent to any of them."""
         with self._changed:
-            return not self.over and not self._unsent()
+            return not self.withdrawn_reason and not self._unsent()
 
     def check(self) -> None:
         """Raises Withdrawn once the offer is over."""
-        if self.over:
-            raise Withdrawn(self.over)
+        if self.withdrawn_reason:
+            raise Withdrawn(self.withdrawn_reason)
 
     # -------------------------------------------------------------------------------------------- the source's thread
 
@@ -261,8 +261,10 @@ class StateOffer:
         deadline = time.monotonic() + grace_s
 
         def wait_for(ready: Callable[[], bool]) -> bool:
-            self._changed.wait_for(lambda: self.over or ready(), timeout=max(0.0, deadline - time.monotonic()))
-            return not self.over and ready()
+            self._changed.wait_for(
+                lambda: self.withdrawn_reason or ready(), timeout=max(0.0, deadline - time.monotonic())
+            )
+            return not self.withdrawn_reason and ready()
 
         is_small = lambda: len(self._unsent()) * CHUNK_BYTES <= copy_bytes  # noqa: E731
         with self._changed:
@@ -273,17 +275,17 @@ class StateOffer:
                     self._copying = True  # a reader leaves after a chunk over HTTP, after some messages in a group
                     if small and not wait_for(lambda: not self._reading):
                         return self.withdraw("a reader held its chunk longer than heal_grace_s")
-                    if self.over or not is_small():
+                    if self.withdrawn_reason or not is_small():
                         return self.withdraw("the source commits, and its readers were too slow for heal_grace_s")
                     self.aside = self._copies()
-                return Fenced.WITHDRAWN if self.over else Fenced.COPIED if self.aside else Fenced.FREE
+                return Fenced.WITHDRAWN if self.withdrawn_reason else Fenced.COPIED if self.aside else Fenced.FREE
             finally:
                 self.fencing = self._copying = False
                 self._changed.notify_all()
 
     def withdraw(self, reason: str) -> Fenced:
-        """Ends the offer, from any thread: no reader gets anything more that it would believe, and a waiting fence ends."""
-        self.over = self.over or reason  # first: the fence may have the lock, and check
+        """Ends the offer, from any thread: no reader gets a further valid seal, and a waiting fence ends."""
+        self.withdrawn_reason = self.withdrawn_reason or reason  # first: the fence may have the lock, and check
         with self._changed:
             if self.aside:
                 self.aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another

@@ -1,1 +1,1 @@
-"""Process groups between replica groups: each can be given up at any moment, and formed anew."""
+"""Process groups between replica groups: each can be abandoned at any moment, and formed anew."""

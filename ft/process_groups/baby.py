@@ -1,7 +1,7 @@
 """Process groups in a child process: a collective that hangs cannot be cancelled, but the child can be killed.
 
 The operations are those of gloo.py and nccl.py, started in the child by the same code. Tensors lie in memory that both map (shared.py). The
-child replies when an operation has ended, physically; then the work and its future end here. To give up is to kill: the kernel closes its
+child replies when an operation has ended, physically; then the work and its future end here. To abandon is to kill: the kernel closes its
 sockets, the peers see it, and no thread of torch is left to wait for.
 
 A command is the name of a method of ChildGroup with its arguments, pickled: a process sends it to its own child. Replies are JSON: the
@@ -51,7 +51,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
         self.child = child = self._fork_server.child()
-        rendezvous.at_giving_up(child.kill)
+        rendezvous.on_cancel(child.kill)
         engine = ChildEngine(child, self.device)
         try:
             engine.form(self.NATIVE, self.device, *rendezvous.arguments)
@@ -105,7 +105,9 @@ class ChildEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         lease = shared.PoolLease()
         with self._order:
-            placed = operation.each(lambda tensor, read, written: self._memory.lend(tensor, read, written, lease))
+            placed = operation.map_tensors(
+                lambda tensor, read, written: self._memory.lend(tensor, read, written, lease)
+            )
             with self._lock:
                 if self._gone:
                     raise GroupError("the child process is gone")
@@ -217,7 +219,7 @@ class ChildGroup(shared.SharedPoolClient):
                 device = torch.device("cuda", after[0])
                 torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(device, after[1]))
             assert self.engine is not None
-            self.engine.start(placed.each(lambda place, read, written: self.tensor(place)), ended)
+            self.engine.start(placed.map_tensors(lambda place, read, written: self.tensor(place)), ended)
         except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
             ended(error, -1)
 

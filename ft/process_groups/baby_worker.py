@@ -11,22 +11,22 @@ from contextlib import suppress
 from ft.children import die_with
 from ft.process_groups.fork_server import FORK, READY, Channel
 
-REST_S = 1.0  # after a child was asked for, until the next spare is made: the step that waits for that child is over
+REST_S = 1.0  # after a child was asked for, until the next standby is made: the step that waits for that child is over
 
 
 def main() -> None:
     """`python -m ft.process_groups.baby_worker DESCRIPTOR PARENT`. Hands out a child for each message, which brings the child's socket;
-    answers with its process number. Ends when the parent has hung up. Makes a spare when there is nothing to do."""
+    answers with its process number. Ends when the parent has hung up. Makes a standby child when there is nothing to do."""
     die_with(int(sys.argv[2]))
     import ft.process_groups.baby  # noqa: F401  # with torch
 
     gc.freeze()  # the pages stay shared: a collection in a child does not write on them
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
-    spare: tuple[int, Channel] | None = _fork(control)
+    standby: tuple[int, Channel] | None = _fork(control)
     control.send(READY)
     while True:
-        if spare is None and not control.waits(REST_S):
-            spare = _fork(control)
+        if standby is None and not control.waits(REST_S):
+            standby = _fork(control)
         if (message := control.receive()) is None:
             return
         with suppress(ChildProcessError):  # numbers of children that have ended are not given to others before
@@ -37,8 +37,8 @@ def main() -> None:
             continue
         given = False
         while not given:
-            number, channel = spare or _fork(control)
-            spare = None
+            number, channel = standby or _fork(control)
+            standby = None
             with suppress(OSError):  # it was killed, as by a system that is out of memory
                 channel.send(FORK, descriptors)
                 given = True

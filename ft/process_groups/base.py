@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
-from ft.protocol.messages import Shape
+from ft.protocol.messages import Fingerprint
 
 # torch's own timeouts are off: no thread waits for them, and a pending operation ends when its sockets are shut or its process is killed.
 NEVER = timedelta(days=365)
 GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report what is missing
-MOST_ENDING = 4  # abandoned generations that are still shutting down
+MAX_ENDING = 4  # abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
 
 
@@ -96,7 +96,7 @@ class Operation:
     def outputs(self) -> list[Tensor]:
         return tree_leaves([self.arguments[at] for at in SIGNATURES[self.method].writes])
 
-    def each(self, change: Callable[[Any, bool, bool], Any]) -> Operation:
+    def map_tensors(self, change: Callable[[Any, bool, bool], Any]) -> Operation:
         """A copy with `change(tensor, is read, is written)` in place of every tensor."""
         arguments, (_, _, reads, writes) = list(self.arguments), SIGNATURES[self.method]
         for at in {*reads, *writes}:
@@ -268,13 +268,13 @@ class GroupWork(dist.Work):
 
 
 class Generation:
-    """One life of a process group, from the moment it has formed until it is given up, and its works under way, the oldest first. The first
-    failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete sum
-    counts. torch's timeouts are off; `limit_s` is kept here."""
+    """One life of a process group, from the moment it has formed until it is abandoned, and its works under way, the oldest first. The
+    first failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete
+    sum counts. torch's timeouts are off; `limit_s` is kept here."""
 
     def __init__(self, engine: Engine, limit_s: float) -> None:
         self.lock = threading.RLock()  # the end of a work may ask for the next operation
-        self.engine: Engine | None = engine  # until it is given up
+        self.engine: Engine | None = engine  # until it is abandoned
         self.error: Exception | None = None
         self.works: dict[GroupWork, None] = {}
         self.first_work = threading.Condition(self.lock)
@@ -300,14 +300,14 @@ class Generation:
         if engine is not None:
             engine.interrupt()
 
-    def give_up(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
+    def abandon(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
         """Wakes everybody, and hands the engine to the reaper. To be called once."""
         self.interrupt(Abandoned(reason))
         with self.lock:
             engine, self.engine = self.engine, None
             self.first_work.notify()
         assert engine is not None
-        reaper.take(partial(_end, [engine], self._watch, then), f"given up: {reason}")
+        reaper.take(partial(_end, [engine], self._watch, then), f"abandoned: {reason}")
 
     def _keep_limit(self) -> None:
         while True:
@@ -324,9 +324,9 @@ class Generation:
             del oldest
 
 
-def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] | None) -> None:
-    only[0].end()
-    only.clear()  # drops the engine
+def _end(last_reference: list[Engine], watch: threading.Thread, then: Callable[[], None] | None) -> None:
+    last_reference[0].end()
+    last_reference.clear()  # drops the engine
     watch.join()
     if then is not None:
         try:
@@ -336,11 +336,11 @@ def _end(only: list[Engine], watch: threading.Thread, then: Callable[[], None] |
 
 
 class Reaper:
-    """Ends generations that were given up, off the thread that gave them up: torch's threads may still write into their buffers, and a
+    """Ends generations that were abandoned, off the thread that abandoned them: torch's threads may still write into their buffers, and a
     thread that drops a group waits for them. Each is ended in a thread of its own. An end that does not come (a driver that hangs) is
     counted: past `most`, the process has to exit, since neither memory nor sockets come back."""
 
-    def __init__(self, most: int = MOST_ENDING) -> None:
+    def __init__(self, most: int = MAX_ENDING) -> None:
         self._most = most
         self._changed = threading.Condition()
         self._pending: dict[threading.Thread, str] = {}
@@ -362,7 +362,7 @@ class Reaper:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pending) <= self._most, limit_s):
                 raise MustExit(
-                    f"{len(self._pending)} generations were given up and have not ended, more than {self._most}: this process must "
+                    f"{len(self._pending)} generations were abandoned and have not ended, more than {self._most}: this process must "
                     f"exit ({'; '.join(self._pending.values())})"
                 )
 
@@ -409,41 +409,50 @@ class ProcessGroup(Collectives):
         and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
 
     def configure(
-        self, store: str, rank: int, size: int, *, quorum_id: int = 0, shape: Shape = (), holders: Sequence[int] = ()
+        self,
+        store: str,
+        rank: int,
+        size: int,
+        *,
+        quorum_id: int = 0,
+        fingerprint: Fingerprint = (),
+        holders: Sequence[int] = (),
     ) -> None:
         """Gives up what there was, and forms a new generation with the others that call this.
 
         `store`: "host:port/prefix"; the prefix is of this generation alone, the same for all members. `quorum_id`:
-        the generation's name for `interrupt`, larger than those before; 0: it has none. `shape`: digests that must be equal in all members;
-        the job's are those of most `holders`, ranks that have the state, or of all members if there are none. Returns when the group has
-        formed. Raises RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was interrupted
-        or abandoned from another thread, or where a member's shape is another; MustExit when too many old generations have not ended;
-        ValueError for what can never be."""
+        the generation's name for `interrupt`, larger than those before; 0: it has none. `fingerprint`: digests that must be equal in all
+        members; the job's are those of most `holders`, ranks that have the state, or of all members if there are none. Returns when the
+        group has formed. Raises RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was
+        interrupted or abandoned from another thread, or where a member's fingerprint is another; MustExit when too many old generations
+        have not ended; ValueError for what can never be."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         parse(store)
         self.abandon("configured anew")
         self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
-        forming = Rendezvous(self._build, store, rank, size, self.rendezvous_s, shape, holders, prepare=self.prepare)
+        forming = Rendezvous(
+            self._build, store, rank, size, self.rendezvous_s, fingerprint, holders, prepare=self.prepare
+        )
         with self._state:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted
         if not wanted:
-            forming.give_up("no longer wanted")
+            forming.cancel("no longer wanted")
         forming.start()
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
-            with self._state:  # and again, for it may have been given up at this moment
+            with self._state:  # and again, for it may have been cancelled at this moment
                 self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
             with self._state:
                 self._forming, self._why_none = None, error
-            forming.give_up("it failed")
+            forming.cancel("it failed")
             self.reaper.take(forming.end, f"did not form: {error}")
             raise
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        """Meets the others and connects; in a thread. Whatever it may block on is named to rendezvous.at_giving_up before."""
+        """Meets the others and connects; in a thread. Whatever it may block on is named to rendezvous.on_cancel before."""
         raise NotImplementedError
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
@@ -454,9 +463,9 @@ class ProcessGroup(Collectives):
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
         if forming is not None:
-            forming.give_up(reason)
+            forming.cancel(reason)
         if generation is not None:
-            generation.give_up(reason, self.reaper, then)
+            generation.abandon(reason, self.reaper, then)
         elif then is not None:
             then()
 
@@ -471,7 +480,7 @@ class ProcessGroup(Collectives):
                 if quorum_id != self._quorum_id:
                     return
         if forming is not None:
-            forming.give_up(reason)
+            forming.cancel(reason)
         if generation is not None:
             generation.interrupt(Abandoned(reason))
 
@@ -495,7 +504,7 @@ class ProcessGroup(Collectives):
                 if len(generation.works) == 1:
                     generation.first_work.notify()
         if engine is None or error is not None:
-            work.end(error or Abandoned("the group was given up"))
+            work.end(error or Abandoned("the group was abandoned"))
             return work
         try:
             engine.start(operation, partial(generation.ended, work))
@@ -524,7 +533,7 @@ class ProcessGroup(Collectives):
     def abort(self) -> None:
         self.abandon("aborted")
 
-    # ------------------------------------------------------------------------------------------------ torch's face
+    # ------------------------------------------------------------------------------------------------ torch's interface
 
     def register(self, name: str) -> ProcessGroup:
         """Makes torch know this group under a name of its own, as a group of this process alone: its size changes with every generation,

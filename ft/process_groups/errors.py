@@ -12,8 +12,8 @@ class Abandoned(GroupError):
 
 
 class RendezvousFailed(GroupError):
-    """The group did not form. `absent`: the ranks that had not come, as far as is known. `mismatched`: those whose shape is not the job's;
-    the same at all members, none of which has connected to any other."""
+    """The group did not form. `absent`: the ranks that had not come, as far as is known. `mismatched`: those whose fingerprint is not the
+    job's; the same at all members, none of which has connected to any other."""
 
     def __init__(self, message: str, absent: tuple[int, ...] = (), mismatched: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -3,12 +3,12 @@
 
 A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
 waits for an import. It starts no thread, and the pages of torch are shared. But a fork of so large a process, and the first writes of the
-child to pages that it shares, take tens of milliseconds on a busy machine. So one child, the spare, is always forked ahead, when no group
+child to pages that it shares, take tens of milliseconds on a busy machine. So one child, the standby, is always forked ahead, when no group
 waits: it gets its socket when it is asked for. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a
 successor of its number. None outlives the process that trains: Linux kills the fork server with the thread that started it and each child
 with it; should that fail, all exit when their socket ends.
 
-multiprocessing's fork server is none for this: it has no spare child, its children outlive it, and one that is stopped blocks its caller.
+multiprocessing's fork server does not do here: it has no standby child, its children outlive it, and one that is stopped blocks its caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ft.process_groups.sockets import exactly
 FORK, REAP, READY = b"fork", b"reap", b"ready"
 ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
 PREPARE_S = 300.0  # the longest that it may take to import torch
-MOST_DESCRIPTORS = 8  # of one message
+MAX_DESCRIPTORS = 8  # of one message
 _HEAD = struct.Struct("<I")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,7 @@ class Channel:
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
         """Raises OSError when the other end is gone. Descriptors are duplicated, and remain the caller's."""
-        assert len(descriptors) <= MOST_DESCRIPTORS
+        assert len(descriptors) <= MAX_DESCRIPTORS
         with self._sending:
             head = _HEAD.pack(len(message))
             if descriptors:
@@ -63,7 +63,7 @@ class Channel:
     def receive(self) -> tuple[bytes, list[int]] | None:
         """The next message and its descriptors, which are the caller's to close; None when the other end is gone."""
         try:
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MOST_DESCRIPTORS)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_DESCRIPTORS)
             head += exactly(self._socket, _HEAD.size - len(head)) if head else b""
             return (exactly(self._socket, *_HEAD.unpack(head)), descriptors) if head else None
         except OSError:
@@ -148,7 +148,7 @@ class ForkServer:
             raise GroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
 
     def child(self) -> Child:
-        """A new child: the spare, or one that is forked now. Raises GroupError."""
+        """A new child: the standby, or one that is forked now. Raises GroupError."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()

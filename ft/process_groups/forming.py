@@ -2,7 +2,7 @@
 
 torch's own constructors wait for a member that never comes, and nobody can call them off. So each member writes into a store that it is
 there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
-the error names the absent. Members compare their shapes, too: bytes of another layout would end a peer's process, not a sum.
+the error names the absent. Members compare their fingerprints, too: bytes of another layout would end a peer's process, not a sum.
 
 The store may be silent as well, as its host may be stopped: each member's connection (store.py) can be shut down by another thread.
 """
@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from ft.process_groups.errors import GroupError, RendezvousFailed
 from ft.process_groups.fork_server import PREPARE_S
 from ft.process_groups.store import StoreClient
-from ft.protocol.messages import Shape
-from ft.protocol.rules import shape_mismatches
+from ft.protocol.messages import Fingerprint
+from ft.protocol.rules import fingerprint_mismatches
 
 # Called with the error if there was one, and with the rank that a message came from, or -1.
 Ended = Callable[[Exception | None, int], object]
@@ -45,8 +45,8 @@ class Engine(Protocol):
 
 class Rendezvous:
     """One member's part in forming one generation. `build` runs in a thread of its own and returns the engine; it names whatever wakes it
-    (`at_giving_up`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`: that of the
-    store. `rank`, `size`, `shape`, `holders`: as ProcessGroup.configure's. `arguments`: those six, for a rendezvous in a child."""
+    (`on_cancel`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`: that of the
+    store. `rank`, `size`, `fingerprint`, `holders`: as ProcessGroup.configure's. `arguments`: those six, for a rendezvous in a child."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class Rendezvous:
         rank: int,
         size: int,
         limit_s: float,
-        shape: Shape = (),
+        fingerprint: Fingerprint = (),
         holders: Sequence[int] = (),
         *,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.arguments = address, rank, size, limit_s, shape, holders
+        self.arguments = address, rank, size, limit_s, fingerprint, holders
         self.rank, self.size, self.limit_s = rank, size, limit_s
         self.began_s = time.monotonic()
         self.store = StoreClient(address, limit_s)
-        self.given_up = threading.Event()
+        self.cancelled = threading.Event()
         self.absent: tuple[int, ...] = ()
         self.mismatched: tuple[int, ...] = ()
         self._until_s = self.began_s + limit_s
@@ -81,12 +81,12 @@ class Rendezvous:
         self._thread.start()
 
     def wait(self, limit_s: float) -> Engine:
-        """The engine. Raises RendezvousFailed when it was given up, did not come within the limit once all was prepared (it is then given
-        up), or failed."""
+        """The engine. Raises RendezvousFailed when it was cancelled, did not come within the limit once all was prepared (it is then
+        cancelled), or failed."""
         if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
-            self.give_up(f"has not formed within {limit_s:g} s")
+            self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
-            if self._engine is not None and not self.given_up.is_set():
+            if self._engine is not None and not self.cancelled.is_set():
                 return self._engine
             cause, mismatched = self._reason or str(self._error), self.mismatched
         if self.rank in mismatched:
@@ -97,33 +97,34 @@ class Rendezvous:
         missing = f"; absent: ranks {', '.join(map(str, self.absent))}" if self.absent else ""
         raise RendezvousFailed(cause + missing, self.absent, mismatched) from self._error
 
-    def give_up(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """Wakes the owner, and the thread that builds. From any thread; the first reason counts."""
         with self._lock:
-            if self.given_up.is_set():
+            if self.cancelled.is_set():
                 return
             self._reason = self._reason or reason
-            self.given_up.set()
+            self.cancelled.set()
             interrupts = list(self._interrupts)
         self._end_waiting()
         for interrupt in interrupts:
             interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
-        """These ranks have another shape. That is the cause, even if a member that saw it first has had the generation given up before."""
+        """These ranks have another fingerprint. That is the cause, even if a member that saw it first has had the rendezvous cancelled
+        before."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 
-    def at_giving_up(self, interrupt: Callable[[], object]) -> None:
-        """`interrupt` is called when the group is given up while it forms; at once, if it is already."""
+    def on_cancel(self, interrupt: Callable[[], object]) -> None:
+        """`interrupt` is called when the group is cancelled while it forms; at once, if it is already."""
         with self._lock:
             self._interrupts.append(interrupt)
-            late = self.given_up.is_set()
+            late = self.cancelled.is_set()
         if late:
             interrupt()
 
     def end(self) -> None:
-        """After give_up: returns when the thread is gone, and the engine with it if there is one after all."""
+        """After cancel: returns when the thread is gone, and the engine with it if there is one after all."""
         self._thread.join()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -155,27 +156,30 @@ class Rendezvous:
         return max(0.05, self._until_s - time.monotonic())
 
     def gather(self, mine: Any) -> list[Any]:
-        """Connects to the store. Returns the `mine` (JSON) of all, by rank, once they are there, of one shape. Raises RendezvousFailed."""
-        *_, shape, holders = self.arguments
+        """Connects to the store. Returns the `mine` (JSON) of all, by rank, once they are there, of one fingerprint. Raises
+        RendezvousFailed."""
+        *_, fingerprint, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
-        self.at_giving_up(self.store.hang_up)
+        self.on_cancel(self.store.hang_up)
         self.store.connect()
-        digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
         members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
-        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders, told=False)
-        if len({digest for _, digest, _ in members}) > 1:  # then the shapes themselves are worth their bytes
-            shapes = self._exchange("shape", json.dumps(shape))
-            self._compare([tuple((name, value) for name, value in json.loads(shape)) for shape in shapes], holders)
+        self._compare([(("version of Pharos", version),) for version, _, _ in members], holders, acknowledge=False)
+        if len({digest for _, digest, _ in members}) > 1:  # then the fingerprints themselves are worth their bytes
+            fingerprints = self._exchange("fingerprint", json.dumps(fingerprint))
+            self._compare([tuple((name, value) for name, value in json.loads(x)) for x in fingerprints], holders)
         return [more for _, _, more in members]
 
-    def _compare(self, shapes: Sequence[Shape], holders: Sequence[int], *, told: bool = True) -> None:
-        """All members come to the same result, and none has connected to another before. A member fails only after those of another shape
-        have told the store that they know (`wait`): else a notice of the failure could end their own comparison. `told`: they tell it, as
-        those of another version may not."""
-        if found := shape_mismatches(shapes, holders):
+    def _compare(
+        self, fingerprints: Sequence[Fingerprint], holders: Sequence[int], *, acknowledge: bool = True
+    ) -> None:
+        """All members come to the same result, and none has connected to another before. A member fails only after those of another
+        fingerprint have told the store that they know (`wait`): else a notice of the failure could end their own comparison. `acknowledge`:
+        they do so, as those of another version may not."""
+        if found := fingerprint_mismatches(fingerprints, holders):
             reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
             self.refuse(tuple(found), reason)
-            if told and self.rank not in found:
+            if acknowledge and self.rank not in found:
                 with suppress(OSError):
                     self.store.wait([f"mismatched/{rank}" for rank in found], timedelta(seconds=self.left_s()))
             raise RendezvousFailed(reason)
@@ -196,7 +200,7 @@ class Rendezvous:
 
 
 def _read(value: bytes) -> tuple[str, str, Any]:
-    """Splits what a member has set into its version, the digest of its shape, and the rest."""
+    """Splits what a member has set into its version, the digest of its fingerprint, and the rest."""
     with suppress(ValueError, TypeError):
         version, digest, more = json.loads(value)
         if version == VERSION:

@@ -62,11 +62,11 @@ def form_gloo(
     so it needs the store no longer. `backstop`: after which a thread of gloo that cannot be woken ends by itself: when a connection is
     reset while gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on."""
     before = _threads_of_gloo()
-    host = sockets.towards(rendezvous.store.host)
-    device, near = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
-    ports = rendezvous.gather(sorted(near))
-    far = {(host, port) for member in ports for host, port in member} - near
-    rendezvous.at_giving_up(lambda: sockets.shut(near=near, far=far))
+    host = sockets.local_address_for(rendezvous.store.host)
+    device, local = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
+    ports = rendezvous.gather(sorted(local))
+    remote = {(host, port) for member in ports for host, port in member} - local
+    rendezvous.on_cancel(lambda: sockets.shut(local=local, remote=remote))
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
@@ -77,7 +77,7 @@ def form_gloo(
     _hear_from_all(backend, rendezvous)
     _set_timeout(backend, backstop)
     native = group_of(backend, "gloo", "cpu", rendezvous.rank, rendezvous.size)
-    return GlooEngine(native, near, far, _threads_of_gloo() - before)
+    return GlooEngine(native, local, remote, _threads_of_gloo() - before)
 
 
 def _set_timeout(backend: Any, timeout: timedelta) -> None:
@@ -104,14 +104,14 @@ class GlooEngine:
     without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
 
     A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop.
-    `stranded`: places of this process for groups with a few threads of torch's that wait for nothing any more, as long as the backstop."""
+    `stranded`: limits how many ended groups of this process may have threads of torch that are still blocked, until their backstop."""
 
     stranded: threading.Semaphore = threading.BoundedSemaphore(32)
     end_s = 2.0  # after which the threads of a work that has not ended are examined
 
-    def __init__(self, native: dist.ProcessGroup, near: set[Address], far: set[Address], threads: set[int]) -> None:
+    def __init__(self, native: dist.ProcessGroup, local: set[Address], remote: set[Address], threads: set[int]) -> None:
         self._native: dist.ProcessGroup | None = native
-        self.near, self.far, self._threads = near, far, threads
+        self.local, self.remote, self._threads = local, remote, threads
         self._waiters = _Waiters()
         self._news = threading.Condition()
         self._open = 0  # works that have not ended
@@ -121,7 +121,7 @@ class GlooEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise GroupError("the group was given up")
+            raise GroupError("the group was abandoned")
 
         def has_ended(error: Exception | None, source: int) -> None:
             self._count_down()
@@ -152,22 +152,24 @@ class GlooEngine:
         self._waiters.close()
         if self._ending is not None:
             self._has_ended.wait()
-        only, self._native = [self._native], None
+        last_reference, self._native = [self._native], None
         with self._news:
             ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
         while not ended and self._ending is not None:
             if _are_asleep(self._threads | self._waiters.busy):
                 if not self.stranded.acquire(blocking=False):
                     raise MustExit("too many groups of gloo have left threads behind")
-                threading.Thread(target=self._drop, args=(only,), name="ft-gloo-stranded", daemon=True).start()
+                threading.Thread(
+                    target=self._drop, args=(last_reference,), name="ft-gloo-stranded", daemon=True
+                ).start()
                 return
             with self._news:
                 ended = self._news.wait_for(lambda: self._open == 0, self.end_s)
-        only.clear()  # joins torch's threads
+        last_reference.clear()  # joins torch's threads
 
-    def _drop(self, only: list[Any]) -> None:
+    def _drop(self, last_reference: list[Any]) -> None:
         """Drops the group when the thread that it left behind has met its backstop."""
-        only.clear()  # joins torch's threads
+        last_reference.clear()  # joins torch's threads
         self.stranded.release()
 
     def _count_down(self) -> None:
@@ -194,10 +196,10 @@ class GlooEngine:
         """All of its connections. Where no descriptors are left it waits for some: else no peer would hear of the end."""
         for tries in itertools.count():
             with suppress(OSError):
-                return sockets.duplicates(near=self.near, far=self.far)
+                return sockets.duplicates(local=self.local, remote=self.remote)
             if not tries:
                 log.warning(
-                    "no descriptors are left: the connections of a group that was given up are ended once there are some"
+                    "no descriptors are left: the connections of a group that was abandoned are ended once there are some"
                 )
             time.sleep(AGAIN_S)
         raise AssertionError("unreachable")
@@ -220,7 +222,7 @@ def _are_asleep(threads: set[int]) -> bool:
 
 
 def _runs(thread: int) -> str:
-    """Its state, and how often it has run so far; empty: it is gone."""
+    """Its state, and how often it has run so remote; empty: it is gone."""
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
     except OSError:

@@ -100,7 +100,7 @@ def form_nccl(
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
         backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
-    rendezvous.at_giving_up(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
+    rendezvous.on_cancel(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
     backend.eager_connect_single_device(device)
     engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, number)
     try:
@@ -115,7 +115,7 @@ def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> N
     """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too: so in this thread,
     which no other waits for. On a stream of its own: others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
-    rendezvous.at_giving_up(lambda: work.end(GroupError("given up")))
+    rendezvous.on_cancel(lambda: work.end(GroupError("cancelled")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
         engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), work.end)
     try:
@@ -139,7 +139,7 @@ class NcclEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise GroupError("the group was given up")
+            raise GroupError("the group was abandoned")
         self._started.put((operation.start(native), operation, ended))
 
     def interrupt(self) -> None:

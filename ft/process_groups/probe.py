@@ -176,7 +176,7 @@ def _close(sock: socket.socket) -> None:
 
 
 def _place(handle: str) -> SocketAddress | None:
-    """None: it is none. No name is resolved."""
+    """None if the handle is not an address. Host names are not resolved."""
     with suppress(ValueError, OSError):
         host, port, _ = parse(handle)
         [found, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

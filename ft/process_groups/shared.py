@@ -22,7 +22,7 @@ from torch.multiprocessing import reductions
 
 from ft.process_groups.errors import GroupError
 
-LEAST_BYTES = 4096
+MIN_BYTES = 4096
 _map: Any = UntypedStorage  # its stubs miss what torch.multiprocessing calls
 _settings_lock = threading.Lock()
 # What UntypedStorage._share_cuda_ gives and _new_shared_cuda takes: device, handle, bytes, offset in bytes, the file of its counter and the
@@ -62,9 +62,9 @@ def plain_segments() -> Iterator[None]:
     harm. torch's allocator gives out no free block of such a segment then (get_free_block of CUDACachingAllocator.cpp); a MemPool does."""
     with _settings_lock:
         # As they are in force; as they were at the start where torch does not tell (2.11).
-        tell = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+        settings_of = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
         at_start = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-        settings = str(tell()) if tell is not None else at_start
+        settings = str(settings_of()) if settings_of is not None else at_start
         parts = settings.split(",")
         if not any(part.replace(" ", "") == "expandable_segments:True" for part in parts):
             yield
@@ -87,11 +87,11 @@ class PoolLease:
 
 
 class SharedPoolOwner:
-    """The parent's side, for one child. `tell`: sends it a command (a method of SharedPoolClient's, or baby.py's ChildGroup), its arguments
+    """The parent's side, for one child. `send`: sends it a command (a method of SharedPoolClient's, or baby.py's ChildGroup), its arguments
     and descriptors. `release` gives an export's count back."""
 
-    def __init__(self, tell: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
-        self._tell, self._release = tell, release
+    def __init__(self, send: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
+        self._send, self._release = send, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
         self._exports: dict[int, Export] = {}  # by number: mapped in the child, until it confirms the unmapping
@@ -108,7 +108,7 @@ class SharedPoolOwner:
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
         # rounded up to a power of two, or full MiB: buffers are kept by size
         count = tensor.numel() * tensor.element_size()
-        size = -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(LEAST_BYTES, 1 << (count - 1).bit_length())
+        size = -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(MIN_BYTES, 1 << (count - 1).bit_length())
         with self._lock:
             free = self._free.get(size)
             buffer = free.pop() if free else _memory(size)
@@ -153,7 +153,7 @@ class SharedPoolOwner:
             known = self._known.get(storage.data_ptr())
             number = self._introduce(storage) if known is None else known[1]
             if old:
-                self._tell("unmap", (old,))
+                self._send("unmap", (old,))
             return number
 
     def _introduce(self, storage: UntypedStorage) -> int:
@@ -167,10 +167,10 @@ class SharedPoolOwner:
                     "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or turn these off "
                     "(PYTORCH_ALLOC_CONF=expandable_segments:False)"
                 )
-            self._tell("map_device", (self._count, export))
+            self._send("map_device", (self._count, export))
         else:
             descriptor, size = storage._share_fd_cpu_()  # the storage's own: not ours to close
-            self._tell("map", (self._count, size), [descriptor])
+            self._send("map", (self._count, size), [descriptor])
         self._known[storage.data_ptr()] = reductions.StorageWeakRef(storage), self._count
         return self._count
 
@@ -208,7 +208,7 @@ def _contiguous(memory: UntypedStorage, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def _memory(count: int) -> UntypedStorage:
-    count = max(count, LEAST_BYTES)
+    count = max(count, MIN_BYTES)
     if not hasattr(os, "memfd_create"):  # macOS
         return _map._new_using_fd_cpu(count)
     descriptor = os.memfd_create("ft-tensor")

@@ -3,7 +3,7 @@
 A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
 waits on them ends within milliseconds, here and at the peers. torch does not tell which they are. A gloo device listens on one port of its
 own, and each connection has such a port at one end; members tell each other these ports before they connect (forming.py). So a socket
-belongs to a group if its near end is our port or its far end is a port of a peer: true also for connections that are made late, and
+belongs to a group if its local end is our port or its remote end is a port of a peer: true also for connections that are made late, and
 never for a socket that another thread opens at the same moment.
 """
 
@@ -27,24 +27,24 @@ DESCRIPTORS = Path("/proc/self/fd")
 _one_at_a_time = threading.Lock()
 
 
-def shut(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> int:
-    """Ends all traffic of the sockets whose near end is in `near` or whose far end is in `far`; how many there were. Nothing is closed: the
-    owner does that, else the number might be another socket's by then. Where no descriptors are left some are missing."""
+def shut(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> int:
+    """Ends all traffic of the sockets whose local end is in `local` or whose remote end is in `remote`; how many there were. Nothing is
+    closed: the owner does that, else the number might be another socket's by then. Where no descriptors are left some are missing."""
     count = 0
     with suppress(OSError):
         for sock in _sockets():
-            if _belongs(sock, near, far):
+            if _belongs(sock, local, remote):
                 end([sock], socket.SHUT_RDWR)
                 count += 1
     return count
 
 
-def duplicates(*, near: Collection[Address] = (), far: Collection[Address] = ()) -> list[socket.socket]:
-    """Returns those sockets, under descriptors of the caller's own: when another closes one, the far end hears of it only once the caller
-    does. Raises OSError where no descriptors are left; it then has none."""
+def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:
+    """Returns those sockets, under descriptors of the caller's own: when another closes one, the remote end hears of it only once the
+    caller does. Raises OSError where no descriptors are left; it then has none."""
     found: list[socket.socket] = []
     try:
-        found.extend(sock.dup() for sock in _sockets() if _belongs(sock, near, far))
+        found.extend(sock.dup() for sock in _sockets() if _belongs(sock, local, remote))
     except OSError:
         for sock in found:
             sock.close()
@@ -53,7 +53,7 @@ def duplicates(*, near: Collection[Address] = (), far: Collection[Address] = ())
 
 
 def end(socks: Collection[socket.socket], how: int) -> None:
-    """SHUT_RD: this end hears no more, and the far end does not notice. SHUT_RDWR: both see the end, the far one after all data."""
+    """SHUT_RD: this end hears no more, and the remote end does not notice. SHUT_RDWR: both see the end, the remote one after all data."""
     for sock in socks:
         with suppress(OSError):  # its peer is gone
             sock.shutdown(how)
@@ -77,7 +77,7 @@ def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
     )
 
 
-def towards(host: str) -> str:
+def local_address_for(host: str) -> str:
     """The address of this machine, a number, that it speaks to `host` with. Raises gaierror where there is no such host, else OSError."""
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
@@ -118,11 +118,11 @@ def _sockets() -> Iterator[socket.socket]:
                 yield sock
 
 
-def _belongs(sock: socket.socket, near: Collection[Address], far: Collection[Address]) -> bool:
+def _belongs(sock: socket.socket, local: Collection[Address], remote: Collection[Address]) -> bool:
     """A socket that listens does not: gloo's thread dies of an accept that fails, and the process with it."""
-    ours = _plain(sock.getsockname()) in near
-    with suppress(OSError):  # it has no far end
-        ours = ours or _plain(sock.getpeername()) in far
+    ours = _plain(sock.getsockname()) in local
+    with suppress(OSError):  # it has no remote end
+        ours = ours or _plain(sock.getpeername()) in remote
     return ours and not _listens(sock)
 
 

@@ -35,7 +35,7 @@ _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _, _DELETE = range(9)
 _MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
 _MAGIC = 0x3C85F7CE  # of a client of torch's
 _YES = 0  # answer to _CHECK and _WAIT
-_MOST_BYTES = 1 << 26  # of one value
+_MAX_BYTES = 1 << 26  # of one value
 _INTEGER = struct.Struct("=q")
 
 
@@ -54,7 +54,7 @@ def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
     with socket.create_server((host.partition("%")[0], 0), family=family, backlog=1024) as listening:
         port = listening.getsockname()[1]
         more: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listening.detach()}
-        with no_names():
+        with without_dns():
             return TCPStore(host, port, None, True, timedelta(seconds=timeout_s), **more)
 
 
@@ -69,7 +69,7 @@ def sweep(store: TCPStore, quorum_id: int) -> None:
 
 class StoreClient(Store):
     """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for. Raises
-    OSError for a server that cannot be reached within limit_s, hangs up, or is none of torch's."""
+    OSError for a server that cannot be reached within limit_s, hangs up, or is not a TCPStore of torch."""
 
     def __init__(self, address: str, limit_s: float) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class StoreClient(Store):
             if not self._gone:
                 sock.connect(place)
             if self._gone:  # from here on whoever hangs up wakes this thread
-                raise OSError("given up")
+                raise OSError("cancelled")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(bytes([_VALIDATE]) + struct.pack("=I", _MAGIC) + bytes([_PING]) + nonce)
         if self._exactly(len(nonce)) != nonce:
@@ -192,7 +192,7 @@ class StoreClient(Store):
 
     def _string(self) -> bytes:
         count = self._integer()
-        if not 0 <= count <= _MOST_BYTES:
+        if not 0 <= count <= _MAX_BYTES:
             raise OSError(f"{self._where}: a value of {count} bytes")
         return self._exactly(count)
 
@@ -229,7 +229,7 @@ class _Resolver(ctypes.Structure):
 
 
 @contextmanager
-def no_names() -> Iterator[None]:
+def without_dns() -> Iterator[None]:
     """In this thread, whoever asks the resolver is told at once that it has no answer now. torch, once told so, asks for no name again in
     this process, and logs it once. Without glibc nothing is changed, and look-ups take what they take."""
     libc = ctypes.CDLL(None)

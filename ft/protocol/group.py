@@ -9,7 +9,7 @@ Where the rules leave a choice:
   restarts stops no group, and each rank's own deadline (RankCancelled) bounds the wait.
 - A commit that waits, because the lighthouse was away too long, fails when a notice tells that the others have gone on.
 - A group waits for others (and tells its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit that
-  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group gives up its wait after LEAVE_BEATS,
+  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group ends its wait after LEAVE_BEATS,
   and releases all ranks at their next call for a quorum, when they have one state.
 """
 
@@ -49,10 +49,10 @@ class GroupConfig:
     times: Times = field(default_factory=Times)
     retries: int | None = None  # failed lighthouse calls that are tried again; None: as long as a rank waits
     retry_s: float = 1.0
-    spares_above: int | None = None  # groups that are dealt slots; None: all
+    spares_above: int | None = None  # groups that are assigned slots; None: all
 
 
-class Group:
+class GroupMachine:
     """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits EndGroup."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
@@ -61,7 +61,7 @@ class Group:
         self.replica_id = config.replica_id  # another one after this group was lost and returned
         self.quorum: Quorum | None = None
         self.reason = "no rank has called"
-        self._returns = 0
+        self._rejoin_count = 0
         self._is_lost = False  # the lighthouse gave up this id, and not all ranks have called since: no stream is open
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
         # when the newest call to the lighthouse was first sent, and when the last answered heartbeat was
@@ -77,10 +77,10 @@ class Group:
         self._number = 0  # of the newest call to the lighthouse
         self._tries = 0
         self._lighthouse_says = ""  # the reason of this group's wait
-        # The calls answered last: with self.quorum, unless _restores or _releases is set.
+        # The calls answered last: with self.quorum, unless _restore_step or _released is set.
         self._answered_calls: dict[int, RankCall] = {}
-        self._restores: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
-        self._releases = False  # True: the answer was Released
+        self._restore_step: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
+        self._released = False  # True: the answer was Released
         self._answered_as = ""  # this group's id in that answer
         self._votes: dict[VoteKey, dict[int, Vote]] = {}  # by rank, which waits for the outcome
         self._outcomes: OrderedDict[VoteKey, Outcome] = OrderedDict()
@@ -133,10 +133,10 @@ class Group:
                     self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
                 else:
                     self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
-            case m.LighthouseWantsRestore(settled) if self._calling:
+            case m.LighthouseRequiresRestore(settled) if self._calling:
                 self._answer_all(settled)
                 self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
-            case m.LighthouseSays(reason) if self._calling:
+            case m.LighthouseWaits(reason) if self._calling:
                 self._lighthouse_says = self.reason = reason
             case Notice():
                 self._on_notice(event)
@@ -183,7 +183,7 @@ class Group:
     def _call_lighthouse(self, now_s: float) -> None:
         self._joining_since_s = None
         self._joined_calls = dict(self.waiting)
-        if self._releases:
+        if self._released:
             self._release_ranks()
             return
         calls = [self._joined_calls[rank] for rank in sorted(self._joined_calls)]
@@ -205,7 +205,7 @@ class Group:
         blame = tuple(sorted({other for c in calls for other in c.blame}))
         known, failed = max(c.known for c in calls), any(c.failed for c in calls)
         self._number += 1
-        self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].shape, self._number)
+        self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].fingerprint, self._number)
         self._tries, self._called_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
         self.reason = "all ranks have asked: the lighthouse is asked"
@@ -242,22 +242,22 @@ class Group:
         self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
-            self._tell_ranks(notice)
+            self._notify_ranks(notice)
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
     def _answer_all(self, restores: int | None) -> None:
         """Answers all ranks whose calls were joined; one that is between two tries gets the answer when it calls again."""
-        self._answered_calls, self._restores = self._joined_calls, restores
+        self._answered_calls, self._restore_step = self._joined_calls, restores
         self._clear_calls()
         for rank in sorted(self._answered_calls):
             self._answer(rank)
 
     def _answer(self, rank: int) -> None:
         quorum = self.quorum
-        if self._releases:
+        if self._released:
             self._out.append(m.AnswerRank(rank, m.Released()))
-        elif self._restores is not None:
-            self._out.append(m.AnswerRank(rank, m.WantsRestore(self._restores)))
+        elif self._restore_step is not None:
+            self._out.append(m.AnswerRank(rank, m.RestoreRequired(self._restore_step)))
         elif quorum:
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._answered_calls.values())
             result = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
@@ -276,15 +276,15 @@ class Group:
     def _rejoin_under_new_id(self, why: str, now_s: float) -> None:
         """Continues under a new replica_id, with its state, after the lighthouse gave up the old one. The stream opens only when all ranks
         have called: so a rank that hangs delays no other group, and a restarted group can take the name."""
-        self._returns += 1
-        self.replica_id = f"{self.config.replica_id}.{self._returns}"
+        self._rejoin_count += 1
+        self.replica_id = f"{self.config.replica_id}.{self._rejoin_count}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
         self._is_lost = self._calling is None
         self._out.append(m.CloseStream() if self._is_lost else m.OpenStream(self.replica_id))
         if self._pending_commit:
             self._fail_pending_commit(f"lost before the commit: {why}")
         elif self.quorum:
-            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
+            self._notify_ranks(m.GenerationAborted(self.quorum.quorum_id, self.reason))
         if self._calling:
             member = replace(self._calling.member, replica_id=self.replica_id)
             self._calling, self._called_s = replace(self._calling, member=member), now_s
@@ -373,7 +373,7 @@ class Group:
         asking = sorted(self._votes.pop(key, {}))
         self._out += [m.AnswerVote(rank, outcome) for rank in asking]
         if outcome.verdict == "failed" and outcome.kind != "healed":
-            self._tell_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
+            self._notify_ranks(m.GenerationAborted(outcome.quorum_id, outcome.reason), asking)
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _lighthouse_is_silent(self, now_s: float) -> bool:
@@ -392,15 +392,15 @@ class Group:
             return
         if isinstance(notice, m.GenerationAborted):
             self._fail_pending_commit(f"cut off before the commit: {notice.reason}")
-        self._tell_ranks(notice)
+        self._notify_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
     def _overtaken(self, quorum_id: int) -> None:
         """Ends the ranks' waits on the current quorum, as a newer one was formed."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
-            self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
+            self._notify_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
 
-    def _tell_ranks(self, notice: Notice, except_ranks: Collection[int] = ()) -> None:
+    def _notify_ranks(self, notice: Notice, except_ranks: Collection[int] = ()) -> None:
         """Sends each notice once; a rank whose stream opens later gets it then."""
         if notice not in self._notices:
             self._notices.append(notice)
@@ -441,15 +441,15 @@ class Group:
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
-            if self._wants_to_leave and not self._releases and now_s - since_s >= LEAVE_BEATS * beat_s:
+            if self._wants_to_leave and not self._released and now_s - since_s >= LEAVE_BEATS * beat_s:
                 # The wait ends: all ranks ask for a quorum, and are released with one state.
-                self._releases, why = True, "this group was asked to leave while it waited"
+                self._released, why = True, "this group was asked to leave while it waited"
                 if self._pending_commit:
                     self._fail_pending_commit(why)
                 elif self._calling:
                     self._release_ranks()
                 elif self.quorum:
-                    self._tell_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
+                    self._notify_ranks(m.GenerationAborted(self.quorum.quorum_id, why))
 
     def _end(self, why: str) -> None:
         self._fail_waiting("FAILED_PRECONDITION", why)
@@ -477,7 +477,7 @@ def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
 def plan(
     quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
 ) -> QuorumResult:
-    """The QuorumResult of a rank of our own members. `spares_above`: only so many groups are dealt slots; the rest stand by with zeros.
+    """The QuorumResult of a rank of our own members. `spares_above`: only so many groups are assigned slots; the rest stand by with zeros.
 
     Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
     Raises KeyError when `replica_id` is not in the quorum."""
@@ -496,7 +496,7 @@ def plan(
         sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
         recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
         participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:spares_above],
-        dealt=holders[0].dealt if len({x.deal_id for x in holders}) == 1 else 0,
+        assigned=holders[0].assigned if len({x.assignment_id for x in holders}) == 1 else 0,
         same_generation=same_generation,
         handles=tuple(
             x.reconfigure_handles[group_rank] if len(x.reconfigure_handles) == x.world_size > group_rank else ""

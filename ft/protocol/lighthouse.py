@@ -14,10 +14,18 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ft.protocol import messages as m
-from ft.protocol.generation import QuorumRecord
-from ft.protocol.messages import Call, Effect, Event, Kind, Out, Quorum, Saved, Shape, Terms, Times
+from ft.protocol.messages import Call, Effect, Event, Fingerprint, Kind, Out, PersistentState, Quorum, Terms, Times
+from ft.protocol.quorum_record import QuorumRecord
 from ft.protocol.roster import Roster, pairs_with, takeover_order_s
-from ft.protocol.rules import Decision, Problem, choose_sitting_out, decide, in_words, unlike, validate_request
+from ft.protocol.rules import (
+    Decision,
+    Problem,
+    choose_sitting_out,
+    decide,
+    describe_pairs,
+    fingerprint_problem,
+    validate_request,
+)
 
 PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
 LEAP = 1_000_000  # over the ids of a lost state file: more than are issued while a group is away
@@ -36,7 +44,7 @@ class LighthouseConfig:
         return Terms(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
 
 
-class Lighthouse:
+class LighthouseMachine:
     """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason: of the last quorum, or why there is none."""
 
     def __init__(
@@ -45,7 +53,7 @@ class Lighthouse:
         now_s: float,
         *,
         epoch: str,
-        saved: Saved | None = None,
+        saved: PersistentState | None = None,
         fresh: bool = False,
         lower_terms: bool = False,
     ) -> None:
@@ -61,12 +69,12 @@ class Lighthouse:
         self._record: QuorumRecord | None = None  # of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
         self._restored_in = 0  # the last quorum that went back to a checkpoint
-        self._shape: Shape = ()  # of the job
+        self._fingerprint: Fingerprint = ()  # of the job
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled, when
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
-        self._forgot = not (saved or fresh)
-        self._silent_until_s = now_s + takeover_s if self._forgot else now_s
+        self._state_file_lost = not (saved or fresh)
+        self._awaits_reports_until_s = now_s + takeover_s if self._state_file_lost else now_s
         self._out: list[Effect] = []
         if saved:
             self._epoch, self._last_id, self._settled = saved.epoch, saved.last_id, saved.settled
@@ -79,15 +87,15 @@ class Lighthouse:
         return self._record.quorum if self._record else None
 
     @property
-    def saved(self) -> Saved:
+    def saved(self) -> PersistentState:
         over = self._record is not None and not self.roster.claims  # nobody holds a state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
-        return Saved(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
+        return PersistentState(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
 
     @property
     def _highest_id(self) -> int:
         """Upper bound of the ids ever issued; after a lost state file there may have been quorums of which no member can tell."""
-        return self._last_id + (LEAP if self._forgot and self._last_id else 0)
+        return self._last_id + (LEAP if self._state_file_lost and self._last_id else 0)
 
     def handle(self, event: Event, now_s: float) -> Out:
         self._out = []
@@ -98,7 +106,7 @@ class Lighthouse:
                 self._on_report(event, now_s)
             case m.Beat(replica_id, kind):
                 if not self._turn_away(replica_id, kind, now_s):
-                    self.roster.see(replica_id, kind, now_s)
+                    self.roster.heard_from(replica_id, kind, now_s)
             case m.Tick():
                 self._on_tick(now_s)
             case m.CallCancelled(replica_id) if replica_id in self.roster.peers:
@@ -126,7 +134,7 @@ class Lighthouse:
             return
         roster, record, member = self.roster, self._record, event.member
         replica_id = member.replica_id
-        peer = roster.see(replica_id, event.kind, now_s)
+        peer = roster.heard_from(replica_id, event.kind, now_s)
         if event.kind == "pharos":
             roster.live[member.name] = replica_id
             if event.number < peer.number:
@@ -144,14 +152,14 @@ class Lighthouse:
                     record.fail(f"{replica_id}: the generation failed", replica_id)
             if record:
                 record.excuse_heals(now_s)
-            roster.hear_of_heal(member, now_s)
-            roster.hear_blame(replica_id, event.blame)
+            roster.on_heal(member, now_s)
+            roster.on_blame(replica_id, event.blame)
             roster.update_claim(member)
         if event.kind == "torchft" and peer.call:
             roster.drop_call(replica_id)  # its join time is that of its newest call
         peer.called_s = peer.called_s if peer.call else now_s
         peer.call, peer.called, peer.cancelled = event, True, False
-        roster.place(replica_id)
+        roster.update_sets(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
         if record and newcomer and replica_id in roster.candidates:
             record.announce(f"{replica_id} waits to come in", now_s)
@@ -170,7 +178,7 @@ class Lighthouse:
                     self._adopt(known, now_s).leave_behind(old)
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
-        roster.see(replica_id, "pharos", now_s).stream = True
+        roster.heard_from(replica_id, "pharos", now_s).stream = True
         roster.live.setdefault(m.name_of(replica_id), replica_id)
         if self._record:
             member = replica_id in roster.previous
@@ -197,14 +205,14 @@ class Lighthouse:
     def _on_report(self, event: m.Report, now_s: float) -> None:
         if self._turn_away(event.replica_id, "pharos", now_s):
             return
-        self.roster.see(event.replica_id, "pharos", now_s)
-        self.roster.hear_blame(event.replica_id, event.blame)
+        self.roster.heard_from(event.replica_id, "pharos", now_s)
+        self.roster.on_blame(event.replica_id, event.blame)
         record = self._record
         if record and event.replica_id in self.roster.previous:
             in_it = event.commit_quorum_id == record.quorum.quorum_id
             of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
             self._settled = max(self._settled, event.settled * of_this_history, (event.step - 1) * in_it)
-            record.hear(event, now_s)
+            record.on_report(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
         roster, replica_id, held = self.roster, event.replica_id, len(self.roster.claims)
@@ -218,7 +226,7 @@ class Lighthouse:
             self._lose([replica_id], event.reason)
             return
         if replica_id in roster.previous:
-            roster.gone.add(replica_id)
+            roster.left_cleanly.add(replica_id)
         roster.forget(replica_id, event.reason)
         if self._record and replica_id in roster.previous:
             if event.finished:
@@ -257,7 +265,8 @@ class Lighthouse:
             self._settle_mismatched(now_s)
         if not roster.candidates:
             return
-        if roster.takeover_until_s <= now_s < self._silent_until_s and roster.kind == "pharos" and self._record is None:
+        awaits_reports = roster.takeover_until_s <= now_s < self._awaits_reports_until_s
+        if awaits_reports and roster.kind == "pharos" and self._record is None:
             self.reason = "just started without a state file: members of a running job are given time to report"
             return
         least, join_s = self.config.min_replicas, self.config.join_timeout_s
@@ -271,10 +280,10 @@ class Lighthouse:
         if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
             roster.sit_out(out, cut, now_s)
             self._evaluate(now_s)
-            self.reason += f"; {', '.join(sorted(out))} sit out: {in_words(cut)}"
+            self.reason += f"; {', '.join(sorted(out))} sit out: {describe_pairs(cut)}"
         elif cut:  # all wait until the links are whole
             too_few = f"fewer than min_replicas = {least} would be left"
-            self.reason = f"{in_words(cut)}; without some of them {too_few}"
+            self.reason = f"{describe_pairs(cut)}; without some of them {too_few}"
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
@@ -283,7 +292,7 @@ class Lighthouse:
             if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
                 self._evaluate(now_s)
             elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
-                self.reason += f"; {', '.join(roster.sitting)} sit out: {in_words(cut)}"
+                self.reason += f"; {', '.join(roster.sitting)} sit out: {describe_pairs(cut)}"
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
@@ -299,10 +308,10 @@ class Lighthouse:
             or any(call.known > self._record.quorum.quorum_id for call in calls)
         ):
             new_id = self._last_id = self._highest_id + 1
-            self._forgot = False
+            self._state_file_lost = False
         else:
             new_id = self._record.quorum.quorum_id
-        quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._shape)
+        quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._fingerprint)
         if decision.reference[0] < self._settled:  # restored on purpose
             self._restored_in = new_id
         self._settled = decision.reference[0]
@@ -310,27 +319,27 @@ class Lighthouse:
             peer.call, peer.answered = None, peer.number
         if self._record:
             self._record.excuse_heals(now_s)
-        record = self._take(quorum, now_s)
+        record = self._set_quorum(quorum, now_s)
         self._persist(now_s)
         self._out.append(m.Answer(ids, quorum))
         record.leave_behind(old)
 
-    def _take(self, quorum: Quorum, now_s: float) -> QuorumRecord:
+    def _set_quorum(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         record = self._record
         if record and record.quorum.quorum_id == quorum.quorum_id:
             record.renew(quorum)
         else:
             record = self._record = QuorumRecord(quorum, self.roster, self.config.times, self._notify)
-        self.roster.take(quorum, now_s)
+        self.roster.set_quorum(quorum, now_s)
         return record
 
     def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
         """From the state file or a report."""
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])
-        self._take_shape(quorum.shape)
+        self._take_fingerprint(quorum.fingerprint)
         self.roster.mark_healthy(quorum, now_s)
-        return self._take(quorum, now_s)
+        return self._set_quorum(quorum, now_s)
 
     def _lose(self, ids: list[str], why: str) -> None:
         peers = self.roster.peers
@@ -347,14 +356,14 @@ class Lighthouse:
     # ---- what to refuse
 
     def _refuse_call(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group under one name, another shape, impossible claims. True: it did."""
+        """Refuses a lost id, a wrong kind, a second group under one name, another fingerprint, impossible claims. True: it did."""
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
         self._choose_kind(event.kind)
-        self._choose_shape(event, now_s)
+        self._choose_fingerprint(event, now_s)
         problem = validate_request(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
-        mismatched = None if problem else unlike(event, self._shape)
+        mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
         if (
             mismatched and self.roster.claims and not self.roster.has_members
         ):  # they may come back, or may be taken over
@@ -363,34 +372,34 @@ class Lighthouse:
             self._out.append(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
-    def _choose_shape(self, event: Call, now_s: float) -> None:
-        """Settles the job's shape: its members', or, where none may come back, that of the first caller."""
+    def _choose_fingerprint(self, event: Call, now_s: float) -> None:
+        """Settles the job's fingerprint: its members', or, where none may come back, that of the first caller."""
         roster, record = self.roster, self._record
         if record and roster.was_in(event.member.replica_id):
-            if self._shape != (shape := record.quorum.shape or event.shape):
-                self._take_shape(shape)
+            if self._fingerprint != (fingerprint := record.quorum.fingerprint or event.fingerprint):
+                self._take_fingerprint(fingerprint)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
-            self._take_shape(event.shape)
+            self._take_fingerprint(event.fingerprint)
 
-    def _take_shape(self, shape: Shape) -> None:
-        """Makes this the shape of the job, and refuses waiting callers of another."""
-        self._shape, roster = shape, self.roster
+    def _take_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Makes this the fingerprint of the job, and refuses waiting callers of another."""
+        self._fingerprint, roster = fingerprint, self.roster
         for replica_id in [*roster.candidates, *roster.mismatched]:
             roster.mismatched.pop(replica_id, None)
             call = roster.peers[replica_id].call
-            if call and (problem := unlike(call, shape)):
+            if call and (problem := fingerprint_problem(call, fingerprint)):
                 self._out.append(m.Refuse(replica_id, *problem))
                 roster.drop_call(replica_id)
-            roster.place(replica_id)
+            roster.update_sets(replica_id)
 
     def _settle_mismatched(self, now_s: float) -> None:
-        """Refuses callers of another shape than the members' when one is heard of; where those may be taken over, takes the callers'."""
+        """Refuses callers of another fingerprint than the members' when one is heard of; where those may be taken over, takes theirs."""
         roster = self.roster
         if roster.has_members:
-            self._take_shape(self._shape)
+            self._take_fingerprint(self._fingerprint)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
             call = roster.peers[next(iter(roster.mismatched))].call
-            self._take_shape(call.shape if call else ())
+            self._take_fingerprint(call.fingerprint if call else ())
         elif not roster.candidates:
             self.reason = f"{next(iter(roster.mismatched.values()))}, whose members may come back"
 
@@ -405,7 +414,7 @@ class Lighthouse:
         if kind != self.roster.kind and not self.refuses(kind):
             self.roster.kind = kind  # nobody waits for groups of the other kind any more
             for replica_id in [*self.roster.peers]:
-                self.roster.place(replica_id)
+                self.roster.update_sets(replica_id)
 
     def _turn_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
         """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
@@ -420,8 +429,8 @@ class Lighthouse:
         if replica_id not in roster.lost:
             return False
         self._out.append(m.Refuse(replica_id, "LOST", roster.lost[replica_id]))
-        if replica_id not in roster.told:
-            roster.told.add(replica_id)
+        if replica_id not in roster.notified:
+            roster.notified.add(replica_id)
             roster.returning[m.name_of(replica_id)] = now_s + 2 * self.config.times.beat_s
         return True
 

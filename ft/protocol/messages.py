@@ -1,11 +1,11 @@
-"""Messages of the protocol: what machines are told (events), what they want done (effects), and what travels between them.
+"""Messages of the protocol: what machines observe (events), what they want done (effects), and what travels between them.
 
 Each machine has one entry, `handle(event, now_s) -> Out`. It never waits, and never asks for the time: `now_s` is the driver's monotonic
 clock. The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes.
 
-    Trainer's rank:  step.Step   <- begin, sums, plans, outcomes, notices        -> configure, reduce, vote, commit
-    Group's server:  group.Group <- its ranks' calls and votes, the lighthouse   -> the lighthouse, answers to ranks
-    Lighthouse:      lighthouse.Lighthouse <- calls, streams, beats, ticks       -> answers, refusals, notices
+    Trainer's rank:  step.StepMachine   <- begin, sums, quorum results, outcomes, notices        -> configure, reduce, vote, commit
+    Group's server:  group.GroupMachine <- its ranks' calls and votes, the lighthouse   -> the lighthouse, answers to ranks
+    Lighthouse:      lighthouse.LighthouseMachine <- calls, streams, beats, ticks       -> answers, refusals, notices
 
 Below are, after what all machines use, the events and then the effects of each.
 """
@@ -26,8 +26,8 @@ UNABLE = -1.0  # in a tail: the slot's group cannot contribute (no valid token, 
 
 Kind = Literal["pharos", "torchft"]  # the rules of a member
 Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
-Shape = tuple[tuple[str, str], ...]  # (what, digest): layout, dtypes, buckets, settings; must be the same in all groups
-State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is the further
+Fingerprint = tuple[tuple[str, str], ...]  # (what, digest) of layout, dtypes, buckets, settings; equal in all groups
+State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is more up to date
 VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
@@ -51,8 +51,8 @@ class Member:
     commit_quorum_id: int = 0  # the generation that made it
     restored: int | None = None  # step of the checkpoint that it was restored from; 0: there was none
     writes_checkpoint: bool = False  # a source to be spared
-    dealt: int = 0  # slots of the open deal of its next step
-    deal_id: str = ""  # names that deal
+    assigned: int = 0  # slots of the open assignment of its next step
+    assignment_id: str = ""  # names that assignment
     init_sync: bool = False  # initial states differ: at step 0 all heal from one
 
     @property
@@ -76,7 +76,7 @@ class Quorum:
     members: tuple[Member, ...]  # sorted by replica_id; the place is the replica_rank
     reference: State = (0, 0, "")
     epoch: str = ""  # of the job; keeps the store keys of two jobs apart
-    shape: Shape = ()  # of the job, the same in all members
+    fingerprint: Fingerprint = ()  # of the job, the same in all members
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -135,7 +135,7 @@ class Terms:
         )
 
 
-@lru_cache(4096)  # asked for each member of each deal, by each rank
+@lru_cache(4096)  # asked for each member of each assignment, by each rank
 def process_of(replica_id: str) -> str:
     """The id without the count of its returns: "left:4f2a.2" was "left:4f2a" before it was lost, and is the same process."""
     name, colon, unique = replica_id.partition(":")
@@ -222,8 +222,8 @@ class Call(Event):
     kind: Kind = "pharos"
     known: int = 0
     failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
-    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or another shape
-    shape: Shape = ()
+    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or another fingerprint
+    fingerprint: Fingerprint = ()
     number: int = 0  # of this process's calls, growing; a retry repeats it, so that a late copy is recognised
 
 
@@ -288,7 +288,7 @@ class Evict(Event):
 class Persist(Effect):
     """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: an id once seen must not come again."""
 
-    saved: Saved
+    saved: PersistentState
 
 
 class Answer(Effect):
@@ -321,8 +321,8 @@ class Notify(Effect):
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The state that a lighthouse keeps over its own death."""
+class PersistentState:
+    """The lighthouse's persistent state, read again after a restart."""
 
     epoch: str
     last_id: int = 0
@@ -332,16 +332,19 @@ class Saved:
     terms: Terms | None = None  # of the job that it is of
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Saved:
+    def from_dict(data: dict[str, Any]) -> PersistentState:
         """Reads its asdict, after JSON. Raises TypeError or KeyError for anything else."""
-        terms, quorum = data.get("terms"), data["quorum"]  # a file of an earlier version has no terms and no shape
+        terms, quorum = data.get("terms"), data["quorum"]  # earlier versions: no terms; `shape`, or none
         if quorum:
             step, commit_quorum_id, commit_id = quorum["reference"]
-            told = [{**x, "reconfigure_handles": tuple(x["reconfigure_handles"])} for x in quorum["members"]]
-            shape = tuple((what, digest) for what, digest in quorum.get("shape", ()))
-            members, reference = tuple(Member(**x) for x in told), (step, commit_quorum_id, commit_id)
-            quorum = Quorum(quorum["quorum_id"], members, reference, quorum["epoch"], shape)
-        return Saved(**{**data, "quorum": quorum or None, "terms": Terms(**terms) if terms else None})
+            fingerprint = tuple((what, digest) for what, digest in quorum.get("fingerprint") or quorum.get("shape", ()))
+            renamed = {"dealt": "assigned", "deal_id": "assignment_id"}
+            told = [{renamed.get(name, name): value for name, value in x.items()} for x in quorum["members"]]
+            members = tuple(Member(**{**x, "reconfigure_handles": tuple(x["reconfigure_handles"])}) for x in told)
+            quorum = Quorum(
+                quorum["quorum_id"], members, (step, commit_quorum_id, commit_id), quorum["epoch"], fingerprint
+            )
+        return PersistentState(**{**data, "quorum": quorum or None, "terms": Terms(**terms) if terms else None})
 
 
 # ------------------------------------------------------------------------------------------------ of a group's server
@@ -356,7 +359,7 @@ class RankCall(Event):
     known: int = 0
     failed: bool = False
     blame: tuple[str, ...] = ()
-    shape: Shape = ()
+    fingerprint: Fingerprint = ()
     number: int = 0  # as Call.number, of this rank's questions
 
 
@@ -414,7 +417,7 @@ class LighthouseRefused(Event):
     reason: str
 
 
-class LighthouseWantsRestore(Event):
+class LighthouseRequiresRestore(Event):
     settled: int
 
 
@@ -424,7 +427,7 @@ class BeatAnswered(Event):
     sent_s: float
 
 
-class LighthouseSays(Event):
+class LighthouseWaits(Event):
     """The reason for which the group's call waits."""
 
     reason: str
@@ -461,7 +464,7 @@ class AnswerRank(Effect):
     """Answer the waiting call of one rank."""
 
     group_rank: int
-    answer: QuorumResult | WantsRestore | Released
+    answer: QuorumResult | RestoreRequired | Released
 
 
 class FailRank(Effect):
@@ -499,7 +502,7 @@ class EndGroup(Effect):
     reason: str
 
 
-class WantsRestore(Event):
+class RestoreRequired(Event):
     """Answers AskQuorum in place of a QuorumResult: load the newest valid checkpoint first, and ask again."""
 
     settled: int
@@ -518,7 +521,7 @@ class Source:
 
 
 class QuorumResult(Event):
-    """A quorum as one rank has it: its instructions (group.plan). An event for step.Step: the answer to AskQuorum."""
+    """A quorum as one rank has it: its instructions (group.plan). An event for step.StepMachine: the answer to AskQuorum."""
 
     quorum_id: int
     epoch: str
@@ -530,8 +533,8 @@ class QuorumResult(Event):
     heal: bool  # the whole group, or none of its ranks
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
-    participants: tuple[str, ...]  # members that are dealt slots, by replica_rank
-    dealt: int  # slots of the open deal of all reference members; 0: they make a new one, as they have none, or different ones
+    participants: tuple[str, ...]  # members that are assigned slots, by replica_rank
+    assigned: int  # slots of the open assignment of all reference members; 0: they make a new one, as they have none, or different ones
     same_generation: bool = False  # the rank has formed it already: keep the process group
     handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
 
@@ -588,7 +591,7 @@ class Reduced(Event):
 
 
 class ReduceFailed(Event):
-    """A collective of the attempt failed, or was given up after InterruptCollectives. May come while the backward still runs."""
+    """A collective of the attempt failed, or was ended by InterruptCollectives. May come while the backward still runs."""
 
     quorum_id: int
     attempt: int
@@ -603,13 +606,13 @@ class QuorumFailed(Event):
 
 
 class Restored(Event):
-    """Answers LoadCheckpoint. `state`: Step.state_dict() of the checkpoint; None: there is none, go on from the initial state."""
+    """Answers LoadCheckpoint. `state`: StepMachine.state_dict() of the checkpoint; None: there is none, go on from the initial state."""
 
     state: dict[str, Any] | None
 
 
 class HealEnded(Event):
-    """The fetch that Configure began is complete and verified, with `state` = Step.state_dict() of the source; or it failed."""
+    """The fetch that Configure began is complete and verified, with `state` = StepMachine.state_dict() of the source; or it failed."""
 
     quorum_id: int
     ok: bool
@@ -626,7 +629,7 @@ class Leaving(Event):
 
 
 class AskQuorum(Effect):
-    """Send to the group server. Feed back the QuorumResult, QuorumFailed or WantsRestore."""
+    """Send to the group server. Feed back the QuorumResult, QuorumFailed or RestoreRequired."""
 
     call: RankCall
 
@@ -706,7 +709,7 @@ class CommitStep(Effect):
     mean_loss: float
     quorum_size: int
     slots: tuple[tuple[int, str], ...] = ()  # that contributed: slot and replica_id
-    holes: tuple[int, ...] = ()  # all slots that were dealt and have yet to be trained on
+    holes: tuple[int, ...] = ()  # all slots that were assigned and have yet to be trained on
     held: bool = False
     leave: bool = False  # the others know that this group leaves now
 

@@ -4,7 +4,8 @@ Every change of an id ends in `place`, which puts that one id into its sets: an 
 quorum O(N).
 
 Where the rules leave a choice:
-- A name's successor ends the claim of a member whose process is gone, but does not count among `heirs`, who continue from their state:
+- A name's successor ends the claim of a member whose process is gone, but does not count among `previous_holders`, who continue from their
+  state:
   the same process under a new id ("a:1.1") does. A process is known to be gone if its kernel closed its connection, or if it or an
   operator announced it: silence proves nothing.
 - A process whose heals fail repeatedly sits out for longer each time, so that its cost to the others shrinks, whatever the cause. A restart
@@ -27,8 +28,8 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 LOST_KEPT = 4096  # lost ids that are kept; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's order where takeover_s is "never"
 HEALS_FREE = 2  # that may fail in a row
-REST_S, MOST_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
-SIT_OUT_S, MOST_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
+REST_S, MAX_REST_S = 30.0, 600.0  # that a process sits out after further failures: doubled each time, up to
+SIT_OUT_S, MAX_SIT_OUT_S = 10.0, 30.0  # the same after a cut link
 
 Pairs = frozenset[frozenset[str]]  # of replica_ids
 
@@ -76,15 +77,14 @@ class Roster:
         self.peers: dict[str, Peer] = {}
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> why
-        self.told: set[str] = set()  # of those, the ones that have been told
+        self.notified: set[str] = set()  # of those, the ones that have been notified
         self.previous: frozenset[str] = frozenset()  # ids of the last quorum
         self._processes: frozenset[str] = frozenset()  # of those: one that was lost comes back under another id
-        self.gone: set[str] = set()  # of the previous, those that left on purpose
+        self.left_cleanly: set[str] = set()  # of the previous, those that left on purpose
         self.left_out: dict[str, float] = {}  # live ids that were in a quorum -> since when the others go on without
         self.returning: dict[str, float] = {}  # name of a group that was just told that it is lost -> awaited until
-        self.mismatched: dict[
-            str, str
-        ] = {}  # callers of another shape than members that may yet come back -> the difference
+        # callers of another fingerprint than members that may yet come back -> the difference
+        self.mismatched: dict[str, str] = {}
         self.sitting: dict[str, tuple[float, frozenset[str]]] = {}  # id that sits out -> until, at least; parted from
         self._sat: dict[str, int] = {}  # name -> times that it sat out
         self.blames: dict[str, frozenset[str]] = {}  # id -> the processes that it cannot work with, as it says
@@ -99,7 +99,8 @@ class Roster:
         # Healthy callers, without those that sit out. This and the next two: in the order of their calls.
         self.candidates: OrderedDict[str, Member] = OrderedDict()
         self.present: dict[str, None] = {}  # of those, members of the previous quorum
-        self.heirs: dict[str, None] = {}  # with a state, and in the previous quorum, under this id or a former one
+        # with a state, and in the previous quorum, under this id or a former one
+        self.previous_holders: dict[str, None] = {}
         self.missing: dict[str, None] = {}  # previous members that are neither candidates nor left nor sitting out
         self.shrinkers: dict[str, None] = {}  # candidates that ask for shrink_only; of ours, previous members
 
@@ -113,11 +114,11 @@ class Roster:
 
     def waited(self, now_s: float) -> float:
         """Seconds since the first call; 0 where there is none."""
-        members = (self.present or self.heirs) if self.kind == "pharos" else {}
+        members = (self.present or self.previous_holders) if self.kind == "pharos" else {}
         first = next(iter(members or self.candidates), None)
         return now_s - self.peers[first].called_s if first else 0.0
 
-    def place(self, replica_id: str) -> None:
+    def update_sets(self, replica_id: str) -> None:
         """Puts one id into the sets that the rules count. Called after every change of it."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
         alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.mismatched
@@ -128,7 +129,7 @@ class Roster:
             self.candidates[replica_id] = call.member
         else:
             self.candidates.pop(replica_id, None)
-        away = call is not None or sits or replica_id in self.gone
+        away = call is not None or sits or replica_id in self.left_cleanly
         may_shrink = was_in or theirs  # a newcomer would bar itself
         for ids, inside in (
             (self._healthy, counts),
@@ -136,7 +137,7 @@ class Roster:
             (self.missing, was_in and not away),
             (self.present, call is not None and was_in),
             (self.shrinkers, call is not None and call.member.shrink_only and may_shrink),
-            (self.heirs, call is not None and self.was_in(replica_id) and not call.member.void),
+            (self.previous_holders, call is not None and self.was_in(replica_id) and not call.member.void),
         ):
             if inside and replica_id not in ids:
                 ids[replica_id] = None  # at the end; one that is in keeps its place
@@ -145,7 +146,7 @@ class Roster:
 
     # ---- one id
 
-    def see(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
+    def heard_from(self, replica_id: str, kind: Kind, now_s: float) -> Peer:
         """Notes a sign of life."""
         back = replica_id not in self.order
         peer = self.peers.get(replica_id)
@@ -155,7 +156,7 @@ class Roster:
         self.order[replica_id] = None
         self.order.move_to_end(replica_id)
         if back:
-            self.place(replica_id)
+            self.update_sets(replica_id)
         return peer
 
     def drop_call(self, replica_id: str) -> None:
@@ -165,7 +166,7 @@ class Roster:
             peer.call = None
             if replica_id not in self.order:
                 del self.peers[replica_id]
-            self.place(replica_id)
+            self.update_sets(replica_id)
 
     def forget(self, replica_id: str, why: str) -> None:
         """Removes the id for good."""
@@ -180,8 +181,8 @@ class Roster:
             del self.live[name]
         self.lost[replica_id] = why
         while len(self.lost) > LOST_KEPT + len(self.previous):
-            self.told.discard(self.lost.popitem(last=False)[0])
-        self.place(replica_id)
+            self.notified.discard(self.lost.popitem(last=False)[0])
+        self.update_sets(replica_id)
 
     def mark_unhealthy(self, replica_id: str) -> None:
         """Removes the id from the healthy ones until it beats again."""
@@ -190,7 +191,7 @@ class Roster:
             self._pardon(replica_id)
             if peer.call is None:
                 del self.peers[replica_id]
-            self.place(replica_id)
+            self.update_sets(replica_id)
 
     @property
     def has_members(self) -> bool:
@@ -244,14 +245,14 @@ class Roster:
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
         """Expires claims after takeover_s of silence, and an operator's order takeover_s after the last wait."""
-        if self.claims and self.candidates and not self.heirs:
+        if self.claims and self.candidates and not self.previous_holders:
             self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
         if self.candidates and now_s < self.takeover_until_s:
             self.takeover_until_s = now_s + takeover_order_s(takeover_s)
 
     # ---- those that cannot work together
 
-    def hear_blame(self, replica_id: str, others: Collection[str]) -> None:
+    def on_blame(self, replica_id: str, others: Collection[str]) -> None:
         """Replaces the members that the group cannot work with."""
         if not others:
             self._pardon(replica_id)
@@ -279,13 +280,13 @@ class Roster:
             name = m.name_of(replica_id)
             times = self._sat.pop(name, 0)
             self._sat[name] = times + 1
-            until_s = now_s + min(MOST_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
+            until_s = now_s + min(MAX_SIT_OUT_S, SIT_OUT_S * 2 ** min(times, 16))
             self.sitting[replica_id] = until_s, frozenset(map(m.process_of, parted[replica_id]))
-            self.place(replica_id)
+            self.update_sets(replica_id)
         while len(self._sat) > LOST_KEPT:
             self._sat.pop(next(iter(self._sat)))
 
-    def hear_of_heal(self, member: Member, now_s: float) -> None:
+    def on_heal(self, member: Member, now_s: float) -> None:
         """Counts a heal of the last quorum as failed if its member calls again without a state."""
         heal = self.heals.get(member.name)
         if heal is None:
@@ -322,12 +323,12 @@ class Roster:
             if (wanted or until_s <= now_s) and not pairs_with(replica_id, there, self.blames):
                 found = True
                 del self.sitting[replica_id]
-                self.place(replica_id)
+                self.update_sets(replica_id)
         return found
 
     # ---- several of them
 
-    def take(self, quorum: Quorum, now_s: float) -> None:
+    def set_quorum(self, quorum: Quorum, now_s: float) -> None:
         """Makes its members the previous ones, with the claims to the state."""
         before, self.previous = self.previous, frozenset(quorum.ids)
         if self.previous != before:
@@ -337,7 +338,7 @@ class Roster:
             for i in sorted({*self.left_out, *before} - self.previous)
             if i in self.peers and self.peers[i].kind == "pharos" and not self.peers[i].call
         }
-        self.gone, self.claims_expired, self.takeover_until_s = set(), False, -math.inf
+        self.left_cleanly, self.claims_expired, self.takeover_until_s = set(), False, -math.inf
         for member in quorum.members:
             heal = self.heals.pop(member.name, None)
             if member.state != quorum.reference:
@@ -348,16 +349,16 @@ class Roster:
         self.claims = {member.name: Claim(member.replica_id, now_s) for member in quorum.members}
         touched = before | self.previous  # and a caller under a new id may have been in it under the old one
         for replica_id in [*sorted(touched), *(i for i in self.candidates if i not in touched)]:
-            self.place(replica_id)
+            self.update_sets(replica_id)
 
     def mark_healthy(self, quorum: Quorum, now_s: float) -> None:
         """Counts the members of a quorum from the state file or a report as alive, for a heartbeat timeout from now."""
         for member in quorum.members:
             self.lost.pop(member.replica_id, None)
-            self.told.discard(member.replica_id)
+            self.notified.discard(member.replica_id)
             self.live.setdefault(member.name, member.replica_id)
             if member.replica_id not in self.peers:
-                self.see(member.replica_id, self.kind, now_s)
+                self.heard_from(member.replica_id, self.kind, now_s)
 
     # ---- time
 
@@ -406,4 +407,4 @@ def takeover_order_s(takeover_s: float | None) -> float:
 
 
 def rest_s(times: int) -> float:
-    return min(MOST_REST_S, REST_S * 2 ** min(times - 1, 16))
+    return min(MAX_REST_S, REST_S * 2 ** min(times - 1, 16))

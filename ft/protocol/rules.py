@@ -18,7 +18,7 @@ from functools import lru_cache
 from heapq import nsmallest
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Member, Refusal, Shape, State
+from ft.protocol.messages import Call, Fingerprint, Member, Refusal, State
 from ft.protocol.roster import Pairs, Roster
 
 MAX_STEP, MAX_WORLD_SIZE, MAX_TEXT = 1 << 40, 1 << 20, 512
@@ -34,7 +34,7 @@ class Decision:
 
 
 def reference_state(members: Sequence[Member]) -> State | None:
-    """The furthest state among `members`: the highest (step, commit_quorum_id), commit_id only to have one answer. None: all are void."""
+    """The most up-to-date state among `members`: the highest (step, commit_quorum_id), then commit_id. None: all are void."""
     return max((m.state for m in members if not m.void), default=None)
 
 
@@ -57,21 +57,21 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     if not fast and len(candidates) < healthy and (waited_s := roster.waited(now_s)) < join_timeout_s:
         waited = f"{waited_s:.1f} of {join_timeout_s:g} s"
         return Decision(reason=f"{here}; the first has waited {waited} for the others")
-    if ours and not roster.heirs and roster.claims_bind(now_s):
+    if ours and not roster.previous_holders and roster.claims_bind(now_s):
         may_come = f"of which {len(roster.claims)} may come back"
         return Decision(reason=f"{here}; none was in the previous quorum with a state, {may_come}")
     members = tuple(candidates[replica_id] for replica_id in sorted(present if shrink else candidates))
     why = "all previous members have called" if fast else f"{here}, which is enough"
     if not ours:
         return Decision(members, (max(member.step for member in members), 0, ""), why)
-    reference = reference_state([x for x in members if x.replica_id in roster.heirs] or members)
+    reference = reference_state([x for x in members if x.replica_id in roster.previous_holders] or members)
     if reference and reference[0] >= settled:
         return Decision(members, reference, why)
     if reference and any(member.restored is not None for member in members if member.state == reference):
         return Decision(members, reference, f"{why}, restored from checkpoint {reference[0]}")
-    furthest = f"the furthest state here is of step {reference[0]}" if reference else "nobody holds a whole state"
+    newest = f"the most up-to-date state here is of step {reference[0]}" if reference else "nobody holds a whole state"
     unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-    reason = f"{furthest}, step {settled} was settled: load a checkpoint"
+    reason = f"{newest}, step {settled} was settled: load a checkpoint"
     return Decision(reason=reason, must_restore=unrestored)
 
 
@@ -90,22 +90,22 @@ def validate_request(event: Call) -> Problem:
     return None
 
 
-def shape_mismatches(shapes: Sequence[Shape], holders: Sequence[int] = ()) -> dict[int, list[str]]:
-    """Returns members, by rank, whose shape is not the job's, with the differing keys. The job's is that of most `holders` of its state (of
-    all members, where there are none); of equally many, that of the lowest rank."""
-    votes = Counter(shapes[rank] for rank in sorted(holders) or range(len(shapes)))
+def fingerprint_mismatches(fingerprints: Sequence[Fingerprint], holders: Sequence[int] = ()) -> dict[int, list[str]]:
+    """Returns members, by rank, whose fingerprint is not the job's, with the differing keys. The job's is that of most `holders` of its
+    state (of all members, where there are none); of equally many, that of the lowest rank."""
+    votes = Counter(fingerprints[rank] for rank in sorted(holders) or range(len(fingerprints)))
     job = dict(votes.most_common(1)[0][0])
-    differ = {rank: _differ(shape, job) for rank, shape in enumerate(shapes)}
+    differ = {rank: _differ(fingerprint, job) for rank, fingerprint in enumerate(fingerprints)}
     return {rank: what for rank, what in differ.items() if what}
 
 
-def _differ(shape: Shape, job: Mapping[str, str]) -> list[str]:
-    return [what for what, digest in shape if what in job and job[what] != digest]
+def _differ(fingerprint: Fingerprint, job: Mapping[str, str]) -> list[str]:
+    return [what for what, digest in fingerprint if what in job and job[what] != digest]
 
 
-def unlike(event: Call, ours: Shape) -> Problem:
+def fingerprint_problem(event: Call, ours: Fingerprint) -> Problem:
     """Refuses a caller whose job differs from ours (its layout, dtypes, buckets ...)."""
-    differ = _differ(event.shape, dict(ours)) if event.shape else []
+    differ = _differ(event.fingerprint, dict(ours)) if event.fingerprint else []
     if not differ:
         return None
     return ("FAILED_PRECONDITION", f"{event.member.replica_id} has another {' and '.join(differ)} than the job")
@@ -123,7 +123,7 @@ def choose_sitting_out(decision: Decision, pairs: Pairs, least: int) -> frozense
 
 
 @lru_cache(4)  # asked for at each event while members wait for their links
-def in_words(pairs: Pairs) -> str:
+def describe_pairs(pairs: Pairs) -> str:
     """Names the first few of the cut links."""
     named = nsmallest(3, (" and ".join(sorted(pair)) for pair in pairs))
     more = f", and {len(pairs) - 3} more pairs" if len(pairs) > 3 else ""
@@ -131,16 +131,16 @@ def in_words(pairs: Pairs) -> str:
 
 
 @lru_cache(4)
-def smallest_cover(pairs: Pairs, spare: frozenset[str] = frozenset()) -> frozenset[str]:
+def smallest_cover(pairs: Pairs, keep: frozenset[str] = frozenset()) -> frozenset[str]:
     """The fewest ids such that each pair has one of them: exact up to three, then the most blamed first. Of equal ones it takes those
-    outside `spare`, then those blamed more often, then the last by name."""
+    outside `keep`, then those blamed more often, then the last by name."""
     others: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:
         others[one].add(other)
         others[other].add(one)
     names = sorted(others)
     last_first = sorted(others, reverse=True)
-    place = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in spare, -len(others[i]))))}
+    place = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in keep, -len(others[i]))))}
     for size in (1, 2, 3):
         if covers := set(_covers(pairs, frozenset(), size)):
             return min(covers, key=lambda cover: sorted(map(place.__getitem__, cover)))

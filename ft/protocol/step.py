@@ -8,8 +8,8 @@
                            VOTING: failed -> ASKING; after the new generation is formed: kept gradients again
 
 A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
-heal_backlog steps kept it waits (AWAITING). All ranks of a group pass through the same phases, since each branch depends on an answer of
-the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
+heal_backlog steps kept it waits (AWAITING_STATE). All ranks of a group pass through the same phases, since each branch depends on an answer
+of the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
 finished, and the vote is no.
 
 A commit vote that is not yes: with `retry` all groups have seen in the tail that one of them was not able, and repeat the attempt on the
@@ -19,9 +19,9 @@ next quorum, where a group that has committed alone is the reference and the oth
 Choices that the rules leave open:
 - A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
   one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
-- With slots_per_step the slots of a group that died are dealt to the others in the same step. They compute what was added, and no more.
-- Slots are dealt when the quorum is answered, or already at the commit before if no change was announced in its tail. So the holders of a
-  state hold one deal; where they do not (one has loaded that state from a checkpoint), all return theirs and deal anew.
+- With slots_per_step the slots of a group that died are assigned to the others in the same step. They compute what was added, and no more.
+- Slots are assigned when the quorum is answered, or already at the commit before if no change was announced in its tail. So the holders of
+  a state hold one assignment; where they do not (one has loaded that state from a checkpoint), all return theirs and make a new one.
 - commit_id depends on the tokens per slot alone: whole numbers, exact in fp32. The last bits of the loss depend on its place in the
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
@@ -31,9 +31,9 @@ Choices that the rules leave open:
 - Ranks hear that all ranks of the group have the state at different points of a step. So they load it at the first outcome that the group
   has decided afterwards (Outcome.healed), or at once where they wait for it alone, as then all do. With a heal open, a rank asks for no
   quorum before that: else one might ask as void, another with the state.
-- A group that wants to leave while all others heal from it stays until one of them has been dealt slots, or they are gone.
-- A group without slots because it has just healed gives zeros and announces a change, to be dealt slots in the next step. A spare gives
-  zeros and announces nothing: it is dealt slots when a quorum without some of the others makes room.
+- A group that wants to leave while all others heal from it stays until one of them has been assigned slots, or they are gone.
+- A group without slots because it has just healed gives zeros and announces a change, to be assigned slots in the next step. A spare gives
+  zeros and announces nothing: it is assigned slots when a quorum without some of the others makes room.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from itertools import cycle
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, NONE, at, find_divergent
+from ft.protocol.compare import DIGEST_WORDS, NONE, find_divergent, member_digest
 from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, QuorumResult, State, Vote, process_of
 
 MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
@@ -70,21 +70,21 @@ class StepConfig:
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
     leave_if_divergent: bool = False  # a group whose weights differ from the others' leaves, and does not heal
     restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
-    shape: tuple[tuple[str, str], ...] = ()
+    fingerprint: tuple[tuple[str, str], ...] = ()
 
 
 class Ledger:
     """Which samples are trained on when, each exactly once. Identical in every group: it changes by commits alone, and their tails are
     identical.
 
-    A slot is the batch of one group in one step, named by the position of its first sequence. A step's deal is made once, at its first
-    quorum: to the participants in the order of their replica_rank, first the holes (slots that were dealt before and never made it into
-    a commit), then new positions. A deal takes nothing out of the ledger; only a commit does. So a deal may be dropped at any time, and
-    the ledger that is saved knows nothing of groups and ranks.
+    A slot is the batch of one group in one step, named by the position of its first sequence. A step's assignment is made once, at its
+    first quorum: to the participants in the order of their replica_rank, first the holes (slots that were assigned before and never made it
+    into a commit), then new positions. An assignment takes nothing out of the ledger; only a commit does. So an assignment may be dropped
+    at any time, and the ledger that is saved knows nothing of groups and ranks.
 
-    With slots_per_step the data of a step does not depend on the groups that are there: each deal has so many slots, a group may own
-    several of them or none, and those of a group that is gone are computed by the others in the same step (`redeal`), so a step leaves no
-    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was dealt."""
+    With slots_per_step the data of a step does not depend on the groups that are there: each assignment has so many slots, a group may own
+    several of them or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so a step leaves no
+    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was assigned."""
 
     def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
         self.slot_size = slot_size
@@ -93,48 +93,50 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> times
         self.skipped: list[int] = []
-        self.pending: dict[int, str] = {}  # the open deal: slot -> replica_id, by replica_rank; replaced, never changed
+        # the open assignment: slot -> replica_id, by replica_rank; replaced, never changed
+        self.assignment: dict[int, str] = {}
 
     def slot_count(self, participants: int) -> int:
         return self.slots_per_step or participants
 
-    def deal(self, participants: Sequence[str]) -> dict[int, str]:
-        """The deal of the coming step, in turns. An open one is kept: `redeal` adapts it to the groups that are there."""
-        if not self.pending:
+    def assign(self, participants: Sequence[str]) -> dict[int, str]:
+        """The assignment of the coming step, in turns. An open one is kept: `reassign` adapts it to the groups that are there."""
+        if not self.assignment:
             count = self.slots_per_step or len(participants)
             new = count - len(self.holes)
             slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)][:count]
-            self.pending = dict(zip(slots, cycle(participants), strict=False))
-        return dict(self.pending)
+            self.assignment = dict(zip(slots, cycle(participants), strict=False))
+        return dict(self.assignment)
 
-    def redeal(self, participants: Sequence[str]) -> None:
-        """Handles the slots of groups that are gone, in the open deal: they become holes at the commit; with slots_per_step others are to
-        compute them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
+    def reassign(self, participants: Sequence[str]) -> None:
+        """Handles the slots of groups that are gone, in the open assignment: they become holes at the commit; with slots_per_step others
+        are to compute them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
         if not self.slots_per_step:
             return
         there = {process_of(replica_id) for replica_id in participants}
-        owned = Counter(map(process_of, self.pending.values()))
-        deal = dict(self.pending)
-        for slot, owner in self.pending.items():
+        owned = Counter(map(process_of, self.assignment.values()))
+        reassigned = dict(self.assignment)
+        for slot, owner in self.assignment.items():
             if process_of(owner) not in there:
-                deal[slot] = heir = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
-                owned[process_of(heir)] += 1
-        self.pending = deal
+                reassigned[slot] = new_owner = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
+                owned[process_of(new_owner)] += 1
+        self.assignment = reassigned
 
     @property
-    def deal_id(self) -> str:
-        """Equal names, equal deals, given equal ledgers. Empty: there is no open deal."""
-        return _deal_id(tuple(self.pending), tuple(self.pending.values())) if self.pending else ""
+    def assignment_id(self) -> str:
+        """Equal names, equal assignments, given equal ledgers. Empty: there is no open assignment."""
+        return _assignment_id(tuple(self.assignment), tuple(self.assignment.values())) if self.assignment else ""
 
     def drop(self) -> None:
-        """Returns the open deal: all its slots, as if they had never been dealt."""
-        self.pending = {}
+        """Returns the open assignment: all its slots, as if they had never been assigned."""
+        self.assignment = {}
 
     def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the slots that contributed, and those that were MAX_UNABLE times unable: left out for good if `skip`, else the reason to
-        stop. `tokens`: for each slot of the open deal, in its order, the valid tokens that went in; 0: none; UNABLE: its group cannot."""
-        assert len(tokens) == len(self.pending), f"{len(tokens)} figures for {len(self.pending)} slots"
-        slots = list(self.pending)
+        stop. `tokens`: for each slot of the open assignment, in its order, the valid tokens that went in; 0: none; UNABLE: its group
+        cannot."""
+        assert len(tokens) == len(self.assignment), f"{len(tokens)} figures for {len(self.assignment)} slots"
+        slots = list(self.assignment)
         given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
         contributed = set(given)
         if UNABLE in tokens:
@@ -146,22 +148,22 @@ class Ledger:
         self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
-        self.pending = {}
+        self.assignment = {}
         return given, exhausted_slots
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. With the open deal: a group that heals from it must continue it."""
+        """JSON. With the open assignment: a group that heals from it must continue it."""
         return {
             "slot_size": self.slot_size,
             "position": self.position,
             "holes": list(self.holes),
             "unable": [[slot, count] for slot, count in sorted(self.unable.items())],
             "skipped": list(self.skipped),
-            "pending": [[slot, replica_id] for slot, replica_id in self.pending.items()],
+            "pending": [[slot, replica_id] for slot, replica_id in self.assignment.items()],
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, keep_deal: bool = True) -> None:
-        """keep_deal=False: a checkpoint's is of no use. Raises ValueError where open holes cannot be cut to the slots' new size."""
+    def load_state_dict(self, state: dict[str, Any], *, keep_assignment: bool = True) -> None:
+        """keep_assignment=False: a checkpoint's is of no use. Raises ValueError where open holes cannot be cut to the slots' new size."""
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
             divisors = [number for number in range(1, old + 1) if old % number == 0]
@@ -175,12 +177,12 @@ class Ledger:
         same = old == self.slot_size
         self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
         self.skipped = [int(slot) for slot in state.get("skipped", ())]
-        open_deal = state.get("pending", ()) if keep_deal and same else ()
-        self.pending = {int(slot): str(replica_id) for slot, replica_id in open_deal}
+        open_assignment = state.get("pending", ()) if keep_assignment and same else ()
+        self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
 
 
 @lru_cache(64)  # the same for all ranks that a process drives
-def _deal_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
+def _assignment_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
     text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -192,8 +194,8 @@ class Phase(Enum):
     AGREEING = "waits for all ranks to build it"
     COMPUTING = "forward, backward and reduction"
     VOTING = "waits for the commit vote"
-    AWAITING = "waits for the state it heals"
-    CLOSING = "waits for the vote on the heal, after the generation failed"
+    AWAITING_STATE = "waits for the state it heals"
+    CLOSING_HEAL = "waits for the vote on the heal, after the generation failed"
     STOPPED = "has stopped"
 
 
@@ -201,7 +203,7 @@ class Phase(Enum):
 class Tail:
     """The tail: the last elements of the last bucket, summed over groups like the gradients before them."""
 
-    tokens: tuple[float, ...]  # per slot of the deal; 0: nothing came, UNABLE: its group cannot
+    tokens: tuple[float, ...]  # per slot of the assignment; 0: nothing came, UNABLE: its group cannot
     loss_sum: float
     ok: float  # groups that need no retry: usable gradients, no slots, or slots already reported UNABLE
     change: float  # groups that want a quorum before the next step
@@ -231,14 +233,14 @@ class LocalContribution:
 class OpenHeal:
     """A rank's heal, from the quorum that asks for it to the group's outcome: whether all ranks have the whole state."""
 
-    at: tuple[int, int, int]  # as Step.at, for votes and outcomes on this heal
+    attempt_id: tuple[int, int, int]  # as StepMachine.attempt_id, for votes and outcomes on this heal
     reference: State  # what is to come
     voted: bool = False
     agreed: bool = False  # all ranks have it
     state: dict[str, Any] = field(default_factory=dict)  # what has come
 
 
-class Step:
+class StepMachine:
     """In: the cases of `handle`. Out: effects of messages.py. An event of another phase or generation (late, repeated) changes nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
@@ -274,10 +276,11 @@ class Step:
         self._failure: str | None = None  # the reason for which this attempt fails
         self.tail: Tail | None = None  # of this attempt, once the sums have arrived
         self._offering = False
-        self._deal_returned = False  # the last step of the generation had no contribution, and its deal was returned
+        # the last step of the generation had no contribution, and its assignment was returned
+        self._assignment_returned = False
         self._heal_uncommitted = False  # this group heals or has healed, and its ranks have not committed a step since
         self._copied = False  # the state came from another group, and was not compared since
-        # It has healed in this generation: its slots of the open deal stay uncomputed until the next quorum.
+        # It has healed in this generation: its slots of the open assignment stay uncomputed until the next quorum.
         self._healed_in_generation = False
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
@@ -295,7 +298,7 @@ class Step:
                 self._on_computed(event)
             case m.Reduced() if phase is Phase.COMPUTING:
                 self._on_reduced(event)
-            case m.Tick() if phase is Phase.AWAITING and now_s - self._awaits_since_s >= self.config.heal_grace_s:
+            case m.Tick() if phase is Phase.AWAITING_STATE and now_s - self._awaits_since_s >= self.config.heal_grace_s:
                 why = f"the state did not arrive within {self.config.heal_grace_s:g} s, and the others wait"
                 self._out.append(m.RejoinUnderNewId(why))
                 self._fail(why, now_s)
@@ -310,7 +313,7 @@ class Step:
             case m.Leaving(step):
                 self._leave_at_step = step
             case m.ReduceFailed() if phase is Phase.COMPUTING:
-                if self.at == (event.quorum_id, event.attempt, event.step):
+                if self.attempt_id == (event.quorum_id, event.attempt, event.step):
                     self._failure, self.reason = self._failure or event.reason, event.reason
                     if not self._missing:
                         self._vote_on_commit()
@@ -320,7 +323,7 @@ class Step:
                 self._on_configured(event)
             case m.QuorumFailed(why) if phase is Phase.ASKING:
                 self._stop(f"no quorum: {why}")
-            case m.WantsRestore(settled) if phase is Phase.ASKING:
+            case m.RestoreRequired(settled) if phase is Phase.ASKING:
                 self._drop_gradients()
                 self._out.append(m.LoadCheckpoint(settled))
                 self.reason = f"step {settled} was settled, and nobody holds it any more"
@@ -336,7 +339,7 @@ class Step:
         return {**state, "ledger": self.ledger.state_dict()}
 
     @property
-    def at(self) -> tuple[int, int, int]:
+    def attempt_id(self) -> tuple[int, int, int]:
         """(quorum_id, attempt, step) of the current votes, outcomes and collectives. The step is later than `step` while sums are held."""
         return self.quorum.quorum_id if self.quorum else VOID, self._attempt, self._collective_step
 
@@ -346,7 +349,7 @@ class Step:
 
     def every_rank_votes(self, vote: Vote) -> bool:
         """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
-        for a state one may give up and ask for a quorum, while another has the state and is in the next step."""
+        for a state one may stop waiting and ask for a quorum, while another has the state and is in the next step."""
         return vote.kind == "commit" and self.heal is None and not self._heal_uncommitted
 
     # ---- a step begins
@@ -358,7 +361,7 @@ class Step:
             self._take_state()
             self._on_begin(now_s)
         elif self.heal and (self._due or is_full):
-            self.phase, self._awaits_since_s = Phase.AWAITING, now_s
+            self.phase, self._awaits_since_s = Phase.AWAITING_STATE, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
         elif self._due:
             self._ask("a quorum is due")
@@ -377,13 +380,19 @@ class Step:
             commit_id=self.commit_id,
             commit_quorum_id=self.commit_quorum_id,
             restored=self._restored,
-            dealt=0 if self.void else len(self.ledger.pending),
-            deal_id="" if self.void else self.ledger.deal_id,
+            assigned=0 if self.void else len(self.ledger.assignment),
+            assignment_id="" if self.void else self.ledger.assignment_id,
             init_sync=self.config.init_sync,
         )
         self._call_number += 1
         call = m.RankCall(
-            self.config.group_rank, member, "", known, self._failed, shape=self.config.shape, number=self._call_number
+            self.config.group_rank,
+            member,
+            "",
+            known,
+            self._failed,
+            fingerprint=self.config.fingerprint,
+            number=self._call_number,
         )
         self._out.append(m.AskQuorum(call))  # the driver (Manager) fills in `blame`
 
@@ -391,22 +400,22 @@ class Step:
         same = quorum.same_generation and self.quorum is not None and quorum.reference[0] == self._collective_step
         self._attempt = self._attempt + 1 if same else 0
         self.quorum, self._collective_step = quorum, quorum.reference[0]
-        self._tail_slots = quorum.dealt or self.ledger.slot_count(len(quorum.participants))
+        self._tail_slots = quorum.assigned or self.ledger.slot_count(len(quorum.participants))
         self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
-        self._retries, self._deal_returned, self._healed_in_generation = 0, False, False
+        self._retries, self._assignment_returned, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
         if quorum.heal:  # this group's state is not the one from which the others continue
             self.void = True
-            self.heal, self._heal_failed = OpenHeal(self.at, quorum.reference), False
+            self.heal, self._heal_failed = OpenHeal(self.attempt_id, quorum.reference), False
             self._drop_gradients()
             self._drop_held()
         else:
-            # All keep the open deal if it is the same, apart from slots that are dealt again; else they make a new one. Gradients follow.
-            if quorum.dealt:
-                self.ledger.redeal(quorum.participants)
+            # All keep the open assignment if it is the same, apart from slots that are assigned again; else they make a new one.
+            if quorum.assigned:
+                self.ledger.reassign(quorum.participants)
             else:
                 self.ledger.drop()
-                self.ledger.deal(quorum.participants)
+                self.ledger.assign(quorum.participants)
             if not self.contribution.tokens.keys() <= set(self._owned_slots()):
                 self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {quorum.quorum_id}, step {quorum.reference[0]}"
@@ -420,7 +429,7 @@ class Step:
             return
         ok = event.ok and not self.abort_reason
         why = "" if ok else event.reason or self.abort_reason
-        vote = Vote(self.config.group_rank, "configured", *self.at, "yes" if ok else "failed", False, why)
+        vote = Vote(self.config.group_rank, "configured", *self.attempt_id, "yes" if ok else "failed", False, why)
         self._out.append(m.CastVote(vote))
         self.phase, self.reason = Phase.AGREEING, "the process group is formed" if ok else why
 
@@ -433,7 +442,7 @@ class Step:
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
-        self._digest_count = FIGURES * len(self.quorum.members) if compares else 0
+        self._digest_count = DIGEST_WORDS * len(self.quorum.members) if compares else 0
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
@@ -441,18 +450,18 @@ class Step:
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
-        sends = "the kept gradients again" if slots else "zeros, nothing was dealt to this group"
+        sends = "the kept gradients again" if slots else "zeros, nothing was assigned to this group"
         self.reason = f"step {self._collective_step}: {sends}"
         if not slots and not self.void and self.quorum.heal:  # a spare stands by, and wants none
-            self._wants_change = "healed, to be dealt"
+            self._wants_change = "healed, to be assigned"
         self._launch()
 
     def _owned_slots(self) -> tuple[int, ...]:
-        """This group's slots of the deal, under a former id of its own, too; the same from the start of an attempt to its outcome."""
+        """This group's slots of the assignment, under a former id of its own, too; the same from the start of an attempt to its outcome."""
         if self.void or self._healed_in_generation or self.quorum is None:
             return ()
         me = process_of(self.quorum.replica_id)
-        return tuple([slot for slot, owner in self.ledger.pending.items() if process_of(owner) == me])
+        return tuple([slot for slot, owner in self.ledger.assignment.items() if process_of(owner) == me])
 
     def _launch(self) -> None:
         """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
@@ -473,7 +482,7 @@ class Step:
             figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             figures = dict.fromkeys(slots, UNABLE if own.reported_unable else 0.0)
-        tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.pending, 0.0), **figures}
+        tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.assignment, 0.0), **figures}
         loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.reported_unable or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
@@ -485,7 +494,7 @@ class Step:
                 self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digest_count),
                 not usable,
-                digest_at=len(tokens) + 3 + FIGURES * quorum.replica_rank if knows else 0,
+                digest_at=len(tokens) + 3 + DIGEST_WORDS * quorum.replica_rank if knows else 0,
                 copied=self._copied and knows,
             )
         )
@@ -506,7 +515,7 @@ class Step:
             self._launch()
 
     def _on_reduced(self, event: m.Reduced) -> None:
-        if self.at != (event.quorum_id, event.attempt, event.step) or self._missing:
+        if self.attempt_id != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
         tail = Tail.of(event.tail, self._digest_count)
         if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
@@ -534,7 +543,8 @@ class Step:
             if divergent:
                 self._out.append(m.WeightsDiffer(self.step, () if divergent == quorum.members else divergent))
         why = "" if verdict == "yes" else self.reason
-        self._out.append(m.CastVote(Vote(self.config.group_rank, "commit", *self.at, verdict, change, why, divergent)))
+        rank = self.config.group_rank
+        self._out.append(m.CastVote(Vote(rank, "commit", *self.attempt_id, verdict, change, why, divergent)))
 
     # ---- the outcome
 
@@ -543,7 +553,7 @@ class Step:
         if outcome.kind == "healed":
             return self._on_healed(outcome, now_s)
         expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
-        if outcome.kind != expected or self.at != (outcome.quorum_id, outcome.attempt, outcome.step):
+        if outcome.kind != expected or self.attempt_id != (outcome.quorum_id, outcome.attempt, outcome.step):
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
             self._heal_uncommitted = False  # if void, other ranks may not know yet that the heal failed
@@ -562,16 +572,16 @@ class Step:
         if set(outcome.blame) == set(quorum.members):
             return self._stop(f"after step {self.step} the groups hold different weights, and no majority has the same")
         if self._copied:
-            self._copied = at(tail.digests, quorum.replica_rank) == NONE
+            self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
-        if not any(tail.tokens):  # nobody is left who was dealt a slot, and nobody was unable
+        if not any(tail.tokens):  # nobody is left who was assigned a slot, and nobody was unable
             self.ledger.drop()
             self._drop_gradients()
-            self._deal_returned = self._due = True
-            self.reason = f"step {self._collective_step}: nobody is left who was dealt a slot; a new deal"
+            self._assignment_returned = self._due = True
+            self.reason = f"step {self._collective_step}: nobody is left who was assigned a slot; a new assignment"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop_for_deal("none of its slots has a target to learn")
+            self._stop_for_slots("none of its slots has a target to learn")
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
@@ -593,7 +603,7 @@ class Step:
         """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
-            self._stop_for_deal(f"{self._retries} attempts in a row, in each of which a group could not contribute")
+            self._stop_for_slots(f"{self._retries} attempts in a row, in each of which a group could not contribute")
             return
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
@@ -606,7 +616,7 @@ class Step:
         if self._offering and not held:
             self._out.append(m.Fence(self.step))
             self._offering = False
-        owners = self.ledger.pending
+        owners = self.ledger.assignment
         contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
         if self.step > self.settled:  # final: this generation made that state or chose it, and commits on top of it
             self.settled = self.step
@@ -637,7 +647,7 @@ class Step:
         self._retries = 0
         self.reason = f"step {self.step} is committed"
         if not self._due:
-            self._tail_slots = len(self.ledger.deal(quorum.participants))
+            self._tail_slots = len(self.ledger.assign(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
             self._stop(f"slots {exhausted_slots} could not be trained on, {MAX_UNABLE} times", exhausted_slots)
 
@@ -647,20 +657,20 @@ class Step:
         self._failures += 1
         if self.quorum:
             self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
-        self._return_deal_unless_kept()
+        self._return_slots_unless_kept()
         allowed = self.config.max_retries
         if allowed is not None and self._failures > allowed:
             failed = f"{self._failures} attempts in a row failed"
             self._stop(f"{failed}, fault_tolerance.max_retries allows {allowed}: {why}")
         elif self.heal and not self.heal.agreed:
             self._vote_on_heal("failed", why)
-            self.phase, self.reason = Phase.CLOSING, why
+            self.phase, self.reason = Phase.CLOSING_HEAL, why
         else:
             if self.heal:
                 self._take_state()
             self._ask_after_failure(why)
 
-    def _return_deal_unless_kept(self) -> None:
+    def _return_slots_unless_kept(self) -> None:
         """Returns the slots of a failed attempt if their gradients cannot be sent again."""
         if not (self.config.keep_gradients and self.contribution.kept):
             self.ledger.drop()
@@ -675,7 +685,7 @@ class Step:
 
     def _on_heal_ended(self, event: m.HealEnded) -> None:
         heal = self.heal
-        if heal is None or event.quorum_id != heal.at[0] or heal.voted:
+        if heal is None or event.quorum_id != heal.attempt_id[0] or heal.voted:
             return
         heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
@@ -688,31 +698,31 @@ class Step:
         if (heal := self.heal) and not heal.voted:
             heal.voted = True
             rank = self.config.group_rank
-            self._out.append(m.CastVote(Vote(rank, "healed", *heal.at, verdict, False, reason, blame)))
+            self._out.append(m.CastVote(Vote(rank, "healed", *heal.attempt_id, verdict, False, reason, blame)))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
         """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
         the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
         another applies held steps, in collectives that need both."""
         heal = self.heal
-        if heal is None or heal.at != (outcome.quorum_id, outcome.attempt, outcome.step):
+        if heal is None or heal.attempt_id != (outcome.quorum_id, outcome.attempt, outcome.step):
             return
         heal.agreed = outcome.verdict == "yes"
         if not heal.agreed:
             self.heal, self._heal_failed = None, True
             self._wants_change, self.reason = "the heal failed", outcome.reason
-        elif self.config.zeros_wait or self.phase in (Phase.AWAITING, Phase.CLOSING):
+        elif self.config.zeros_wait or self.phase in (Phase.AWAITING_STATE, Phase.CLOSING_HEAL):
             self._take_state()
-        if self.phase is Phase.AWAITING:
+        if self.phase is Phase.AWAITING_STATE:
             self.phase = Phase.BOUNDARY
             self._on_begin(now_s)
-        elif self.phase is Phase.CLOSING:
+        elif self.phase is Phase.CLOSING_HEAL:
             self._ask_after_failure(self.reason)
 
     def _ask_after_failure(self, why: str) -> None:
         """Asks for a quorum after the generation has failed and the heal is over."""
         self._drop_held()
-        self._return_deal_unless_kept()  # it may have come with the state
+        self._return_slots_unless_kept()  # it may have come with the state
         self._ask(why)
 
     def _take_state(self) -> None:
@@ -720,23 +730,23 @@ class Step:
         assert self.quorum is not None
         assert self.heal is not None
         heal, self.heal = self.heal, None
-        self._load(heal.state, keep_deal=True)
+        self._load(heal.state, keep_assignment=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
-        self.void, self._healed_in_generation, self._wants_change = False, True, "healed, to be dealt"
+        self.void, self._healed_in_generation, self._wants_change = False, True, "healed, to be assigned"
         self._out.append(m.LoadState(self.step))
         held, self._held, due = self._held, [], self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
         self._due = due
-        if self._deal_returned:
+        if self._assignment_returned:
             self.ledger.drop()
         self.reason = f"healed, {len(held)} held steps applied: step {self.step}"
 
-    def _load(self, state: dict[str, Any], *, keep_deal: bool) -> None:
+    def _load(self, state: dict[str, Any], *, keep_assignment: bool) -> None:
         self.step, self.commit_id = int(state["step"]), str(state["commit_id"])
         self.commit_quorum_id = int(state["commit_quorum_id"])
-        self.ledger.load_state_dict(state["ledger"], keep_deal=keep_deal)
+        self.ledger.load_state_dict(state["ledger"], keep_assignment=keep_assignment)
 
     def _drop_held(self) -> None:
         if self._held or (self.void and self.quorum is not None):
@@ -749,7 +759,7 @@ class Step:
         self._drop_held()
         self.heal, self._heal_failed = None, False
         initial = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
-        self._load(event.state or initial, keep_deal=False)
+        self._load(event.state or initial, keep_assignment=False)
         self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
         self.reason = f"restored from checkpoint {self.step}"
         if self.phase is Phase.ASKING:
@@ -772,11 +782,11 @@ class Step:
             self.abort_reason = self.reason = f"{type(notice).__name__}: {notice.reason}"
             if self.phase in (Phase.CONFIGURING, Phase.COMPUTING):
                 self._out.append(m.InterruptCollectives(notice.quorum_id, self.abort_reason))
-            elif self.phase is Phase.AWAITING:
+            elif self.phase is Phase.AWAITING_STATE:
                 self._fail(self.abort_reason, now_s)
 
-    def _stop_for_deal(self, why: str) -> None:
-        self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.pending))
+    def _stop_for_slots(self, why: str) -> None:
+        self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.assignment))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

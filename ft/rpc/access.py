@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-LEAST_TOKEN = 16  # characters
+MIN_TOKEN = 16  # characters
 _WHY = {
     errno.EADDRINUSE: "the port is in use; another lighthouse may be running there",
     errno.EADDRNOTAVAIL: "that is no address of this machine",
@@ -88,8 +88,8 @@ def find_token(file: Path | None, text: str) -> str:
 
 
 def check_token(token: str, source: str) -> str:
-    if len(token) < LEAST_TOKEN or not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"the token of {source} must have at least {LEAST_TOKEN} printable characters without spaces")
+    if len(token) < MIN_TOKEN or not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"the token of {source} must have at least {MIN_TOKEN} printable characters without spaces")
     return token
 
 

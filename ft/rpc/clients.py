@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
 CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
-MOST_LINES = 64  # lines for the page that may wait for the stream
+MAX_LINES = 64  # lines for the page that may wait for the stream
 ASK_S = 30.0  # one try of a call for a quorum
 VOTE_S, VOTE_TRIES = 30.0, 10
-HEARD_S = 3.0  # three beats: how long a message of the server counts
+MESSAGE_S = 3.0  # three beats: how long a message of the server counts
 LOG_AFTER_S = 10.0  # the cause of a wait is logged after this, then every
 LOG_EVERY_S = 60.0
 GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
@@ -88,7 +88,7 @@ class GroupProcess:
             self._process.kill()
             code = self._process.wait()
             raise RuntimeError(
-                f"the group server did not start in {START_S:g} s (exit code {code}); its words are on stderr"
+                f"the group server did not start in {START_S:g} s (exit code {code}); its output is on stderr"
             )
         self.address = str(json.loads(line)["address"])
 
@@ -108,7 +108,7 @@ class GroupProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `heard_s`: time.monotonic() of the server's newest
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `message_s`: time.monotonic() of the server's newest
     message that the whole group waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
@@ -119,7 +119,7 @@ class GroupClient:
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.heard_s, self.gone = -math.inf, threading.Event()
+        self.message_s, self.gone = -math.inf, threading.Event()
         self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # as the server reported last; when it is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
@@ -131,13 +131,13 @@ class GroupClient:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
-                self.heard_s = time.monotonic()  # a question of all the group's ranks was answered
+                self.message_s = time.monotonic()  # a question of all the group's ranks was answered
                 return answer
             except TimeoutError as error:
                 waited_s = time.monotonic() - asked_s
                 if left_s <= ASK_S:
                     return m.QuorumFailed(f"none within {waited_s:g} s: {error}")
-                if not self._is_heard:
+                if not self._server_is_there:
                     log.info("no quorum for %.0f s: other ranks of this group have yet to ask for one", waited_s)
             except Refused as error:
                 # Who has the name may be about to fall silent.
@@ -156,7 +156,7 @@ class GroupClient:
             try:
                 return self.vote(vote, VOTE_S)
             except TimeoutError:
-                if self._is_heard:
+                if self._server_is_there:
                     continue
             except Stale as error:
                 raise GroupEnded(f"the group has gone on without this rank: {error}") from None
@@ -167,14 +167,14 @@ class GroupClient:
         raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
 
     @property
-    def _is_heard(self) -> bool:
-        return time.monotonic() - self.heard_s <= HEARD_S
+    def _server_is_there(self) -> bool:
+        return time.monotonic() - self.message_s <= MESSAGE_S
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.WantsRestore | m.Released:
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
         """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
-            return m.WantsRestore(reply.restore.settled)
+            return m.RestoreRequired(reply.restore.settled)
         if reply.WhichOneof("reply") == "go":
             return m.Released()
         return codec.from_message(m.QuorumResult, reply.quorum)
@@ -191,7 +191,7 @@ class GroupClient:
 
     def leave(self, *, clean: bool, reason: str, finished: bool = False, timeout_s: float = 5.0) -> None:
         """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
-        leave = pharos_pb2.Leave(clean=clean, reason=codec.words(reason, codec.MAX_REASON), finished=finished)
+        leave = pharos_pb2.Leave(clean=clean, reason=codec.shorten(reason, codec.MAX_REASON), finished=finished)
         self._call("Leave", leave, pharos_pb2.Done, timeout_s)
 
     def watch(
@@ -210,7 +210,7 @@ class GroupClient:
             why = ""
             try:
                 for data in stream:
-                    why = self._hear(data, on_notice) or why
+                    why = self._on_message(data, on_notice) or why
                 why = why or "the group's server closed the stream"
             except grpc.RpcError as error:
                 why = why or f"the stream to the group's server broke: {error.details()}"
@@ -231,9 +231,9 @@ class GroupClient:
         """Sends a line for the lighthouse's page (codec.LANES). It may get lost on its way."""
         self._send("happened", codec.happened_message(lane, step, text))
 
-    def give_up(self, quorum_id: int, reason: str) -> None:
+    def rejoin_under_new_id(self, quorum_id: int, reason: str) -> None:
         """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
-        self._send("give_up", pharos_pb2.GiveUp(quorum_id=quorum_id, reason=reason))
+        self._send("rejoin", pharos_pb2.RejoinUnderNewId(quorum_id=quorum_id, reason=reason))
 
     def want_to_leave(self) -> None:
         """This rank was asked to leave: where its group waits for others, it is to wait no longer."""
@@ -250,7 +250,7 @@ class GroupClient:
     def _send(self, field: str, message: Any) -> None:
         """Queues a message. The queue is bounded: it keeps the newest report and the first few lines for the page."""
         with self._more:
-            if field == "happened" and sum(other == field for other, _ in self._up) >= MOST_LINES:
+            if field == "happened" and sum(other == field for other, _ in self._up) >= MAX_LINES:
                 return
             if field == "report":
                 self._up = [other for other in self._up if other[0] != field]
@@ -263,7 +263,7 @@ class GroupClient:
             field, message = self._up.pop(0)
         return pharos_pb2.RankUp(**{field: message}).SerializeToString() if field else None
 
-    def _hear(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
+    def _on_message(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
         """Takes in a message of the stream. Returns the reason why the group has ended, if it says so."""
         try:
             down = codec.parse(pharos_pb2.RankDown, data)
@@ -271,15 +271,15 @@ class GroupClient:
             if which == "notice":
                 on_notice(codec.notice_from(down.notice))
             elif which == "waits":
-                self.hear_waits(codec.from_message(m.Waits, down.waits))
+                self.on_waits(codec.from_message(m.Waits, down.waits))
         except ValueError as error:  # what it meant shows with the next quorum
             log.warning("a word of the group's server is passed over: %s", error)
             return ""
         return str(down.ended.reason)
 
-    def hear_waits(self, waits: m.Waits) -> None:
+    def on_waits(self, waits: m.Waits) -> None:
         """Notes what the group waits for, as its server says once a beat. Rank 0 says it for all, once a minute."""
-        self.heard_s = time.monotonic()
+        self.message_s = time.monotonic()
         if waits.waited_s < self._waited_s:
             self._log_at_s = LOG_AFTER_S
         self._waited_s = waits.waited_s

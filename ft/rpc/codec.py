@@ -28,10 +28,11 @@ P = TypeVar("P", bound=Message)
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_REASON = 4 << 10
 MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}
-MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # a member's, and the same in a rank's part
+# a member's, and the same in a rank's QuorumResult
+MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)
 MAX_DIGESTS = 256  # one for each key that groups must have alike
 MAX_NAMED = 65_536  # members blamed by one call or report
-MAX_WORDS = 500  # characters of a text for people
+MAX_LINE = 500  # characters of a text for people
 # Of the page's timeline: a failed step, weights that differ, files that cannot be written
 LANES = ("commit", "corruption", "storage")
 ORDERS = ("drain", "kill")
@@ -98,7 +99,7 @@ class _Converter:
                 if filler := self.fillers.get(name):
                     filler(getattr(message, name), item)
                 else:
-                    setattr(message, name, words(item, MAX_REASON) if name == "reason" else item)
+                    setattr(message, name, shorten(item, MAX_REASON) if name == "reason" else item)
         return message
 
     def decode(self, message: Any) -> Any:
@@ -136,7 +137,7 @@ def _ways(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Ca
     args = get_args(hint)
     if hint == m.State:
         return _fill_state, _state_from
-    if hint == m.Shape:
+    if hint == m.Fingerprint:
         return (
             lambda field, pairs: [field.add(what=what, digest=digest) for what, digest in pairs],
             lambda field: tuple([(_check_text(name, x.what), _check_text(name, x.digest)) for x in field]),
@@ -192,21 +193,21 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
     return from_message(m.Report, message)
 
 
-def words(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """The first `most` characters of `text`, fit to be sent: a reason may quote a file name that is not UTF-8."""
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
 def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
-    return pharos_pb2.Happened(lane=lane, step=step, text=words(text, MAX_WORDS))
+    return pharos_pb2.Happened(lane=lane, step=step, text=shorten(text, MAX_LINE))
 
 
 def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
     """Raises ValueError."""
     _one_of("lane", message.lane, LANES)
-    if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_WORDS:
+    if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_LINE:
         raise ValueError(
-            f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, {MAX_WORDS}"
+            f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, {MAX_LINE}"
         )
     return message
 
@@ -229,8 +230,8 @@ refused_from: Callable[[Any], m.LighthouseRefused] = _Converter(m.LighthouseRefu
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     """Reads a quorum that a group reports. Raises ValueError for one that no honest group reports."""
-    if len(message.shape) > MAX_DIGESTS:
-        raise ValueError(f"a shape of {len(message.shape)} digests: legal is up to {MAX_DIGESTS}")
+    if len(message.fingerprint) > MAX_DIGESTS:
+        raise ValueError(f"a fingerprint of {len(message.fingerprint)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)
     for member in quorum.members:
         if problem := validate_request(m.Call(member, known=quorum.quorum_id)):
@@ -244,17 +245,17 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
     return quorum
 
 
-_PASSING = ("step", "commit_quorum_id", "commit_id", "dealt", "deal_id")
+_PASSING = ("step", "commit_quorum_id", "commit_id", "assigned", "assignment_id")
 _passing = attrgetter(*_PASSING)
 _lasting = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _PASSING))
 
 
 @dataclass(frozen=True)
 class StaticQuorum:
-    """A quorum without its members' states and deals: the part that stays the same while nobody comes or goes."""
+    """A quorum without its members' states and assignments: the part that stays the same while nobody comes or goes."""
 
-    members: tuple[m.Member, ...] = ()  # with states and deals of some quorum, which mean nothing here
-    shape: m.Shape = ()
+    members: tuple[m.Member, ...] = ()  # with states and assignments of some quorum, which mean nothing here
+    fingerprint: m.Fingerprint = ()
     id: str = ""
     lasting: tuple[tuple[Any, ...], ...] = ()  # what `id` names, of each member
 
@@ -262,30 +263,30 @@ class StaticQuorum:
     def of(quorum: m.Quorum, before: StaticQuorum | None = None) -> StaticQuorum:
         """before: returned if it is the same."""
         lasting = tuple(map(_lasting, quorum.members))
-        if before and before.lasting == lasting and before.shape == quorum.shape:
+        if before and before.lasting == lasting and before.fingerprint == quorum.fingerprint:
             return before
-        named = repr((lasting, quorum.shape)).encode()
-        return StaticQuorum(quorum.members, quorum.shape, hashlib.sha256(named).hexdigest()[:32], lasting)
+        named = repr((lasting, quorum.fingerprint)).encode()
+        return StaticQuorum(quorum.members, quorum.fingerprint, hashlib.sha256(named).hexdigest()[:32], lasting)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
         """The quorum that `same` stands for, to the holder of this roster."""
         state = _state_from(same.reference)
-        passing = dict(zip(_PASSING, (*state, same.dealt, same.deal_id), strict=True))
+        passing = dict(zip(_PASSING, (*state, same.assigned, same.assignment_id), strict=True))
         members = tuple([_made(m.Member, vars(member), passing) for member in self.members])
-        return m.Quorum(same.quorum_id, members, state, same.epoch, self.shape)
+        return m.Quorum(same.quorum_id, members, state, same.epoch, self.fingerprint)
 
 
 def same_roster(quorum: m.Quorum) -> Any | None:
-    """The short form of `quorum`. None where the members differ in state or deal."""
+    """The short form of `quorum`. None where the members differ in state or assignment."""
     first = quorum.members[0]
-    if set(map(_passing, quorum.members)) != {(*quorum.reference, first.dealt, first.deal_id)}:
+    if set(map(_passing, quorum.members)) != {(*quorum.reference, first.assigned, first.assignment_id)}:
         return None
     return pharos_pb2.SameRoster(
         quorum_id=quorum.quorum_id,
         epoch=quorum.epoch,
         reference=_fill_state(pharos_pb2.State(), quorum.reference),
-        dealt=first.dealt,
-        deal_id=first.deal_id,
+        assigned=first.assigned,
+        assignment_id=first.assignment_id,
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from ft.protocol import messages as m
 
-Carry = Callable[[Any], "asyncio.Future[None] | None"]  # a future: later effects wait until it is done
-Seen = Callable[[float, m.Event, m.Out], None]
+EffectHandler = Callable[[Any], "asyncio.Future[None] | None"]  # a future: later effects wait until it is done
+Observer = Callable[[float, m.Event, m.Out], None]
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -29,21 +29,22 @@ def now_s() -> float:
 
 
 class Driver:
-    """`carry` has a function for every effect that the machine has. `seen` gets every event with what came out, for logs and records;
+    """`handlers` has one for every effect that the machine has. `observer` gets every event with what came out, for logs and records;
     `with_ticks` is called with each tick. A fault in the machine or an effect: `run` raises it, and whoever fed the event gets it, too."""
 
     def __init__(
         self,
         machine: Machine,
-        carry: Mapping[type[m.Effect], Carry],
+        handlers: Mapping[type[m.Effect], EffectHandler],
         *,
         tick_s: float,
         clock: Callable[[], float] = now_s,
-        seen: Seen | None = None,
+        observer: Observer | None = None,
         with_ticks: Callable[[], None] | None = None,
     ) -> None:
         self.machine = machine
-        self._carry, self._tick_s, self._clock, self._seen, self._with_ticks = carry, tick_s, clock, seen, with_ticks
+        self._handlers, self._observer, self._with_ticks = handlers, observer, with_ticks
+        self._tick_s, self._clock = tick_s, clock
         self._effects: deque[m.Effect] = deque()
         self._busy = False  # inside an effect, or waiting for one
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,8 +54,8 @@ class Driver:
         try:
             now = self._clock()
             out = self.machine.handle(event, now)
-            if self._seen:
-                self._seen(now, event, out)
+            if self._observer:
+                self._observer(now, event, out)
             self._effects.extend(out.effects)
             if self._effects and not self._busy:
                 self._carry_out()
@@ -91,7 +92,7 @@ class Driver:
             self._busy = True
             while self._effects:
                 effect = self._effects.popleft()
-                if (unfinished := self._carry[type(effect)](effect)) is not None:
+                if (unfinished := self._handlers[type(effect)](effect)) is not None:
                     unfinished.add_done_callback(self._carry_out)
                     return
             self._busy = False

@@ -1,7 +1,7 @@
 """The server of one group: a child process of its rank 0, without torch, so that a trainer that holds the GIL does not look dead.
 
-    ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.Link -> lighthouse
-    torchft's ManagerClient     -> torchft.ManagerService -> ft.compat.group.TorchftGroup -> lighthouse
+    ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.PharosConnection ->
+    lighthouse torchft's ManagerClient     -> torchft.ManagerService -> ft.compat.group.TorchftGroup -> lighthouse
 
 clients.GroupProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
 ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
@@ -24,12 +24,12 @@ from typing import Any, Literal
 
 from ft.children import die_with
 from ft.protocol import messages as m
-from ft.protocol.group import Group, GroupConfig
+from ft.protocol.group import GroupConfig, GroupMachine
 from ft.rpc import codec
 from ft.rpc.access import Access, Endpoint, Tls, this_host
 from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
-from ft.rpc.lighthouse_link import Link, Wire
+from ft.rpc.lighthouse_link import LighthouseConnection, PharosConnection
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
@@ -68,7 +68,7 @@ class RankReports:
         self._summed: set[int] = set()  # ranks past them
         self._blames: dict[int, tuple[str, ...]] = {}  # by ranks that cannot work with somebody
 
-    def hear(self, rank: int, report: Any) -> None:
+    def update(self, rank: int, report: Any) -> None:
         self._of[rank] = report
         for ranks, inside in ((self._waiting, report.waiting), (self._summed, report.waiting and report.summed)):
             (ranks.add if inside else ranks.discard)(rank)
@@ -150,7 +150,12 @@ class GroupService:
     """Drives one group's state machine (ft.protocol.group). `end` is called once, with a reason, when the group is over: "" if it left."""
 
     def __init__(
-        self, config: GroupConfig, lighthouse: str, access: Access, end: Callable[[str], None], wire: type[Wire] = Link
+        self,
+        config: GroupConfig,
+        lighthouse: str,
+        access: Access,
+        end: Callable[[str], None],
+        wire: type[LighthouseConnection] = PharosConnection,
     ) -> None:
         self.config, self._end = config, end
         self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
@@ -158,27 +163,27 @@ class GroupService:
         self._feeding: tuple[CallKey, Pending] | None = None  # the call that is being fed
         self._streams: dict[int, Outbox] = {}
         self._reports = RankReports(config.world_size)
-        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the outcome that was told last, as a message
+        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the newest outcome, as a message
         self._last_report = pharos_pb2.Report()  # the newest that was sent
         self._dying_since_s: float | None = None  # a trainer was killed, and is not gone
-        self._gave_up = 0  # the quorum id that this group gave up last
+        self._rejoined_after = 0  # the quorum of the newest such order
         self.left = False  # or is about to end
         self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
-        self.machine = Group(config, now_s())
-        carry: dict[type[m.Effect], Callable[[Any], None]] = {
+        self.machine = GroupMachine(config, now_s())
+        handlers: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
             m.OpenStream: self._open_stream,
             m.CloseStream: lambda e: self.link.close_stream(),
             m.AnswerRank: self._answer_rank,
-            m.Waits: lambda e: self._tell(self._streams, waits=codec.to_message(e)),
+            m.Waits: lambda e: self._send_down(self._streams, waits=codec.to_message(e)),
             m.AnswerVote: self._answer_vote,
             m.FailRank: self._fail_rank,
-            m.NotifyRank: lambda e: self._tell([e.group_rank], notice=codec.notice_message(e.notice)),
+            m.NotifyRank: lambda e: self._send_down([e.group_rank], notice=codec.notice_message(e.notice)),
             m.EndGroup: lambda e: self.end(e.reason),
         }
-        self.driver = Driver(self.machine, carry, tick_s=TICK_S)
+        self.driver = Driver(self.machine, handlers, tick_s=TICK_S)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = wire(lighthouse, access, self.hear, self.spawn, self.obey)
+        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.obey)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -192,10 +197,10 @@ class GroupService:
         self._open_stream(self.machine)
         self.spawn(self._beat_for_ever())
 
-    def _open_stream(self, known_as: m.OpenStream | Group) -> None:
+    def _open_stream(self, known_as: m.OpenStream | GroupMachine) -> None:
         self.link.open_stream(known_as.replica_id, lambda: self._reports.settled)
 
-    def hear(self, event: m.Event) -> None:
+    def on_lighthouse_event(self, event: m.Event) -> None:
         """Takes an event from the lighthouse. A group that ends takes no more: the news after its Leave, that it is lost, would make it
         return under a new id, and the others form a quorum with a group that is about to die."""
         if not self.left:
@@ -259,11 +264,14 @@ class GroupService:
         if old:
             old.end()
         if hello.pid > 0 and hello.host == this_host():
-            self.processes[rank] = Process(hello.pid)
+            process = Process(hello.pid)
+            if self._drained and rank not in self.processes:  # the order came before this rank
+                process.send(signal.SIGTERM)
+            self.processes[rank] = process
         try:
             self.driver.feed(m.RankStream(rank, open=True))
             while (data := await outbox.read()) is not None:
-                self._heard(rank, codec.parse(pharos_pb2.RankUp, data))
+                self._on_rank_message(rank, codec.parse(pharos_pb2.RankUp, data))
         finally:
             if self._streams.get(rank) is outbox:
                 del self._streams[rank]
@@ -272,12 +280,12 @@ class GroupService:
                 elif not self._streams:
                     self._end("")
 
-    def _heard(self, rank: int, up: pharos_pb2.RankUp) -> None:
+    def _on_rank_message(self, rank: int, up: pharos_pb2.RankUp) -> None:
         which = up.WhichOneof("up")
         if which == "report":
             codec.report_from(up.report)
             reports, sent, awaited = self._reports, self._last_report, self._reports.waiting
-            reports.hear(rank, up.report)
+            reports.update(rank, up.report)
             if reports.waiting != awaited:
                 self.driver.feed(m.SumsAwaited(not awaited))
             if reports.waiting != sent.waiting or reports.blamed != list(sent.blame):
@@ -286,14 +294,14 @@ class GroupService:
             self.driver.feed(m.WantsToLeave())
         elif which == "happened":
             self.spawn(self.link.send(happened=codec.check_happened(up.happened)))
-        elif which == "give_up" and up.give_up.quorum_id > self._gave_up:
-            self._gave_up = up.give_up.quorum_id
+        elif which == "rejoin" and up.rejoin.quorum_id > self._rejoined_after:
+            self._rejoined_after = up.rejoin.quorum_id
 
-            async def give_up(replica_id: str, reason: str) -> None:
+            async def rejoin(replica_id: str, reason: str) -> None:
                 await self.link.leave(replica_id, clean=False, reason=reason)
                 self.driver.feed(m.LighthouseRefused(replica_id, "LOST", reason))
 
-            self.spawn(give_up(self.machine.replica_id, up.give_up.reason))
+            self.spawn(rejoin(self.machine.replica_id, up.rejoin.reason))
 
     async def _beat_for_ever(self) -> None:
         while True:
@@ -319,7 +327,7 @@ class GroupService:
         match effect.answer:
             case m.QuorumResult():
                 reply = pharos_pb2.RankReply(quorum=codec.to_message(effect.answer))
-            case m.WantsRestore(settled):
+            case m.RestoreRequired(settled):
                 reply = pharos_pb2.RankReply(restore=pharos_pb2.Restore(settled=settled))
             case m.Released():
                 reply = pharos_pb2.RankReply(go=pharos_pb2.Done())
@@ -343,7 +351,7 @@ class GroupService:
         for pending in self._pending.pop((effect.group_rank, None), []):
             pending.fail(error)
 
-    def _tell(self, ranks: Iterable[int], **down: Any) -> None:
+    def _send_down(self, ranks: Iterable[int], **down: Any) -> None:
         message = pharos_pb2.RankDown(**down).SerializeToString()
         for rank in ranks:
             if outbox := self._streams.get(rank):
@@ -367,7 +375,7 @@ class GroupService:
 
     async def _end_now(self, reason: str) -> None:
         log.error("this group ends: %s", reason)
-        self._tell(self._streams, ended=pharos_pb2.Ended(reason=reason[:500]))
+        self._send_down(self._streams, ended=pharos_pb2.Ended(reason=reason[:500]))
         leave = self.link.leave(self.machine.replica_id, clean=False, reason=reason)
         await asyncio.gather(leave, asyncio.sleep(END_NOTICE_S))
         await self.link.close()
@@ -395,7 +403,7 @@ class GroupService:
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
     """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
     # A group answers torchft's clients, too, and its lighthouse may be torchft's. Nothing else in ft/ imports ft/compat.
-    from ft.compat.group import LinkOverTorchft, TorchftGroup
+    from ft.compat.group import TorchftConnection, TorchftGroup
 
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -413,7 +421,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     address = f"{'https' if access.tls else 'http'}://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
     config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
-    wire = Link if settings.wire == "pharos" else LinkOverTorchft
+    wire = PharosConnection if settings.wire == "pharos" else TorchftConnection
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
     torchft = TorchftGroup(
         config, settings.lighthouse, access, kill=service.end, metadata=service.metadata_of, spawn=service.spawn

@@ -22,7 +22,7 @@ from ft.rpc.access import Access, Endpoint, Tls, endpoints, find_token, try_to_l
 
 DEFAULT_PORT = 29510
 RUNS = Path("outputs")  # job.dump_folder's default
-MOST_MS = 24 * 3600 * 1000
+MAX_MS = 24 * 3600 * 1000
 # run_lighthouse.sh prints the lines of the flags, too
 USAGE = """\
 usage: run_lighthouse.sh --min_replicas N [flags]
@@ -119,9 +119,9 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--min_replicas", type=_whole(1, 1 << 20))
     add("--bind")
-    add("--join_timeout_ms", type=_whole(0, MOST_MS), default=60_000)
+    add("--join_timeout_ms", type=_whole(0, MAX_MS), default=60_000)
     add("--quorum_tick_ms", type=_whole(1, 60_000), default=100)
-    add("--heartbeat_timeout_ms", type=_whole(1, MOST_MS), default=5000)
+    add("--heartbeat_timeout_ms", type=_whole(1, MAX_MS), default=5000)
     add("--http")
     add("--state_file")
     add("--recover", action="store_true")
@@ -149,7 +149,7 @@ def _seconds(text: str, else_: str = "") -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= MOST_MS / 1000:
+    if not 0 < seconds <= MAX_MS / 1000:
         raise argparse.ArgumentTypeError(f"{text}: must be seconds above 0{else_}")
     return seconds
 

@@ -55,19 +55,19 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
     return module.secure_channel(place, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 
-class Wire:
-    """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `hear` gets every
-    event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+class LighthouseConnection:
+    """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `on_event` gets
+    every event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
 
     def __init__(
         self,
         address: str,
         access: Access,
-        hear: Callable[[m.Event], None],
+        on_event: Callable[[m.Event], None],
         spawn: Callable[[Any], asyncio.Task[Any]],
         obey: Callable[[pharos_pb2.Order], None],
     ) -> None:
-        self._hear, self._spawn, self._obey = hear, spawn, obey
+        self._on_event, self._spawn, self._obey = on_event, spawn, obey
         self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
         self._question: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class Wire:
         await self._channel.close()
 
 
-class Link(Wire):
+class PharosConnection(LighthouseConnection):
     """Connection to a lighthouse of ours."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -138,12 +138,12 @@ class Link(Wire):
                 event = m.LighthouseRefused(call.member.replica_id, refusal, str(error.details()))
         except ValueError as error:
             event = m.LighthouseFailed(str(error))
-        self._hear(event)
+        self._on_event(event)
 
     def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.StaticQuorum) -> m.Event:
         which = reply.WhichOneof("answer")
         if which == "restore":
-            return m.LighthouseWantsRestore(reply.restore.settled)
+            return m.LighthouseRequiresRestore(reply.restore.settled)
         times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
         terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
         quorum = roster.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
@@ -171,7 +171,7 @@ class Link(Wire):
                 await self.write(stream, pharos_pb2.Up(hello=hello))
                 self._stream = stream
                 while (data := await stream.read()) is not grpc.aio.EOF:
-                    await self._heard(data, stream)
+                    await self._on_message(data, stream)
                 why = "it was closed"
             except grpc.RpcError as error:
                 why = status_of(error)
@@ -185,20 +185,20 @@ class Link(Wire):
                 log.warning("the stream to the lighthouse broke: %s", why)
             await asyncio.sleep(random.uniform(*REOPEN_S))
 
-    async def _heard(self, data: bytes, stream: Any) -> None:
+    async def _on_message(self, data: bytes, stream: Any) -> None:
         try:
             down = codec.parse(pharos_pb2.Down, data)
             which = down.WhichOneof("down")
             if which == "beat_answered":
-                self._hear(m.BeatAnswered(down.beat_answered))
+                self._on_event(m.BeatAnswered(down.beat_answered))
             elif which == "notice":
-                self._hear(codec.notice_from(down.notice))
+                self._on_event(codec.notice_from(down.notice))
             elif which == "answer":
-                self._hear(self._read(down.answer, self._static_quorum))
+                self._on_event(self._read(down.answer, self._static_quorum))
             elif which == "refused":
-                self._hear(codec.refused_from(down.refused))
+                self._on_event(codec.refused_from(down.refused))
             elif which == "waits":
-                self._hear(m.LighthouseSays(down.waits[: codec.MAX_WORDS]))
+                self._on_event(m.LighthouseWaits(down.waits[: codec.MAX_LINE]))
             elif which == "order":
                 self._obey(down.order)
             elif which == "send_quorum" and self._quorum:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ft.rpc.access import Access, Endpoint, try_to_listen
-from ft.rpc.driver import Driver, Seen
+from ft.rpc.driver import Driver, Observer
 from ft.rpc.lighthouse_flags import LighthouseOptions, complain, read_options
 from ft.rpc.lighthouse_service import LighthouseService
 from ft.rpc.serving import Server
@@ -79,21 +79,21 @@ def _address(at: Endpoint, access: Access) -> str:
 
 @asynccontextmanager
 async def serve(
-    options: LighthouseOptions, *, seen: Seen | None = None, writer: type[StateFileWriter] = StateFileWriter
+    options: LighthouseOptions, *, observer: Observer | None = None, writer: type[StateFileWriter] = StateFileWriter
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
     """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
     which raises TakenOver when another one goes on from the same file."""
     for at in options.at:
         if at.port:
             try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
-    keeper, saved = writer.begin(options.state, recover=options.recover) if options.state else (None, None)
+    state_writer, saved = writer.begin(options.state, recover=options.recover) if options.state else (None, None)
     service = LighthouseService(
         options.config,
-        keeper=keeper,
+        state_writer=state_writer,
         saved=saved and reserved(saved),
         fresh=not options.recover,
         lower_terms=options.lower_terms,
-        seen=seen,
+        observer=observer,
     )
     server = Server(options.access, service.routes, options.at)
     await server.start()
@@ -102,8 +102,8 @@ async def serve(
     finally:
         service.stops = True
         await server.stop()
-        if keeper:
-            await keeper.close()
+        if state_writer:
+            await state_writer.close()
 
 
 async def until_stopped(driver: Driver, stop: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""The lighthouse on the wire: both wires in, the machine of ft.protocol.lighthouse inside, answers and notices out.
+"""The lighthouse's gRPC services: calls of both protocols in, the machine of ft.protocol.lighthouse inside, answers and notices out.
 
     torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
     pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          our group servers
@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.lighthouse import LighthouseConfig, LighthouseMachine
 from ft.protocol.roster import takeover_order_s
 from ft.protocol.rules import MAX_STEP, validate_request
 from ft.rpc import codec, state_file
-from ft.rpc.driver import Driver, Seen, now_s
+from ft.rpc.driver import Driver, Observer, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import SWEEP_S, Outbox, Pending, PendingCalls, refused, stream, unary
 
@@ -40,8 +40,8 @@ class DashboardListener(Protocol):
 
     def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
     def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
-    def told(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
-    def end(self) -> None: ...  # nothing more is told
+    def on_event(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
+    def end(self) -> None: ...  # nothing more comes
 
 
 class LighthouseService:
@@ -51,15 +51,17 @@ class LighthouseService:
         self,
         config: LighthouseConfig,
         *,
-        keeper: state_file.StateFileWriter | None = None,
-        saved: m.Saved | None = None,
+        state_writer: state_file.StateFileWriter | None = None,
+        saved: m.PersistentState | None = None,
         fresh: bool = True,
         lower_terms: bool = False,
-        seen: Seen | None = None,
+        observer: Observer | None = None,
     ) -> None:
         epoch = uuid.uuid4().hex[:12]
-        self.machine = Lighthouse(config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms)
-        self.config, self.keeper, self.max_waiting = self.machine.config, keeper, MAX_WAITING
+        self.machine = LighthouseMachine(
+            config, now_s(), epoch=epoch, saved=saved, fresh=fresh, lower_terms=lower_terms
+        )
+        self.config, self.state_writer, self.max_waiting = self.machine.config, state_writer, MAX_WAITING
         if config.terms != (terms := self.config.terms):
             log.warning("the job's terms stay, for --lower_terms is not given: %s, not %s", terms, config.terms)
         self.streams: dict[str, Outbox] = {}
@@ -69,23 +71,25 @@ class LighthouseService:
         self.page: DashboardListener | None = None
         self.stops = False  # from then on streams end because of us: nobody is lost by it
         self._pending = PendingCalls(lambda i: self.driver.feed(m.CallCancelled(i)), swept=config.tick_s <= SWEEP_S)
-        self._refusals: dict[str, str] = {}  # what each was told last
+        self._refusals: dict[str, str] = {}  # what each was refused with last
         self._answered: m.Quorum | None = None  # the newest that was
         self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
         self._static_quorum = codec.StaticQuorum()
         self._static_quorum_of: m.Quorum | None = None
-        self._seen, self._logged_reason, self._logged_id = seen, "", 0
+        self._observer, self._logged_reason, self._logged_id = observer, "", 0
         self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
         # A group holds back commits when no beat was answered for takeover_s / 2: four answers, by default each third beat's, may be lost.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
-        carry: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
-            m.Persist: lambda e: self.keeper.keep(e.saved) if self.keeper else None,
+        handlers: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
+            m.Persist: lambda e: self.state_writer.keep(e.saved) if self.state_writer else None,
             m.Answer: self._answer,
             m.Refuse: self._refuse,
             m.MustRestore: self._must_restore,
             m.Notify: self._notify,
         }
-        self.driver = Driver(self.machine, carry, tick_s=config.tick_s, seen=self._log, with_ticks=self._with_ticks)
+        self.driver = Driver(
+            self.machine, handlers, tick_s=config.tick_s, observer=self._log, with_ticks=self._with_ticks
+        )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
             "/torchft.LighthouseService/Heartbeat": unary(self._torchft_heartbeat),
@@ -142,8 +146,8 @@ class LighthouseService:
         log.info("%s", event)
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
-            words = "an operator's word: others may take over. It holds for %g s, and for as long as somebody waits"
-            log.warning(words, takeover_order_s(self.config.times.takeover_s))
+            text = "an operator's order: others may take over. It holds for %g s, and for as long as somebody waits"
+            log.warning(text, takeover_order_s(self.config.times.takeover_s))
         return b""
 
     async def _watch(self, outbox: Outbox) -> None:
@@ -162,7 +166,7 @@ class LighthouseService:
             else:
                 self._opened(hello)
             while (data := await outbox.read()) is not None:
-                self._heard(hello, codec.parse(pharos_pb2.Up, data), outbox)
+                self._on_message(hello, codec.parse(pharos_pb2.Up, data), outbox)
         finally:
             if self.streams.get(replica_id) is outbox:
                 del self.streams[replica_id]
@@ -175,7 +179,7 @@ class LighthouseService:
         known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
         self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
 
-    def _heard(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
+    def _on_message(self, hello: pharos_pb2.Hello, up: pharos_pb2.Up, outbox: Outbox) -> None:
         which = up.WhichOneof("up")
         if which == "report":
             up.report.replica_id = hello.replica_id
@@ -186,12 +190,12 @@ class LighthouseService:
             if hello.replica_id in self._pending:
                 peer = self.machine.roster.peers.get(hello.replica_id)
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
-                if self.keeper and peer and peer.call is None:
-                    trouble = f": {self.keeper.trouble}" if self.keeper.trouble else ""
+                if self.state_writer and peer and peer.call is None:
+                    trouble = f": {self.state_writer.trouble}" if self.state_writer.trouble else ""
                     why = f"a quorum is answered when the lighthouse's state file is written{trouble}"
                 if outbox.wait_reason != why:
                     outbox.wait_reason = why
-                    outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_WORDS]).SerializeToString())
+                    outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_LINE]).SerializeToString())
             if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
@@ -200,7 +204,7 @@ class LighthouseService:
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "happened":
             happened = codec.check_happened(up.happened)
-            self._show(lambda page: page.told(hello.replica_id, happened))
+            self._show(lambda page: page.on_event(hello.replica_id, happened))
         else:
             raise ValueError("after the hello come reports")
 
@@ -225,8 +229,8 @@ class LighthouseService:
 
     def _with_ticks(self) -> None:
         self._pending.expire()
-        if self.keeper:
-            self.keeper.check()
+        if self.state_writer:
+            self.state_writer.check()
 
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
@@ -266,7 +270,7 @@ class LighthouseService:
         for pending in calls:
             pending.fail(refused(effect.code, effect.reason))
         if not calls:
-            reason = codec.words(effect.reason, codec.MAX_REASON)
+            reason = codec.shorten(effect.reason, codec.MAX_REASON)
             down = pharos_pb2.Refused(replica_id=effect.replica_id, code=effect.code, reason=reason)
             self._send(effect.replica_id, pharos_pb2.Down(refused=down).SerializeToString())
 
@@ -292,9 +296,9 @@ class LighthouseService:
                     what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
                     log.info("quorum %d of %d groups, step %d: %s", *what)
             elif isinstance(effect, m.Refuse):  # logged once: a former member asks again and again
-                words = _NUMBER.sub("#", effect.reason)
-                if self._refusals.get(effect.replica_id) != words:
-                    self._refusals[effect.replica_id] = words
+                text = _NUMBER.sub("#", effect.reason)
+                if self._refusals.get(effect.replica_id) != text:
+                    self._refusals[effect.replica_id] = text
                     log.warning("%s is refused (%s): %s", effect.replica_id, effect.code, effect.reason)
                 while len(self._refusals) > REFUSALS_KEPT:
                     del self._refusals[next(iter(self._refusals))]
@@ -305,14 +309,14 @@ class LighthouseService:
             log.info("%s", out.reason)
         if out.effects or isinstance(event, m.Tick | m.Leave):
             self._show(lambda page: page.saw(event, out))
-        if self._seen:
-            self._seen(now_s, event, out)
+        if self._observer:
+            self._observer(now_s, event, out)
 
-    def _show(self, tell: Callable[[DashboardListener], None]) -> None:
+    def _show(self, call: Callable[[DashboardListener], None]) -> None:
         """Tells the page, if there is one. A fault of the page ends the page, and never the job."""
         if page := self.page:
             try:
-                tell(page)
+                call(page)
             except Exception:  # whatever it is: the next group's call must be answered
                 self.page = None
                 log.exception("a fault in the page, which is switched off")
@@ -327,9 +331,9 @@ def _check(call: m.Call) -> None:
     handles = member.reconfigure_handles
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
-    if len(call.blame) > codec.MAX_NAMED or len(call.shape) > codec.MAX_DIGESTS or call.known < 0:
+    if len(call.blame) > codec.MAX_NAMED or len(call.fingerprint) > codec.MAX_DIGESTS or call.known < 0:
         raise ValueError("more members blamed, or more digests, than there can be")
-    _check_step(member.dealt, member.restored or 0, member.commit_failures)
+    _check_step(member.assigned, member.restored or 0, member.commit_failures)
 
 
 def _check_step(*numbers: int) -> None:

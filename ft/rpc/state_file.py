@@ -37,7 +37,7 @@ PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # 
 log = logging.getLogger("pharos.lighthouse")
 
 
-def read(path: Path) -> m.Saved | None:
+def read(path: Path) -> m.PersistentState | None:
     """Reads the file; None: there is none. Raises ValueError where it is not a state file, OSError where it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -48,14 +48,14 @@ def read(path: Path) -> m.Saved | None:
     try:
         if data.pop("format") != FORMAT:
             raise ValueError("another format")
-        saved = m.Saved.from_dict(data)
+        saved = m.PersistentState.from_dict(data)
         _check(saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a state file of this version: {error!r}") from None
     return saved
 
 
-def _check(saved: m.Saved) -> None:
+def _check(saved: m.PersistentState) -> None:
     """Raises TypeError and ValueError for a value of a wrong type or range: it would end the lighthouse later."""
     if any(type(number) is not int or not 0 <= number <= MAX_STEP for number in (saved.last_id, saved.settled)):
         raise ValueError(f"last_id {saved.last_id!r}, settled {saved.settled!r}")
@@ -76,12 +76,12 @@ def _check(saved: m.Saved) -> None:
             raise ValueError(f"quorum {quorum.quorum_id}: its members")
 
 
-def reserved(saved: m.Saved) -> m.Saved:
+def reserved(saved: m.PersistentState) -> m.PersistentState:
     """The state to go on from: none of the ids that the file stands for is free."""
     return replace(saved, last_id=saved.last_id + RESERVED) if saved.last_id else saved
 
 
-def read_or_refuse(path: Path) -> m.Saved | None:
+def read_or_refuse(path: Path) -> m.PersistentState | None:
     """At a start: a file that is damaged stops it, for beginning anew could repeat ids. Raises ValueError, which names the way out."""
     try:
         return read(path)
@@ -121,7 +121,7 @@ def take_over(path: Path) -> str:
     return owner
 
 
-def write(path: Path, saved: m.Saved, owner: str = "") -> None:
+def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
     """Puts it on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
     partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
@@ -162,20 +162,22 @@ class StateFileWriter:
 
     write_file, take_file_over, pace_s = staticmethod(write), staticmethod(take_over), PACE_S
 
-    def __init__(self, path: Path, owner: str = "", saved: m.Saved | None = None, *, trouble: str = "") -> None:
+    def __init__(
+        self, path: Path, owner: str = "", saved: m.PersistentState | None = None, *, trouble: str = ""
+    ) -> None:
         """`owner`: take_over's. `saved`: the file's. `trouble`: why the file could not be taken over at the start; the first write does it,
         if the file still has its owner of now. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
         self._over: TakenOver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
-        self._newest: m.Saved | None = None
+        self._newest: m.PersistentState | None = None
         self._later: asyncio.Future[None] | None = None  # writes the newest
         self._checking: Future[None] | None = None
         self._checked_s = time.monotonic()
 
     @classmethod
-    def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.Saved | None]:
+    def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.PersistentState | None]:
         """Takes the file over, and reads it. recover: one that is damaged counts as none. Raises ValueError: it cannot be used."""
         owner, trouble, saved = "", "", None
         try:
@@ -193,7 +195,7 @@ class StateFileWriter:
             log.warning("%s", error)
         return cls(path, owner, saved, trouble=trouble), saved
 
-    def keep(self, saved: m.Saved) -> asyncio.Future[None] | None:
+    def keep(self, saved: m.PersistentState) -> asyncio.Future[None] | None:
         """A future where what comes next must wait for the disk. Raises TakenOver."""
         if self._over:
             raise self._over
@@ -225,7 +227,7 @@ class StateFileWriter:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
         self._later = None
 
-    async def _until_written(self, saved: m.Saved) -> None:
+    async def _until_written(self, saved: m.PersistentState) -> None:
         loop = asyncio.get_running_loop()
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
@@ -246,7 +248,7 @@ class StateFileWriter:
                 return
             await asyncio.sleep(self.pace_s)
 
-    def _try(self, saved: m.Saved) -> bool:
+    def _try(self, saved: m.PersistentState) -> bool:
         try:
             if self._before is not None:  # it could not be taken over at the start
                 ours = owner_of(self.path) == self._before

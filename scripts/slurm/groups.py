@@ -51,7 +51,7 @@ class Nodes:
 
     @staticmethod
     def read(env: Mapping[str, str], ask: Callable[..., str]) -> Nodes:
-        """Raises ValueError: they cannot be dealt to that many groups. RuntimeError: Slurm does not answer."""
+        """Raises ValueError: they cannot be assigned to that many groups. RuntimeError: Slurm does not answer."""
         job, per_group = env["SLURM_JOB_ID"], whole(env, "NODES_PER_GROUP", least=1, default=1)
         names = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
         most = len(names) // per_group

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ft.dashboard import history as told
-from ft.dashboard.feed import MOST_BYTES, messages
+from ft.dashboard.feed import MAX_BYTES, messages
 from ft.dashboard.history import LANES, History, clean, named
 from ft.protocol import messages as m
-from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.lighthouse import LighthouseConfig, LighthouseMachine
 from ft.rpc.generated import pharos_pb2
 
 
@@ -21,7 +21,7 @@ class Job:
 
     def __init__(self, *ids: str) -> None:
         self.now_s = 1000.0
-        self.machine = Lighthouse(LighthouseConfig(min_replicas=len(ids)), self.now_s, epoch="e", fresh=True)
+        self.machine = LighthouseMachine(LighthouseConfig(min_replicas=len(ids)), self.now_s, epoch="e", fresh=True)
         self.history = History(self.machine, lambda: self.now_s)
         for replica_id in ids:
             self.feed(m.StreamOpened(replica_id))
@@ -104,21 +104,21 @@ def test_going_back_to_a_checkpoint_cuts_the_curve():
 def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
-        history.told("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
+        history.on_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
     [event] = [x for x in history.events if LANES[x.lane] == "corruption"]
     assert (event.times, event.step, event.grade) == (3, 9, "bad")
-    for i in range(3 * told.MOST_EVENTS):
+    for i in range(3 * told.MAX_EVENTS):
         history.add("commit", "bad", f"{i}")
-    assert len(history.events) == told.MOST_EVENTS
+    assert len(history.events) == told.MAX_EVENTS
 
 
 def test_the_curve_is_bounded_and_keeps_both_ends():
     job = Job("a:1")
-    for step in range(1, 5 * told.MOST_POINTS):
+    for step in range(1, 5 * told.MAX_POINTS):
         job.now_s += 0.01
         job.report("a:1", step, mean_loss=1.0 + 1 / step)
     points = job.history.points
-    assert len(points) <= told.MOST_POINTS and (points[0].step, points[-1].step) == (1, 5 * told.MOST_POINTS - 1)
+    assert len(points) <= told.MAX_POINTS and (points[0].step, points[-1].step) == (1, 5 * told.MAX_POINTS - 1)
     assert job.history.steps_per_s() == pytest.approx(100, rel=0.05)
 
 
@@ -158,7 +158,7 @@ def test_a_message_is_never_longer_than_it_may_be():
         "rows": [[i, 1 << 40] for i in range(3000)],
     }
     made = messages(parts, 0.0)
-    assert len(made) > 50 and max(map(len, made)) <= MOST_BYTES + 100
+    assert len(made) > 50 and max(map(len, made)) <= MAX_BYTES + 100
     assert sum(text.count("1099511627776") for text in made) == 3000
 
 

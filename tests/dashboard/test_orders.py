@@ -43,6 +43,9 @@ class Group:
             Settings(self._id, 1, of.address, f"{name}:29500", access=Access(of.token), times=of.service.config.times)
         )
         self.client = GroupClient(self.server.address, 0, Access(of.token))
+
+    def watch(self) -> None:
+        """Opens the stream over which the group's server hears of the trainer."""
         self.client.watch(lambda notice: None, lambda why: None, pid=self.process.pid)
 
     def ask(self, known: int = 0, failed: bool = False) -> m.QuorumResult:
@@ -72,6 +75,7 @@ def group() -> Iterator[Callable[[House, str], Group]]:
 def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callable[[House, str], Group]):
     one = house(heartbeat_s=9.0)
     a = group(one, "a")
+    a.watch()
     assert a.ask().members == ("a:1",)
     with one.watch() as reader:
         reader.until(lambda r: r.row("a:1"))
@@ -86,15 +90,24 @@ def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callab
     assert one.service.machine.quorum and one.service.machine.quorum.quorum_id == 1, "it came back under another id"
 
 
-def test_a_drained_group_is_asked_and_a_later_kill_kills(house: Houses, group: Callable[[House, str], Group]):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_drained_group_is_asked_once_and_a_later_kill_kills(
+    house: Houses, group: Callable[[House, str], Group], late: bool
+):
+    """late: the group's server hears of its trainer only after the order."""
     one = house(heartbeat_s=9.0)
     a = group(one, "a")
+    if not late:
+        a.watch()
     a.ask()
     status, text = one.order("drain", "a:1")
     assert (status, json.loads(text)["done"]) == (202, "it leaves after its step")
+    if late:
+        a.watch()
     assert a.line() == "asked"
     assert one.order("kill", "a:1")[0] == 202
     assert a.process.wait(WAIT_S) == -signal.SIGKILL
+    assert a.line() == "", "it was asked twice"
 
 
 def test_a_signal_to_a_process_that_is_gone_hits_nobody():

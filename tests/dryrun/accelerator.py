@@ -124,7 +124,7 @@ class Traffic(TorchDispatchMode):
     reads       what leaves the device for the host, by function
     from_host   copies to the device that the host waits for, by function
     gathered    the most bytes of fp32 that an all-gather takes or gives
-    products    what matrix products multiply that is no bf16, by dtype
+    products    what matmuls multiply that is no bf16, by dtype
     wide        copies to fp32 in a shape of `whole`, those of weights; sums of gradients over microbatches may have it
     """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from configs.load import load
-from parallelisms.mesh import AXES, Degrees, ParallelismConfig
+from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_schedule import SPLIT_BACKWARD
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -32,8 +32,8 @@ class Case:
     plant: str = ""
 
     @property
-    def sizes(self) -> Degrees:
-        return Degrees(*self.degrees)
+    def sizes(self) -> ParallelDims:
+        return ParallelDims(*self.degrees)
 
     @property
     def sharded(self) -> bool:
@@ -62,7 +62,7 @@ def layouts() -> dict[str, Case]:
         for degrees in _factors(ranks, len(AXES)):
             pp, each = degrees[0], prod(degrees[1:])
             for stage in sorted({0, pp - 1} if each == 1 else {pp - 1}):
-                name = str(Degrees(*degrees)) + ("" if pp == 1 else f", place {stage}")
+                name = str(ParallelDims(*degrees)) + ("" if pp == 1 else f", place {stage}")
                 cases[name] = Case(
                     "llama3_8b",
                     degrees,

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import train
 from configs.check import check_settings
 from configs.load import load
-from ft.buckets import local_of
+from ft.buckets import to_local
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.config import Environment
 from ft.digest import digest
@@ -55,7 +55,7 @@ drop = lambda *_, **__: None  # noqa: E731
 TOGETHER = 1  # cases of one process: after several torch's engine may end a backward without a result, or a word
 
 
-class Others(explained_rank.Others):
+class FakeCollectives(explained_rank.FakeCollectives):
     @classmethod
     def is_infra_mode(cls) -> bool:
         """As accelerator.Traffic."""
@@ -92,7 +92,7 @@ class Run(train.Run):
         self.coordinate, self.progress, self.pending_signals = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
         self.signals, self.save_overdue, self.world = fakes(pending=0), False, fakes(world_size=case.sizes.world_size)
-        self.log, self.events, self.meter = fakes(), fakes(heals=0), fakes(step=drop, samples=drop)
+        self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, samples=drop)
         self.slot_size = self.inner_steps = 1
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         batches = [Batch(tokens, tokens, 0, (0,), number == case.passes) for number in range(1, case.passes + 1)]
@@ -118,7 +118,7 @@ class Run(train.Run):
         self.cleanup.callback(manager.close)
         manager.attach(self.model.parts)
         gradients, said = manager.gradients, list[tuple[float, ...]]()
-        launch, wait = gradients.launch, gradients.wait
+        launch, wait = gradients.launch_tail, gradients.wait
 
         def launch_and_keep(tail: Sequence[float], **options: bool) -> None:
             said.append(tuple(tail))
@@ -129,15 +129,15 @@ class Run(train.Run):
             wait()
             return said[-1]
 
-        gradients.launch, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
+        gradients.launch_tail, gradients.wait = launch_and_keep, wait_and_tell  # type: ignore[method-assign]
         return manager
 
-    def compute_step(self, deal: DataAssignment, batches: Iterator[Batch] | None = None) -> train.LocalStep:
+    def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> train.LocalStep:
         """Values that nobody computed are one, and that would say that a loss is not a number."""
-        return super().compute_step(deal, batches)._replace(finite=True)
+        return super().compute_step(assignment, batches)._replace(finite=True)
 
     def step(self, plant: str) -> dict[str, Any]:
-        with self.fake, Others(), accelerator.Traffic(self.whole_weights()) as traffic:
+        with self.fake, FakeCollectives(), accelerator.Traffic(self.whole_weights()) as traffic:
             config = self.config
             self.optimizer = build_optimizer(config.optimizer, self.model.parts)
             self.optimizer_step = OptimizerStep(
@@ -146,7 +146,7 @@ class Run(train.Run):
             if plant:
                 PLANTS[plant](self)
             assert self.train_step()
-            held = [local_of(x) for x in (*self.parameters, *self.states())]
+            held = [to_local(x) for x in (*self.parameters, *self.states())]
             digest(self.parameters)
         return {
             "reads": dict(traffic.reads),
@@ -158,7 +158,7 @@ class Run(train.Run):
             "on_host": sum(x.device.type == "cpu" for x in held),
             "dtypes": sorted({str(x.dtype) for x in held}),
             "held": sum(
-                local_of(x).nbytes
+                to_local(x).nbytes
                 for x in [*{k: v for p in self.model.parts for k, v in p.state_dict().items()}.values(), *self.states()]
             ),
             "planned": self.planned(),
@@ -171,7 +171,7 @@ class Run(train.Run):
     def whole_weights(self) -> set[tuple[int, ...]]:
         """The shapes of matrices of blocks, as tensor parallelism leaves them, that FSDP has cut. The embedding's and the head's are not
         among them: the chunks of the loss add up to a gradient of that shape, in fp32."""
-        shapes, own = set(), {tuple(local_of(parameter).shape) for parameter in self.parameters}
+        shapes, own = set(), {tuple(to_local(parameter).shape) for parameter in self.parameters}
         for part in self.model.parts:
             for parameter in part.layers.parameters():
                 shape = list(parameter.shape)
@@ -247,9 +247,9 @@ def _unsaved(run: Run) -> None:
 
 
 PLANTS: dict[str, Callable[[Run], None]] = {
-    "a copy to the host": _in_update(lambda run: local_of(_weight(run)).cpu()),
-    "a second read": _in_update(lambda run: local_of(_weight(run)).sum().cpu()),
-    "a read by itself": _in_update(lambda run: local_of(_weight(run)).sum().item()),
+    "a copy to the host": _in_update(lambda run: to_local(_weight(run)).cpu()),
+    "a second read": _in_update(lambda run: to_local(_weight(run)).sum().cpu()),
+    "a read by itself": _in_update(lambda run: to_local(_weight(run)).sum().item()),
     "a copy from the host": _in_update(lambda run: torch.zeros(1).to(run.device)),
     "a full gather": _in_update(lambda run: _weight(run).full_tensor()),  # type: ignore[attr-defined]
     "a whole weight in fp32": _in_update(

@@ -158,9 +158,9 @@ class Rank(Trained):
             agreement=self.agreement() if self.agrees else None,
             phase_timer=self.progress,
             on_event=lambda event, step, **what: self.told.append((event, step, what)),
-            seen=lambda *what: self.seen.append(what),
+            observer=lambda *what: self.seen.append(what),
         )
-        self.manager.register("model", self.model.state_dict, self.model.load_state_dict)
+        self.manager.register_state("model", self.model.state_dict, self.model.load_state_dict)
         self.manager.attach([self.model])
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -187,15 +187,15 @@ class Rank(Trained):
 
     def train_step(self) -> None:
         # Each ends as train.py does: who just went would break the last collective of those whose threads have not run yet.
-        deal = self.manager.begin_step(until=self.until)
-        if deal.slots:
-            self.computed.append((deal.step, deal.slots))
-        for slot in deal.slots:
+        assignment = self.manager.begin_step(until=self.until)
+        if assignment.slots:
+            self.computed.append((assignment.step, assignment.slots))
+        for slot in assignment.slots:
             with self.progress.phase("compute"), self.manager.last_backward(slot):
                 self.backward(float(slot + 1))
-        able = self.able(self, deal.slots)
-        tokens = [1.0 if able else 0.0] * len(deal.slots)
-        commit = self.manager.commit(self.manager.reduce(tokens, float(len(deal.slots)), able))
+        able = self.able(self, assignment.slots)
+        tokens = [1.0 if able else 0.0] * len(assignment.slots)
+        commit = self.manager.commit(self.manager.reduce(tokens, float(len(assignment.slots)), able))
         if commit is None:
             self.model.zero_grad()
             return

@@ -101,7 +101,7 @@ class Group(Trained):
             group_config(self.name, self.lighthouse),
             ManagerOptions(slot_size=window, dies_with_group=False, init_sync=False, digest_interval=2),
             gradients=FragmentGradients(quantized=self.quantized, bucket_bytes=self.bucket_bytes),
-            seen=lambda now_s, event, out: self.events.append(event),
+            observer=lambda now_s, event, out: self.events.append(event),
         )
         self.rounds = SemiSyncManager(self.manager, self.schedule, self.outer)
         self.rounds.attach([self.model])
@@ -110,13 +110,13 @@ class Group(Trained):
             self.round()
 
     def round(self) -> Commit | None:
-        deal = self.rounds.begin_step(until=self.rounds_to_do * self.schedule.inner_steps)
-        if deal.step >= self.rounds_to_do * self.schedule.inner_steps:
+        assignment = self.rounds.begin_step(until=self.rounds_to_do * self.schedule.inner_steps)
+        if assignment.step >= self.rounds_to_do * self.schedule.inner_steps:
             return None
-        if deal.slots:
-            self.computed.append((deal.step // self.schedule.inner_steps, deal.slots[0]))
+        if assignment.slots:
+            self.computed.append((assignment.step // self.schedule.inner_steps, assignment.slots[0]))
         finite = True
-        for place, slot in enumerate(deal.slots):
+        for place, slot in enumerate(assignment.slots):
             finite = self.finite(self, place)
             if not finite:
                 break
@@ -125,7 +125,7 @@ class Group(Trained):
             self.inner.step()
             self.rounds.on_inner_step()
             self.inside(self, place)
-        sums = self.rounds.reduce([1.0] * len(deal.slots), 1.0, finite)
+        sums = self.rounds.reduce([1.0] * len(assignment.slots), 1.0, finite)
         self.before_commit(self)
         commit = self.rounds.commit(sums)
         if commit is not None:

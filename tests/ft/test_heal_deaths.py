@@ -25,7 +25,7 @@ from ft.seam import BadInput, GroupEnded
 from tests.ft.groups import LIMIT_S, Job, Rank, Wrapped, job, lose_the_sums
 
 OPTIONS = {"heal_copy_bytes": 1 << 20}
-MOST_S = 15.0  # of a fence; heal_grace_s is 30
+MAX_S = 15.0  # of a fence; heal_grace_s is 30
 
 
 class Large(Manager):
@@ -33,7 +33,7 @@ class Large(Manager):
 
     def __init__(self, *what: Any, **more: Any) -> None:
         super().__init__(*what, **more)
-        self.register("ballast", lambda: {"values": torch.zeros(4 << 20)}, lambda state: None)
+        self.register_state("ballast", lambda: {"values": torch.zeros(4 << 20)}, lambda state: None)
 
 
 class Fences:
@@ -127,7 +127,7 @@ def test_a_commit_waits_for_no_dead_reader():
         a.manager.leave()
         assert a.join().error is None
         assert all(Fenced.WITHDRAWN in fences.outcomes(name) for name in readers)
-        assert fences.longest_s < MOST_S
+        assert fences.longest_s < MAX_S
 
 
 def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
@@ -143,7 +143,7 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
         fences.wait_for("b")
         a.kill()
         assert isinstance(a.join().error, GroupEnded)
-        assert fences.outcomes("b") == [Fenced.WITHDRAWN] and fences.longest_s < MOST_S
+        assert fences.outcomes("b") == [Fenced.WITHDRAWN] and fences.longest_s < MAX_S
         readers[0].kill()
         readers[0].join()
 
@@ -154,7 +154,7 @@ class Unlike(Manager):
     def __init__(self, *what: Any, always: bool = True, **more: Any) -> None:
         super().__init__(*what, **more)
         self.always, self.once, self.was = always, threading.Event(), threading.Event()
-        self.register("ballast", self.ballast, lambda state: None)
+        self.register_state("ballast", self.ballast, lambda state: None)
 
     def ballast(self) -> dict[str, torch.Tensor]:
         if self.once.is_set():
@@ -194,7 +194,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         assert a.error is None and c.join().error is None
         assert isinstance(b.error, BadInput) and "only they have such a tensor" in str(b.error)
         assert "waits until the others' state is like its own" in caplog.text
-        assert fences.longest_s < MOST_S
+        assert fences.longest_s < MAX_S
 
 
 class Fetches:
@@ -208,7 +208,7 @@ class Fetches:
     def fetch(self, sources: Any, into: Any, *, quorum_id: int, step: int, progress: Any = None) -> dict[str, Any]:
         raise self.fails
 
-    def tell_done(self, sources: Any, *, quorum_id: int, step: int) -> None:
+    def notify_done(self, sources: Any, *, quorum_id: int, step: int) -> None:
         self.done.put(quorum_id)
 
     def stop(self, reason: str) -> None: ...
@@ -217,14 +217,14 @@ class Fetches:
 
 def part(replica_id: str, replica_rank: int, **more: Any) -> m.QuorumResult:
     """A part of quorum 3, which has the groups a and b."""
-    nobody = {"heal": False, "sources": (), "recover_dst_replica_ranks": (), "participants": (), "dealt": 0}
+    nobody = {"heal": False, "sources": (), "recover_dst_replica_ranks": (), "participants": (), "assigned": 0}
     return m.QuorumResult(3, "", replica_id, replica_rank, ("a:1", "b:1"), "", (7, 2, ""), **{**nobody, **more})
 
 
-@pytest.mark.parametrize(("unlike", "grace_s"), [(True, 600.0), (False, 0.0)])
-def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_s: float):
+@pytest.mark.parametrize(("mismatch", "grace_s"), [(True, 600.0), (False, 0.0)])
+def test_a_heal_that_failed_for_good_is_told_to_its_sources(mismatch: bool, grace_s: float):
     """When its time is over, or at once where no other try would do."""
-    transport = Fetches(HealFailed("another shape", touched=False, unlike=unlike))
+    transport = Fetches(HealFailed("another layout", touched=False, layout_mismatch=mismatch))
     ended, said = Queue[m.Event](), list[str]()
     healer = Healer(
         StateRegistry(),
@@ -232,17 +232,17 @@ def test_a_heal_that_failed_for_good_is_told_to_its_sources(unlike: bool, grace_
         group_rank=0,
         access=Access(),
         grace_s=grace_s,
-        hear=ended.put,
-        unlike=said.append,
+        on_event=ended.put,
+        on_layout_mismatch=said.append,
     )
     healer.ask = lambda address: address  # type: ignore[method-assign]
     sources = (m.Source(0, "http://127.0.0.1:2"),)
     with closing(healer):
         healer.fetch(part("b:1", 1, heal=True, sources=sources))
         word = ended.get(timeout=LIMIT_S)
-        assert isinstance(word, m.HealEnded) and not word.ok and word.reason == "another shape"
+        assert isinstance(word, m.HealEnded) and not word.ok and word.reason == "another layout"
         assert transport.done.get(timeout=LIMIT_S) == 3
-        assert said == ["another shape"] * unlike
+        assert said == ["another layout"] * mismatch
 
 
 @pytest.mark.parametrize(("ended", "over"), [(2, False), (3, True)])
@@ -258,7 +258,7 @@ def test_the_end_of_a_quorum_may_be_said_before_its_offer(ended: int, over: bool
 
     transport: Any = Notes(HttpTransport("127.0.0.1", "a:1", Access()))
     with closing(
-        Healer(StateRegistry(), transport, group_rank=0, access=Access(), grace_s=1.0, hear=lambda event: None)
+        Healer(StateRegistry(), transport, group_rank=0, access=Access(), grace_s=1.0, on_event=lambda event: None)
     ) as one:
         one.end_offer(ended, "b is lost")
         one.offer(part("a:1", 0, recover_dst_replica_ranks=(1,)))

@@ -21,8 +21,8 @@ from ft.process_groups.base import ProcessGroup
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES
-from ft.protocol.step import Ledger, Phase, Step, StepConfig, Tail
+from ft.protocol.compare import DIGEST_WORDS
+from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine, Tail
 from ft.recording import RecordingManager
 from ft.rpc.clients import GroupClient
 from ft.seam import BadInput, GroupEnded, Stopped, from_checkpoint, to_checkpoint
@@ -38,8 +38,8 @@ def test_three_groups_train_as_one(kind: type[ProcessGroup]):
         for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {3}
             assert rank.commits[-1][2] == (0, 1, 2)
-        dealt = {slot for rank in ranks for _, slots in rank.computed for slot in slots}
-        assert dealt == set(range(0, len(dealt) * SLOT, SLOT)), "which of them count, the weights tell"
+        assigned = {slot for rank in ranks for _, slots in rank.computed for slot in slots}
+        assert assigned == set(range(0, len(assigned) * SLOT, SLOT)), "which of them count, the weights tell"
     hooks = [parameter._post_accumulate_grad_hooks for rank in ranks for parameter in rank.model.parameters()]  # type: ignore[attr-defined]
     assert len(hooks) > 0 and not any(hooks)
 
@@ -159,7 +159,7 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
 
     def waits(rank: Rank, slots: tuple[int, ...]) -> bool:
         part = rank.manager.quorum
-        while part and part.recover_dst_replica_ranks and not rank.manager.healer.transport.is_taken:
+        while part and part.recover_dst_replica_ranks and not rank.manager.healer.transport.is_fully_sent:
             assert not rank.manager.client.gone.is_set()
             time.sleep(0.001)
         return True
@@ -176,18 +176,19 @@ def test_who_has_been_sent_the_state_is_dealt_in_the_next_step(size: int):
             assert gave[:2] == [1, 2], "zeros once, and no step more"
 
 
-class Shapeless(GroupClient):
+class WithoutFingerprint(GroupClient):
     """Its lighthouse compares nothing, as if it had forgotten all: it is told no settings."""
 
-    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.WantsRestore | m.Released:
-        return super().quorum(replace(call, shape=()), timeout_s)
+    def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
+        return super().quorum(replace(call, fingerprint=()), timeout_s)
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupGloo, ProcessGroupBabyGloo])
 def test_a_stranger_reaches_no_sum_and_costs_one_forming(kind: type[ProcessGroup]):
     """A newcomer with other settings ends with exit code 2, whatever the lighthouse has forgotten."""
     settings, others = (
-        partial(Manager, connect=Shapeless, shape=(("optimizer.lr", lr), ("data", "text"))) for lr in "12"
+        partial(Manager, connect=WithoutFingerprint, fingerprint=(("optimizer.lr", lr), ("data", "text")))
+        for lr in "12"
     )
     trained, refused, last = threading.Event(), threading.Event(), dict[str, int]()
 
@@ -223,7 +224,11 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
     with job(min_replicas=2, join_timeout_ms=30_000) as made:
         ranks = [
             made.group(
-                name, steps=20, together=3, make=partial(Manager, connect=Shapeless, shape=settings[name]), at=changes
+                name,
+                steps=20,
+                together=3,
+                make=partial(Manager, connect=WithoutFingerprint, fingerprint=settings[name]),
+                at=changes,
             )[0]
             for name in "abc"
         ]
@@ -241,11 +246,11 @@ def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
 
     def fails_once(rank: Rank, step: int) -> None:
         if step == 2:
-            launch, rank.manager.gradients.launch = rank.manager.gradients.launch, cannot  # type: ignore[method-assign]
+            launch, rank.manager.gradients.launch_tail = rank.manager.gradients.launch_tail, cannot  # type: ignore[method-assign]
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="cannot be summed"):
                     rank.train_step()
-            rank.manager.gradients.launch = launch  # type: ignore[method-assign]
+            rank.manager.gradients.launch_tail = launch  # type: ignore[method-assign]
 
     def cannot(*args: object, **more: object) -> None:
         raise RuntimeError("a gradient that cannot be summed")
@@ -302,7 +307,7 @@ def test_a_recorded_run_is_the_machines_own():
         for rank in (a, b):
             rank.join()
             config = StepConfig()
-            replayed = Step(config, Ledger(SLOT))
+            replayed = StepMachine(config, Ledger(SLOT))
             for now_s, event, out in rank.seen:
                 assert replayed.handle(event, now_s) == out
 
@@ -375,9 +380,9 @@ COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit
 def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     """For each comparison, the groups that said that they are no witnesses."""
     reduced = [event for _, event, _ in rank.seen if isinstance(event, m.Reduced) and (event.step + 1) % interval == 0]
-    tails = [Tail.of(event.tail, FIGURES * members).digests for event in reduced]
+    tails = [Tail.of(event.tail, DIGEST_WORDS * members).digests for event in reduced]
     names = [m.name_of(member) for member in rank.manager.quorum.members]
-    return [{name for place, name in enumerate(names) if min(compare.at(tail, place)) < 0} for tail in tails]
+    return [{name for place, name in enumerate(names) if min(compare.member_digest(tail, place)) < 0} for tail in tails]
 
 
 def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):

@@ -49,7 +49,7 @@ def test_a_steady_step_asks_the_lighthouse_nothing(every_step: bool):
                 counted.wait_for_reports(marks[0], set(rank.manager.quorum.members))
             marks.append(len(counted.events))
 
-    with job(min_replicas=2, seen=counted.seen) as made:
+    with job(min_replicas=2, observer=counted.seen) as made:
         ranks = [made.group(name, steps=TO + 3, together=2, at=at, every_step=every_step)[0] for name in "ab"]
         for rank in finish(*ranks):
             assert {size for _, size, _ in rank.commits} == {2}

@@ -82,7 +82,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_a_death_costs_the_others_no_inner_step(place: str):
     """Of three groups one dies in a round. The others commit that round with what they have computed of it, none of it twice; what it was
-    dealt is a hole, unless its sums were complete, and is trained on later."""
+    assigned is a hole, unless its sums were complete, and is trained on later."""
     died_in: list[int] = []
 
     def dies(group: Group, inside: int | None = None) -> None:
@@ -113,7 +113,7 @@ def test_a_death_costs_the_others_no_inner_step(place: str):
         holes = history[round_ + 4].holes
         trained = {slot for group in (a, b) for made_here in group.history.values() for slot, _ in made_here.slots}
         lost = {first for _, first in c.computed if first not in trained and first >= min(trained)}
-        assert not lost - set(holes), "what c was dealt is trained on"
+        assert not lost - set(holes), "what c was assigned is trained on"
 
 
 def test_who_joins_heals_while_the_others_step_by_themselves():

@@ -22,7 +22,7 @@ class Slow(Manager):
 
 
 class Untaken(Wrapped):
-    is_taken = False
+    is_fully_sent = False
 
 
 class Split:
@@ -34,11 +34,11 @@ class Split:
         self.deciding, self.heard, self.agreed = threading.Event(), threading.Event(), threading.Event()  # of rank 1
         self.first_held: int | None = None
 
-    def make(self, group: Any, config: Any, options: Any, *, seen: Any, **more: Any) -> Manager:
+    def make(self, group: Any, config: Any, options: Any, *, observer: Any, **more: Any) -> Manager:
         rank = config.group_rank
 
         def looks(now_s: float, event: m.Event, out: m.Out) -> None:
-            seen(now_s, event, out)
+            observer(now_s, event, out)
             if isinstance(event, m.QuorumResult) and event.heal and self.first_held is None:
                 self.first_held = event.reference[0]
             if rank == 1 and isinstance(event, m.HealEnded):
@@ -47,7 +47,7 @@ class Split:
                 self.agreed.set()
 
         manager = Manager(
-            group, config, options, seen=looks, gradients=Launches(self, rank), connect=partial(Votes, self), **more
+            group, config, options, observer=looks, gradients=Launches(self, rank), connect=partial(Votes, self), **more
         )
         if rank == 1:
             manager.healer.transport = Late(self, manager.healer.transport)  # type: ignore[assignment]
@@ -63,10 +63,10 @@ class Launches(Gradients):
         super().__init__()
         self.split, self.group_rank = split, group_rank
 
-    def open(self, *what: Any, step: int, **more: Any) -> None:
+    def begin_attempt(self, *what: Any, step: int, **more: Any) -> None:
         if self.group_rank == 1 and self.split.held(step) == 2:
             assert self.split.agreed.wait(LIMIT_S)
-        super().open(*what, step=step, **more)
+        super().begin_attempt(*what, step=step, **more)
 
 
 class Late(Wrapped):

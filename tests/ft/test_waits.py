@@ -72,7 +72,7 @@ VOTE = m.Vote(0, "commit", 1, 0, 0, "yes")
 
 def test_a_vote_that_the_server_holds_is_no_try():
     with closing(Silent(answers_at=10 * VOTE_TRIES)) as client:
-        client.hear_waits(m.Waits("the commit waits", 5.0))
+        client.on_waits(m.Waits("the commit waits", 5.0))
         assert client.outcome(VOTE).verdict == "yes"
 
 
@@ -87,7 +87,7 @@ def test_a_vote_that_nobody_says_anything_about_is_given_up():
 def test_what_is_waited_for_is_said_once_a_minute_by_one_rank(group_rank: int, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO", "pharos"), closing(Silent(0, group_rank)) as client:
         for second in (*range(200), *range(30)):
-            client.hear_waits(m.Waits("no quorum: min_replicas is 2", float(second)))
+            client.on_waits(m.Waits("no quorum: min_replicas is 2", float(second)))
     said = [line.partition(":")[0] for line in caplog.messages]
     seconds = [10, 60, 120, 180, 10] if group_rank == 0 else []
     assert said == [f"waiting for {second} s" for second in seconds]

@@ -72,7 +72,7 @@ class Group(Trained):
     def train(self) -> None:
         self.model = Sum(self.initial)
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.0)
-        given = {"seen": lambda now_s, event, out: self.events.append(event), **self.arguments}
+        given = {"observer": lambda now_s, event, out: self.events.append(event), **self.arguments}
         self.manager = manager_of(self.name, self.lighthouse, self.model, **given)
         self.ddp = DistributedDataParallel(self.manager, self.model) if self.wrap else self.model
         self.optimizer = Optimizer(self.manager, self.inner)

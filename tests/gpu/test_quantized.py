@@ -33,7 +33,7 @@ def test_a_lane_sums_what_the_stream_will_have_written():
     tensor, lane = torch.zeros(1 << 20, device="cuda"), CollectiveQueue(group)
     spin(1.0)
     tensor.fill_(3.0)
-    assert lane.sum_quantized(tensor, None).wait() and lane.allreduce([tensor]).wait()
+    assert lane.allreduce_quantized(tensor, None).wait() and lane.allreduce([tensor]).wait()
     assert (tensor == 3.0).all()
     lane.close()
     lane.join()

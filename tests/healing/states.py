@@ -23,7 +23,9 @@ class Group:
     def __post_init__(self) -> None:
         self.state = StateRegistry()
         for name in self.values:
-            self.state.register(name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it))
+            self.state.register_state(
+                name, lambda name=name: self.values[name], lambda it, name=name: self._load(name, it)
+            )
 
     def snapshot(self) -> StateSnapshot:
         return self.state.snapshot()

@@ -14,7 +14,7 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateRegistry
 from ft.healing.format import CHUNK_BYTES, DTYPES, FormatError, StateManifest
-from ft.materialise import materialise
+from ft.optim_state import init_optim_state
 from tests.healing.states import WORDS, Group, equal, large
 
 
@@ -119,12 +119,12 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name(tensor: torch.T
 
 def test_registration():
     state = StateRegistry()
-    state.register("model", dict, print)
+    state.register_state("model", dict, print)
     with pytest.raises(ValueError, match="registered already"):
-        state.register("model", dict, print)
+        state.register_state("model", dict, print)
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="name has characters"):
-            state.register(name, dict, print)
+            state.register_state(name, dict, print)
 
 
 def test_a_model_and_its_optimizer_heal_to_the_same_steps():
@@ -135,8 +135,8 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
         model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
         state = StateRegistry()
-        state.register("model", model.state_dict, model.load_state_dict)
-        state.register("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+        state.register_state("model", model.state_dict, model.load_state_dict)
+        state.register_state("optimizer", optimizer.state_dict, optimizer.load_state_dict)
         return model, optimizer, state
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +149,7 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
     model, optimizer, state = rank(1)
     train(model, optimizer)
     other, its_optimizer, its_state = rank(2)
-    materialise(its_optimizer)
+    init_optim_state(its_optimizer)
     offered, into = state.snapshot(), its_state.snapshot()
     take, give = into.body_for(offered.manifest), offered.body()
     staging = StagingBuffer(give)
@@ -167,12 +167,12 @@ MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 
 
 @pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD, MOMENTUM, torch.optim.Adagrad])
-def test_materialise_changes_nothing_that_follows(rule: Callable[..., torch.optim.Optimizer]):
+def test_init_optim_state_changes_nothing_that_follows(rule: Callable[..., torch.optim.Optimizer]):
     def steps(first: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(5))
         optimizer = rule([weight], lr=0.1, weight_decay=0.1)
         if first:
-            materialise(optimizer)
+            init_optim_state(optimizer)
             assert weight.grad is None and weight.detach().eq(1).all() and optimizer.param_groups[0]["lr"] == 0.1
             assert optimizer.param_groups[0]["weight_decay"] == 0.1
         for _ in range(3):

@@ -31,15 +31,15 @@ def test_a_whole_state(world: World, streams: int):
     source = world.source(group)
     seen: list[tuple[int, int]] = []
     transport = world.transport("j", config=HealConfig(heal_streams=streams))
-    assert not transport.is_taken and not source.is_taken
+    assert not transport.is_fully_sent and not source.is_fully_sent
     heal(transport, joiner, source, progress=lambda done, total: seen.append((done, total)))
     assert equal(joiner.loaded, group.values)
     assert joiner.loaded["model"]["weights"] is joiner.values["model"]["weights"]
     total = group.snapshot().manifest.total_bytes
     assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > 2
-    assert source.fence() is Fenced.FREE and source.is_taken
+    assert source.fence() is Fenced.FREE and source.is_fully_sent
     source.withdraw("the test says so")
-    assert not source.is_taken
+    assert not source.is_fully_sent
 
 
 def test_all_kinds_of_tensors(world: World):
@@ -78,9 +78,9 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
             while not offer.fencing:
                 assert not fence.done()
             source.end_offer(2, "the quorum before has failed")
-            assert not offer.over
+            assert not offer.withdrawn_reason
             source.end_offer(3, "j is lost")
-            assert fence.result(60) is Fenced.WITHDRAWN and offer.over == "j is lost"
+            assert fence.result(60) is Fenced.WITHDRAWN and offer.withdrawn_reason == "j is lost"
 
 
 def test_an_offer_that_is_over_keeps_no_copies(world: World):
@@ -203,9 +203,9 @@ def test_who_will_never_read_keeps_no_commit_waiting(world: World, sources: int)
     named = [StateSource(f"s{i}", one.address) for i, one in enumerate(offered)]
     with pytest.raises(HealFailed) as failed:
         transport.fetch(named, joiner.snapshot(), quorum_id=3, step=7)
-    assert failed.value.unlike
+    assert failed.value.layout_mismatch
     fences = [world.start(one.fence) for one in offered]
-    transport.tell_done(named, quorum_id=3, step=7)
+    transport.notify_done(named, quorum_id=3, step=7)
     assert [fence.result(60) for fence in fences] == [Fenced.FREE] * sources
 
 
@@ -214,7 +214,7 @@ def test_one_source_of_another_layout_is_not_all_of_them(world: World):
     gone.close()
     with pytest.raises(HealFailed) as failed:
         heal(world.transport("j"), large(2, chunks=3), world.source(large(1, chunks=4)), gone)
-    assert not failed.value.unlike
+    assert not failed.value.layout_mismatch
 
 
 # ------------------------------------------------------------------------------------------------ the source goes on
@@ -239,7 +239,7 @@ def test_a_commit_copies_aside_what_is_unsent(world: World):
     assert source.fence() is Fenced.COPIED
     commit(group)
     assert source.fence() is Fenced.COPIED  # the next step's: nothing more to do
-    assert not source.is_taken
+    assert not source.is_fully_sent
     gate.set()
     healing.result(30)
     assert equal(joiner.loaded["model"], before)

@@ -81,7 +81,7 @@ def test_a_source_that_does_not_hear_the_thanks_keeps_nobody(world: World):
         for name in "ab"
     ]
     transport = world.transport("j")
-    transport.tell_s = 0.01
+    transport.done_s = 0.01
     heal(transport, joiner, *sources)
     assert equal(joiner.loaded, group.values) and not gate.is_set()
 

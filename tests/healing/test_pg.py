@@ -127,10 +127,10 @@ def flip(*tags: int, always: bool = False) -> Callable[[int, torch.Tensor], None
 def test_a_whole_state_with_damaged_chunks_asked_for_again(damaged: tuple[int, ...]):
     group, joiner = large(1), large(2)
     source, transport = pair(group, spoil=flip(*damaged))
-    assert not source.is_taken
+    assert not source.is_fully_sent
     heal(source, transport, joiner)
     assert equal(joiner.loaded, group.values)
-    assert source.fence() is Fenced.FREE and source.is_taken and not transport.is_taken
+    assert source.fence() is Fenced.FREE and source.is_fully_sent and not transport.is_fully_sent
 
 
 def test_a_wire_that_always_flips_is_given_up():
@@ -154,7 +154,7 @@ def test_another_shape_is_refused():
     source, transport = pair(large(1, chunks=2), HealConfig(heal_copy_bytes=0, heal_grace_s=600.0))
     with pytest.raises(HealFailed, match="model/weights: they have") as failed:
         heal(source, transport, large(2, chunks=3))
-    assert not failed.value.touched and failed.value.unlike
+    assert not failed.value.touched and failed.value.layout_mismatch
     assert source.fence() is Fenced.FREE
 
 

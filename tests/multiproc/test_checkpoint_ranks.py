@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor
 from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
-from training.checkpoint import CheckpointConfig, Checkpointer, CheckpointFailed, ModelState, OptimizerState, Ranks
+from training.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointFailed,
+    ModelState,
+    OptimizerState,
+    RankCollectives,
+)
 
 EVERY_MODE = pytest.mark.parametrize("async_mode", ["disabled", "async"])
 
@@ -34,7 +41,9 @@ def network() -> nn.Sequential:
 class Run(Trains):
     """A sharded model on this rank, trained by a batch that does not depend on the number of ranks."""
 
-    def __init__(self, folder: Path, *, blank: bool = False, ranks: Ranks | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, *, blank: bool = False, ranks: RankCollectives | None = None, **settings: Any
+    ) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model = network()
         if blank:
@@ -265,7 +274,7 @@ def nodes_without_a_shared_folder(folder: Path) -> str:
     """Each rank has a disk of its own under the same path, as if on another machine."""
     here = folder / str(dist.get_rank())
 
-    class Apart(Ranks):
+    class Apart(RankCollectives):
         def on_rank0(self, work: Callable[[], Any]) -> Any:
             outcome = super().on_rank0(work)
             return here / "checkpoint" / outcome.name if isinstance(outcome, Path) else outcome

@@ -42,14 +42,14 @@ def steps_of(kind: str, keep: bool, dtype: torch.dtype, *, dies: bool, quantized
     for step in range(3):
         for attempt in range(1 + dies):
             group.configure(f"{store}{step}/{attempt}", rank, dist.get_world_size())
-            gradients.open(group, dist.get_world_size())
+            gradients.begin_attempt(group, dist.get_world_size())
             if attempt == 0:
                 model.zero_grad(set_to_none=step != 1)
                 backward(model, gradients, seed=10 * step + rank, dtype=dtype)
             dist.barrier()  # who gives up at once would fail the others while they still connect
             if dies and attempt == 0:
                 lose(group, gradients, launches=rank != 2)
-        gradients.launch([1.0, float(rank)])
+        gradients.launch_tail([1.0, float(rank)])
         assert gradients.wait() == (3.0, 3.0)
         gradients.deliver()
         sums.append(digest([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
@@ -72,14 +72,14 @@ def lose(group: ProcessGroup, gradients: Gradients, *, launches: bool) -> None:
     """Of the members one never launches what is left: no sum of the last bucket comes."""
     if not launches:
         group.interrupt("this member is lost")
-    gradients.launch([1.0, 0.0])
+    gradients.launch_tail([1.0, 0.0])
     dist.barrier()
     group.interrupt("a member is lost")  # as the notice does: a reset connection alone does not wake everybody
     try:
         gradients.wait()
         raise AssertionError("the sums of a lost member came")
     except GroupError:
-        group.abandon("a member is lost", then=gradients.give_up())
+        group.abandon("a member is lost", then=gradients.abandon())
 
 
 def retried(kind: str) -> tuple[list[str], list[str], list[str]]:
@@ -149,7 +149,7 @@ def sharded() -> list[tuple[int, bool]]:
     for step in range(3):
         between.configure(f"{store}{shard}/{step}", mine, 2)
         counting = Counting(between)
-        gradients.open(counting, 2)  # type: ignore[arg-type]
+        gradients.begin_attempt(counting, 2)  # type: ignore[arg-type]
         optimizer.zero_grad(set_to_none=step != 1)
         whole.zero_grad()
         torch.manual_seed(step)
@@ -160,10 +160,10 @@ def sharded() -> list[tuple[int, bool]]:
         overlapped = counting.count
         if step == 2:
             dist.barrier()
-            between.abandon("lost", then=gradients.give_up())
+            between.abandon("lost", then=gradients.abandon())
             between.configure(f"{store}{shard}/again", mine, 2)
-            gradients.open(between, 2)
-        gradients.launch([1.0])
+            gradients.begin_attempt(between, 2)
+        gradients.launch_tail([1.0])
         assert gradients.wait() == (2.0,)
         gradients.deliver()
         whole(inputs.flatten(0, 2)).square().sum().backward()
@@ -213,9 +213,9 @@ def partial_sum() -> str:
     parameter.grad = DTensor.from_local(torch.ones(5), mesh, [Partial()])
     gradients = Gradients()
     gradients.attach([parameter])
-    gradients.open(ProcessGroupDummy(), 1)
+    gradients.begin_attempt(ProcessGroupDummy(), 1)
     try:
-        gradients.launch([1.0])
+        gradients.launch_tail([1.0])
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial
 
 from bench import parity, parity_worker
 from bench.parity_worker import ParityCase, Seen, Task, beside
-from ft.buckets import local_of
+from ft.buckets import to_local
 from models import llama, ops
 from parallelisms import context, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
@@ -64,7 +64,7 @@ def sum_over_tp_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def one_gradient_doubled(patch: pytest.MonkeyPatch) -> None:
     def double(model: Any) -> None:
-        local_of(model.layers["1"].attention.wk.weight.grad).mul_(2)
+        to_local(model.layers["1"].attention.wk.weight.grad).mul_(2)
 
     _after_backward(patch, double)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ft import LighthouseServer
-from ft.buckets import local_of
+from ft.buckets import to_local
 from ft.gradients import Gradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
@@ -47,7 +47,7 @@ class Trained:
     weights: list[str] = field(default_factory=list)  # their digest after each step
     computed: list[int] = field(default_factory=list)  # steps whose forward and backward ran
     sent: list[int] = field(default_factory=list)  # buckets that were on their way before the schedule had run
-    given_up: list[int] = field(default_factory=list)  # generations, by committed steps
+    abandoned: list[int] = field(default_factory=list)  # generations, by committed steps
 
 
 class Counting(ProcessGroupGloo):
@@ -65,31 +65,31 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
 
     def notes(now_s: float, event: m.Event, out: m.Out) -> None:
         if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):
-            seen.given_up.append(manager.step)
+            seen.abandoned.append(manager.step)
 
     config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
     options = ManagerOptions(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
-    manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), seen=notes)
+    manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), observer=notes)
     parallel = pipeline(schedule)
     parameters = [parameter for part in parallel.parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.02)
     manager.attach(parallel.parts)
     try:
         while manager.step < STEPS:
-            deal = manager.begin_step(until=STEPS)
-            for slot in deal.slots:
-                seen.computed.append(deal.step)
+            assignment = manager.begin_step(until=STEPS)
+            for slot in assignment.slots:
+                seen.computed.append(assignment.step)
                 before = between.count
                 forward_backward(manager, parallel, slot)
                 seen.sent.append(between.count - before)
             if failures:  # a rank that heard of one before it has computed would give its slots back: another case
-                all_here(store.underlying_store, f"{lighthouse}/{deal.step}")
-            fail(manager, failures.get(deal.step, ""), first=(name, group_rank) == ("a", 0))
-            commit = manager.commit(manager.reduce([1.0] * len(deal.slots), 1.0, True))
+                all_here(store.underlying_store, f"{lighthouse}/{assignment.step}")
+            fail(manager, failures.get(assignment.step, ""), first=(name, group_rank) == ("a", 0))
+            commit = manager.commit(manager.reduce([1.0] * len(assignment.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
             optimizer.step()
             optimizer.zero_grad()
-            seen.weights.append(digest([local_of(parameter.detach()) for parameter in parameters]))
+            seen.weights.append(digest([to_local(parameter.detach()) for parameter in parameters]))
     finally:
         manager.close()
     return seen
@@ -133,12 +133,12 @@ def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> Non
 
 def fail(manager: Manager, how: str, *, first: bool) -> None:
     """The attempt whose forward and backward have run comes to nothing, so that no group holds its sums."""
-    wait, attempt = manager.gradients.wait, manager.machine.at
+    wait, attempt = manager.gradients.wait, manager.machine.attempt_id
 
     def in_vain() -> tuple[float, ...]:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
-        if manager.machine.at == attempt:  # else others failed first, and this rank voted no without a wait
+        if manager.machine.attempt_id == attempt:  # else others failed first, and this rank voted no without a wait
             raise GroupError("the connection broke behind the last byte")
         return tail
 
@@ -162,7 +162,7 @@ def test_a_step_of_a_pipeline_that_is_tried_again_has_the_same_bits(pool: Pool, 
     for calm, tried in zip(*runs, strict=True):
         assert tried.weights == calm.weights and len(set(calm.weights)) == STEPS
         assert tried.computed == calm.computed == list(range(STEPS)), "what was computed is kept"
-        assert not calm.given_up and tried.given_up == list(FAILURES)
+        assert not calm.abandoned and tried.abandoned == list(FAILURES)
         assert min(calm.sent) > 1, "some buckets go while the schedule runs, so a failure finds them on their way"
     for rank in (0, 1):
         assert runs[1][rank].weights == runs[1][rank + 2].weights, "both groups"

@@ -7,7 +7,7 @@
 
 `python -m tests.protocol.play FILE...` writes the outcomes anew; read the difference before you commit it. Commands: the methods of
 LighthousePlayer, GroupPlayer and RankPlayer. Words of a command are positional arguments or name=value, as literals of Python; `a:1,b:1`
-is a tuple of ids, `layout:1,lr:1` a shape.
+is a tuple of ids, `layout:1,lr:1` a fingerprint.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.group import Group, GroupConfig
-from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
+from ft.protocol.group import GroupConfig, GroupMachine
+from ft.protocol.lighthouse import LighthouseConfig, LighthouseMachine
 from ft.protocol.messages import Member
-from ft.protocol.step import Ledger, Step, StepConfig
+from ft.protocol.step import Ledger, StepConfig, StepMachine
 
 HERE = Path(__file__).parent
 TIMES = {field.name for field in dataclasses.fields(m.Times)}
@@ -102,7 +102,7 @@ def words_of(line: str) -> tuple[str, list[Any], dict[str, Any]]:
     positional, named = list[Any](), dict[str, Any]()
     for word in words:
         key, equals, text = word.partition("=") if re.match(r"\w+=", word) else ("", "", word)
-        if key == "shape":
+        if key == "fingerprint":
             value: Any = tuple(tuple(pair.split(":")) for pair in text.split(","))
         elif "," in text and text[0] not in "({'\"":
             value = tuple(filter(None, text.split(",")))
@@ -176,7 +176,7 @@ class LighthousePlayer(Player):
         super().__init__()
         self.kind: Any = kind
         start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
-        self.machine = Lighthouse(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
+        self.machine = LighthouseMachine(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
         self.asked: dict[str, int] = {}  # the number of each group's newest question
         self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
@@ -200,7 +200,7 @@ class LighthousePlayer(Player):
 
     def call(self, *names: str, step: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
         """Each asks for a quorum."""
-        calls = ("known", "failed", "blame", "shape", "number")
+        calls = ("known", "failed", "blame", "fingerprint", "number")
         fields = {key: more.pop(key) for key in list(more) if key not in calls}
         for name in names:
             commit: dict[str, Any] = {}
@@ -291,7 +291,7 @@ class GroupPlayer(Player):
         self, size: int = 2, *, joined: bool = False, terms: dict[str, Any] | None = None, **config: Any
     ) -> None:
         super().__init__()
-        self.machine = Group(GroupConfig("a:1", size, "http://a", "store-a", **config), 0.0)
+        self.machine = GroupMachine(GroupConfig("a:1", size, "http://a", "store-a", **config), 0.0)
         for rank in range(size):
             self.say(m.RankStream(rank, True))
         if joined:
@@ -345,7 +345,7 @@ class RankPlayer(Player):
 
     def __init__(self, *, slots_per_step: int = 0, **config: Any) -> None:
         super().__init__()
-        self.machine = Step(StepConfig(**config), Ledger(8, slots_per_step))
+        self.machine = StepMachine(StepConfig(**config), Ledger(8, slots_per_step))
         # quorum_id, attempt, step of the newest vote of each kind, and sums
         self.keys: dict[str, tuple[int, int, int]] = {}
 
@@ -393,7 +393,7 @@ class RankPlayer(Player):
             "sources": (m.Source(1, "http://b"),) if heal else (),
             "recover_dst_replica_ranks": (),
             "participants": tuple(member for member in members if member != "a:1") if heal else members,
-            "dealt": 0,
+            "assigned": 0,
         }
         self.say(m.QuorumResult(quorum_id, "job", "a:1", heal=heal, **{**fields, **more}))
 
@@ -451,17 +451,17 @@ class RankPlayer(Player):
 
     def state(self) -> tuple[str, ...]:
         machine, ledger = self.machine, self.machine.ledger
-        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in ledger.pending.items())
+        slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in ledger.assignment.items())
         held = "void" if machine.void else f"step {machine.step}"
         return machine.phase.name.lower(), held, f"slots {slots or 'none'}", f"holes {ledger.holes or 'none'}"
 
 
 def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
-    """Step.state_dict() of a source at that step."""
-    source = Step(StepConfig(), Ledger(8))
+    """StepMachine.state_dict() of a source at that step."""
+    source = StepMachine(StepConfig(), Ledger(8))
     source.step, source.commit_id, source.commit_quorum_id = step, f"c{step}", 1
     source.ledger.position = 80
-    source.ledger.deal(("b:1",) * pending)
+    source.ledger.assign(("b:1",) * pending)
     return source.state_dict()
 
 
@@ -469,12 +469,12 @@ def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:
 
 
 def formed(
-    names: str, kind: str = "pharos", *, waits: str = "", lost: str = "", shape: m.Shape = (), **config: Any
+    names: str, kind: str = "pharos", *, waits: str = "", lost: str = "", fingerprint: m.Fingerprint = (), **config: Any
 ) -> LighthousePlayer:
     """A job whose members are `names`, all at step 0 of one quorum. Since then `waits` have called, and wait to come in; the connections of
     `lost` broke."""
     player = LighthousePlayer(kind, **{**config, "min_replicas": len(names)})
-    player.call(*names, shape=shape)
+    player.call(*names, fingerprint=fingerprint)
     player.config(**{"min_replicas": 1, **config})
     player.call(*waits)
     for name in lost:
@@ -559,7 +559,9 @@ def play(lines: list[str]) -> list[str]:
         if name in STARTS:
             before = player if isinstance(player, LighthousePlayer) else None
             if name == "restart" and before:
-                named["saved"] = m.Saved.from_dict(json.loads(json.dumps(dataclasses.asdict(before.machine.saved))))
+                named["saved"] = m.PersistentState.from_dict(
+                    json.loads(json.dumps(dataclasses.asdict(before.machine.saved)))
+                )
             player = STARTS[name](*given, **named)
             if before and isinstance(player, LighthousePlayer):
                 player.running = before.machine.quorum or before.running

@@ -14,72 +14,72 @@ from ft.protocol.step import Ledger
 
 def test_slots_are_dealt_in_the_order_of_the_groups():
     ledger = Ledger(slot_size=8)
-    assert ledger.deal(("a", "b", "c")) == {0: "a", 8: "b", 16: "c"}
+    assert ledger.assign(("a", "b", "c")) == {0: "a", 8: "b", 16: "c"}
     assert ledger.position == 0  # nothing is taken before the commit
 
 
 def test_a_retry_keeps_the_deal_and_the_dead_groups_slot_becomes_a_hole():
     ledger = Ledger(8)
-    ledger.deal(("a", "b", "c"))
-    assert ledger.deal(("a", "c")) == {0: "a", 8: "b", 16: "c"}
+    ledger.assign(("a", "b", "c"))
+    assert ledger.assign(("a", "c")) == {0: "a", 8: "b", 16: "c"}
     contributed, exhausted = ledger.commit((10, 0, 10))
     assert (contributed, exhausted) == ((0, 16), ())
     assert ledger.holes == [8]
-    assert ledger.deal(("a", "c")) == {8: "a", 24: "c"}  # holes first, then new positions
+    assert ledger.assign(("a", "c")) == {8: "a", 24: "c"}  # holes first, then new positions
 
 
 def test_with_a_number_of_slots_per_step_they_are_dealt_in_turns():
     ledger = Ledger(8, slots_per_step=4)
-    assert ledger.deal(("a", "b", "c")) == {0: "a", 8: "b", 16: "c", 24: "a"}
+    assert ledger.assign(("a", "b", "c")) == {0: "a", 8: "b", 16: "c", 24: "a"}
     ledger.drop()
-    assert ledger.deal(("a", "b", "c", "d", "e")) == {0: "a", 8: "b", 16: "c", 24: "d"}  # e stands by
+    assert ledger.assign(("a", "b", "c", "d", "e")) == {0: "a", 8: "b", 16: "c", 24: "d"}  # e stands by
     assert ledger.slot_count(5) == 4
 
 
 def test_the_slots_of_who_is_gone_go_to_those_with_the_fewest_and_all_others_stay():
     ledger = Ledger(8, slots_per_step=5)
-    ledger.deal(("a:1", "b:1", "c:1", "d:1"))
-    ledger.redeal(("b:1.2", "c:1", "d:1"))  # b was lost and is back, the same process; a had two
-    assert ledger.pending == {0: "b:1.2", 8: "b:1", 16: "c:1", 24: "d:1", 32: "c:1"}
-    before = ledger.deal_id
-    ledger.redeal(("b:1.2", "c:1", "d:1"))
-    assert ledger.deal_id == before
-    ledger.redeal(("d:1", "e:1"))
-    assert ledger.pending == {0: "e:1", 8: "d:1", 16: "e:1", 24: "d:1", 32: "d:1"}
+    ledger.assign(("a:1", "b:1", "c:1", "d:1"))
+    ledger.reassign(("b:1.2", "c:1", "d:1"))  # b was lost and is back, the same process; a had two
+    assert ledger.assignment == {0: "b:1.2", 8: "b:1", 16: "c:1", 24: "d:1", 32: "c:1"}
+    before = ledger.assignment_id
+    ledger.reassign(("b:1.2", "c:1", "d:1"))
+    assert ledger.assignment_id == before
+    ledger.reassign(("d:1", "e:1"))
+    assert ledger.assignment == {0: "e:1", 8: "d:1", 16: "e:1", 24: "d:1", 32: "d:1"}
 
 
 def test_without_a_number_of_slots_per_step_nothing_is_dealt_again():
     ledger = Ledger(8)
-    ledger.deal(("a", "b"))
-    ledger.redeal(("a",))
-    assert ledger.pending == {0: "a", 8: "b"}
+    ledger.assign(("a", "b"))
+    ledger.reassign(("a",))
+    assert ledger.assignment == {0: "a", 8: "b"}
 
 
 def test_more_open_holes_than_a_step_has_slots_come_in_their_order():
     ledger = Ledger(8)
-    ledger.deal(("a", "b", "c", "d"))
+    ledger.assign(("a", "b", "c", "d"))
     ledger.commit((0, 0, 0, 10))
     resumed = Ledger(8, slots_per_step=2)
-    resumed.load_state_dict(ledger.state_dict(), keep_deal=False)
-    assert resumed.deal(("a",)) == {0: "a", 8: "a"}
+    resumed.load_state_dict(ledger.state_dict(), keep_assignment=False)
+    assert resumed.assign(("a",)) == {0: "a", 8: "a"}
     resumed.commit((10, 10))
-    assert resumed.deal(("a",)) == {16: "a", 32: "a"}
+    assert resumed.assign(("a",)) == {16: "a", 32: "a"}
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 31), min_size=1, max_size=3), max_size=20))
 def test_a_steps_slots_do_not_depend_on_who_is_there(history: list[list[int]]):
-    """Each step is dealt, and dealt again, to any groups; those that are left have every slot."""
+    """Each step is assigned, and assigned again, to any groups; those that are left have every slot."""
     ledger = Ledger(8, slots_per_step=3)
     for step, attempts in enumerate(history):
         for number, there in enumerate(attempts):
             groups = tuple(f"g{i}:1" for i in range(5) if there >> i & 1)
             if number:
-                ledger.redeal(groups)
+                ledger.reassign(groups)
             else:
-                ledger.deal(groups)
-            assert list(ledger.pending) == [8 * (3 * step + place) for place in range(3)]
-            assert set(ledger.pending.values()) <= set(groups)
+                ledger.assign(groups)
+            assert list(ledger.assignment) == [8 * (3 * step + place) for place in range(3)]
+            assert set(ledger.assignment.values()) <= set(groups)
         ledger.commit([10.0] * 3)
         assert ledger.holes == []
 
@@ -87,7 +87,7 @@ def test_a_steps_slots_do_not_depend_on_who_is_there(history: list[list[int]]):
 def test_a_deal_that_is_dropped_never_was():
     ledger = Ledger(8)
     before = ledger.state_dict()
-    ledger.deal(("a", "b"))
+    ledger.assign(("a", "b"))
     ledger.drop()
     assert ledger.state_dict() == before
 
@@ -95,35 +95,37 @@ def test_a_deal_that_is_dropped_never_was():
 def test_the_third_time_a_slot_is_of_no_use():
     ledger = Ledger(8)
     for time in (1, 2, 3):
-        ledger.deal(("a", "b"))
+        ledger.assign(("a", "b"))
         _, exhausted = ledger.commit((UNABLE, 10))
         assert exhausted == ((0,) if time == 3 else ())
     assert ledger.holes == [0]
-    ledger.deal(("a", "b"))
+    ledger.assign(("a", "b"))
     ledger.commit((UNABLE, 10), skip=True)
     assert (ledger.holes, ledger.skipped) == ([], [0])
 
 
 def test_a_checkpoint_does_not_know_how_many_groups_there_were():
     ledger = Ledger(8)
-    ledger.deal(("a", "b", "c"))
+    ledger.assign(("a", "b", "c"))
     ledger.commit((10, 0, 10))
-    ledger.deal(("a", "b"))
+    ledger.assign(("a", "b"))
     resumed = Ledger(8)
-    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), keep_deal=False)
-    assert resumed.deal(("x",)) == {8: "x"}
+    resumed.load_state_dict(json.loads(json.dumps(ledger.state_dict())), keep_assignment=False)
+    assert resumed.assign(("x",)) == {8: "x"}
     healed = Ledger(8)
     healed.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    assert healed.pending == ledger.pending and healed.deal_id == ledger.deal_id != resumed.deal_id
+    assert (
+        healed.assignment == ledger.assignment and healed.assignment_id == ledger.assignment_id != resumed.assignment_id
+    )
 
 
 def test_another_slot_size_goes_on_at_the_same_sequence():
     ledger = Ledger(8)
-    ledger.deal(("a", "b"))
+    ledger.assign(("a", "b"))
     ledger.commit((0, 10))
     smaller = Ledger(4)
     smaller.load_state_dict(ledger.state_dict())
-    assert smaller.deal(("a", "b", "c")) == {0: "a", 4: "b", 16: "c"}
+    assert smaller.assign(("a", "b", "c")) == {0: "a", 4: "b", 16: "c"}
     with pytest.raises(
         ValueError, match="a slot of 3 sequences does not divide the 1 open ones of 8; nearest: 2 sequences"
     ):
@@ -133,16 +135,16 @@ def test_another_slot_size_goes_on_at_the_same_sequence():
 def test_the_state_of_a_job_without_fault_tolerance_is_taken_up():
     ledger = Ledger(8)
     ledger.load_state_dict({"step": 3, "position": 24})
-    assert ledger.deal(("a",)) == {24: "a"}
+    assert ledger.assign(("a",)) == {24: "a"}
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 31), st.booleans()), max_size=40))
 def test_every_slot_is_in_exactly_one_commit(history: list[tuple[int, int, bool]]):
-    """Any numbers of groups, any subsets that contribute, deals dropped at any time."""
+    """Any numbers of groups, any subsets that contribute, assignments dropped at any time."""
     ledger, done = Ledger(8), []
     for groups, contributes, dropped in history:
-        slots = ledger.deal(tuple(f"g{i}" for i in range(groups)))
+        slots = ledger.assign(tuple(f"g{i}" for i in range(groups)))
         if dropped:
             ledger.drop()
             continue

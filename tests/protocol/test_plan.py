@@ -82,7 +82,7 @@ def test_spares_are_dealt_nothing():
 
 
 def test_holders_of_different_deals_make_a_new_one():
-    same = quorum(1, 1, dealt=3, deal_id="x")
-    assert plan(same, "a:1", 0).dealt == 3
+    same = quorum(1, 1, assigned=3, assignment_id="x")
+    assert plan(same, "a:1", 0).assigned == 3
     mixed = Quorum(1, (same.members[0], Member("b:1", step=1, commit_id="c1")), same.reference)
-    assert plan(mixed, "a:1", 0).dealt == 0
+    assert plan(mixed, "a:1", 0).assigned == 0

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ft.protocol import messages as m
 from ft.protocol.compare import find_divergent, in_tail
-from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.lighthouse import LighthouseMachine
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
-from ft.protocol.rules import reference_state, shape_mismatches, smallest_cover
+from ft.protocol.rules import fingerprint_mismatches, reference_state, smallest_cover
 from tests.counting import counting
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
@@ -25,7 +25,7 @@ from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, forme
 
 
 @pytest.mark.parametrize(
-    ("shapes", "holders", "found"),
+    ("fingerprints", "holders", "found"),
     [
         ("aaa", (), {}),
         ("aab", (), {2: ["lr"]}),
@@ -35,20 +35,20 @@ from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, forme
         ("a a", (), {}),  # who says nothing differs in nothing
     ],
 )
-def test_shape_mismatches(shapes: str, holders: tuple[int, ...], found: dict[int, list[str]]):
-    said = [(("layout", "1"), *([("lr", lr)] if lr != " " else [])) for lr in shapes]
-    assert shape_mismatches(said, holders) == found
+def test_fingerprint_mismatches(fingerprints: str, holders: tuple[int, ...], found: dict[int, list[str]]):
+    said = [(("layout", "1"), *([("lr", lr)] if lr != " " else [])) for lr in fingerprints]
+    assert fingerprint_mismatches(said, holders) == found
 
 
 def test_a_state_file_without_a_layout_gets_the_first_members():
     """Of an earlier version."""
     ours, other = (("layout", "1"), ("lr", "1")), (("layout", "2"), ("lr", "1"))
-    data = asdict(formed("ab", shape=ours).machine.saved)
-    del data["quorum"]["shape"]
-    again = LighthousePlayer(saved=m.Saved.from_dict(data))
-    again.call("d", shape=other)
+    data = asdict(formed("ab", fingerprint=ours).machine.saved)
+    del data["quorum"]["fingerprint"]
+    again = LighthousePlayer(saved=m.PersistentState.from_dict(data))
+    again.call("d", fingerprint=other)
     again.effects = []
-    again.call("a", known=1, shape=ours)
+    again.call("a", known=1, fingerprint=ours)
     assert m.Refuse("d:1", "FAILED_PRECONDITION", "d:1 has another layout than the job") in again.effects
 
 
@@ -84,7 +84,7 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
     """The job was restored from step 90; b, of the history before, heals; and the lighthouse that knew is started anew."""
     a = Member("a:1", step=92, commit_id="c92", commit_quorum_id=6)
     b = Member("b:1", step=100, commit_id="old", commit_quorum_id=5)
-    saved = m.Saved("job", 7, 92, "pharos", m.Quorum(7, (a, b), (92, 6, "c92"), "job"), m.Terms())
+    saved = m.PersistentState("job", 7, 92, "pharos", m.Quorum(7, (a, b), (92, 6, "c92"), "job"), m.Terms())
     player = LighthousePlayer(saved=saved)
     player.say(m.Report("b:1", m.VOID, 5, settled=99))
     player.say(m.Report("a:1", 93, 7, settled=92))
@@ -95,8 +95,8 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
 
 
 def test_a_state_file_holds_all_that_the_lighthouse_saves():
-    saved = formed("abc", shape=(("layout", "1"),)).machine.saved
-    assert m.Saved.from_dict(json.loads(json.dumps(asdict(saved)))) == saved
+    saved = formed("abc", fingerprint=(("layout", "1"),)).machine.saved
+    assert m.PersistentState.from_dict(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 # ------------------------------------------------------------------------------------------------ timeouts
@@ -305,11 +305,13 @@ def test_the_counts_that_the_rules_look_at_are_those_of_a_count_anew(said: list[
         player.now_s += pause_s
         player.say(event)
         roster = player.machine.roster
-        sets = [set(x) for x in (roster.previous, roster.present, roster.missing, roster.heirs, roster.shrinkers)]
+        sets = [
+            set(x) for x in (roster.previous, roster.present, roster.missing, roster.previous_holders, roster.shrinkers)
+        ]
         assert [roster.candidates, *sets, roster.healthy(), len(roster.reachable)] == counted_anew(player.machine)
 
 
-def counted_anew(machine: Lighthouse) -> list[Any]:
+def counted_anew(machine: LighthouseMachine) -> list[Any]:
     roster = machine.roster
     alive = {i: peer for i, peer in roster.peers.items() if i in roster.order and i not in roster.sitting}
     calls = {i: peer.call.member for i, peer in alive.items() if peer.call}
@@ -323,7 +325,7 @@ def counted_anew(machine: Lighthouse) -> list[Any]:
         calls,
         previous,
         calls.keys() & previous,
-        previous - calls.keys() - roster.gone - roster.sitting.keys(),
+        previous - calls.keys() - roster.left_cleanly - roster.sitting.keys(),
         {i for i in calls.keys() & of_them if not calls[i].void},
         {i for i in calls.keys() & (previous | theirs) if calls[i].shrink_only},
         len(healthy) + len(returning),
@@ -336,11 +338,11 @@ def test_a_round_of_a_thousand_groups_looks_at_each_a_few_times():
     reason to wait."""
     names = [f"{i:04d}" for i in range(1000)]
     player = LighthousePlayer(min_replicas=1000)
-    with counting(Roster.place, reference_state) as calls:
+    with counting(Roster.update_sets, reference_state) as calls:
         player.call(*names)
         player.call(*names, known=1, failed=True, step=1)
     assert player.machine.quorum.quorum_id == 2
-    assert calls["place"] <= 10 * 2 * len(names) and calls["reference_state"] == 2
+    assert calls["update_sets"] <= 10 * 2 * len(names) and calls["reference_state"] == 2
 
 
 def test_memory_is_bounded_under_churn():

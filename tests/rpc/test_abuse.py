@@ -441,7 +441,9 @@ def test_the_token_is_compared_whole_and_in_constant_time():
 def test_who_waits_when_it_stops_is_told():
     """And nobody is lost by it: the ends of their streams are the server's doing. Its port is free again."""
     events: list[m.Event] = []
-    lighthouse = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, seen=lambda _, event, out: events.append(event))
+    lighthouse = LighthouseServer(
+        "127.0.0.1:0", 2, quorum_tick_ms=10, observer=lambda _, event, out: events.append(event)
+    )
     wire = Wire(lighthouse.address())
     call = wire.pharos(m.Call(m.Member("a:1")))
     stream = Stream(wire, "b:1")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.group import Group, GroupConfig, plan
+from ft.protocol.group import GroupConfig, GroupMachine, plan
 from ft.rpc import codec
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 
@@ -130,14 +130,14 @@ def test_a_reason_is_sent_as_it_can_be_read(reason: str):
     vote = m.Vote(0, "commit", 1, 0, 0, "failed", reason=reason)
     read = codec.from_bytes(m.Vote, codec.to_message(vote).SerializeToString())
     assert read.reason == reason[: codec.MAX_REASON].replace("\udce9", "?")
-    machine = Group(GroupConfig("a:1", 1), 0.0)
+    machine = GroupMachine(GroupConfig("a:1", 1), 0.0)
     machine.handle(m.RankCall(0, m.Member("")), 0.0)
     machine.handle(m.LighthouseAnswered(m.Quorum(1, (m.Member("a:1"),))), 0.0)
     [outcome] = [x.outcome for x in machine.handle(read, 0.0).effects if isinstance(x, m.AnswerVote)]
     assert codec.from_bytes(m.Outcome, codec.to_message(outcome).SerializeToString()).verdict == "failed"
     notice = codec.notice_message(m.GenerationAborted(1, f"lost ({reason}): returning"))
     assert codec.notice_from(notice).reason.startswith("lost (")
-    assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_WORDS]
+    assert codec.happened_message("commit", 1, reason).text == read.reason[: codec.MAX_LINE]
 
 
 def test_a_quorum_whose_state_nobody_holds_is_not_believed():
@@ -157,7 +157,7 @@ def test_a_rank_can_read_what_the_lighthouse_has_taken():
 
 
 def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:
-    state = {"step": step, "commit_quorum_id": 3, "commit_id": f"c{step}", "dealt": 2, "deal_id": f"d{step}"}
+    state = {"step": step, "commit_quorum_id": 3, "commit_id": f"c{step}", "assigned": 2, "assignment_id": f"d{step}"}
     ours = tuple(m.Member(f"{name}:1", f"http://{name}", **state, **same) for name in names)  # type: ignore[arg-type]
     return m.Quorum(4, ours, (step, 3, f"c{step}"), "epoch", (("layout", "1"),))
 
@@ -179,11 +179,14 @@ def test_another_layout_has_another_roster():
     """Whoever holds the short answer's roster must report the job's own layout to the next lighthouse."""
     quorum = _quorum(7)
     roster = codec.StaticQuorum.of(quorum)
-    other = replace(quorum, shape=(("layout", "2"),))
-    assert codec.StaticQuorum.of(other).id != roster.id and codec.StaticQuorum.of(other, roster).shape == other.shape
+    other = replace(quorum, fingerprint=(("layout", "2"),))
+    assert (
+        codec.StaticQuorum.of(other).id != roster.id
+        and codec.StaticQuorum.of(other, roster).fingerprint == other.fingerprint
+    )
 
 
-@pytest.mark.parametrize("change", [{"step": 8}, {"commit_id": "x"}, {"dealt": 1}, {"deal_id": "x"}])
+@pytest.mark.parametrize("change", [{"step": 8}, {"commit_id": "x"}, {"assigned": 1}, {"assignment_id": "x"}])
 def test_members_that_differ_have_no_short_form(change: dict[str, object]):
     quorum = _quorum(7)
     odd = replace(quorum.members[1], **change)  # type: ignore[arg-type]
@@ -201,8 +204,8 @@ def test_what_is_no_message_or_no_known_word_is_told():
         codec.quorum_from(codec.to_message(_quorum(1, names="ba")))
     with pytest.raises(ValueError, match="world size"):
         codec.quorum_from(codec.to_message(_quorum(1, world_size=1 << 40)))
-    with pytest.raises(ValueError, match="a shape of 257 digests"):
-        codec.quorum_from(codec.to_message(replace(_quorum(1), shape=(("layout", "1"),) * 257)))
+    with pytest.raises(ValueError, match="a fingerprint of 257 digests"):
+        codec.quorum_from(codec.to_message(replace(_quorum(1), fingerprint=(("layout", "1"),) * 257)))
 
 
 def test_the_generated_modules_are_of_these_proto_files():

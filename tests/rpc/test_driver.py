@@ -107,7 +107,7 @@ def test_ticks_come_until_it_is_cancelled_and_after_a_stop_what_arrived_meanwhil
             if seen.count(m.Tick()) == 3:
                 enough.set()
 
-        driver = Driver(Echo(), {Say: lambda e: None}, tick_s=0.001, clock=clock, seen=see)
+        driver = Driver(Echo(), {Say: lambda e: None}, tick_s=0.001, clock=clock, observer=see)
         running = asyncio.ensure_future(driver.run())
         if stopped_s:
             asyncio.get_running_loop().call_later(0.005, driver.feed, m.Beat("a"))
@@ -121,7 +121,7 @@ def test_ticks_come_until_it_is_cancelled_and_after_a_stop_what_arrived_meanwhil
 # ------------------------------------------------------------------------------------------------ the state file
 
 MEMBER = m.Member("a:1", reconfigure_handles=("x",), restored=0)
-SAVED = m.Saved("epoch", 4, 3, "pharos", m.Quorum(4, (MEMBER,), (3, 2, "c"), "epoch"))
+SAVED = m.PersistentState("epoch", 4, 3, "pharos", m.Quorum(4, (MEMBER,), (3, 2, "c"), "epoch"))
 
 
 def test_what_was_written_is_read(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
     """Or it would end the lighthouse, at its start or at the first call."""
     path = tmp_path / "state.json"
     quorum = m.Quorum(1, (m.Member("a:1", step=2, restored=0),), (2, 1, "c"), "e", (("layout", "x"),))
-    saved = m.Saved("e", 7, 2, "pharos", quorum, m.Terms(takeover_s=None))
+    saved = m.PersistentState("e", 7, 2, "pharos", quorum, m.Terms(takeover_s=None))
     for good in (saved, replace(saved, quorum=None, terms=None)):
         state_file.write(path, good)
         assert state_file.read(path) == good
@@ -182,12 +182,12 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
 def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any], **options: Any) -> None:
     async def run() -> None:
         owner = state_file.take_over(path) if path.parent.exists() else ""
-        keeper = state_file.StateFileWriter(path, owner)
+        state_writer = state_file.StateFileWriter(path, owner)
         for name, value in options.items():
-            assert hasattr(keeper, name), name
-            setattr(keeper, name, value)
-        await story(keeper)
-        await keeper.close()
+            assert hasattr(state_writer, name), name
+            setattr(state_writer, name, value)
+        await story(state_writer)
+        await state_writer.close()
 
     asyncio.run(run())
 
@@ -195,11 +195,11 @@ def _keep(path: Path, story: Callable[[state_file.StateFileWriter], Any], **opti
 def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
+    async def story(state_writer: state_file.StateFileWriter) -> None:
         five = replace(SAVED, last_id=5)
         others = (replace(five, settled=1), replace(five, epoch="other"), replace(five, epoch="other", kind="torchft"))
         for saved in (SAVED, five, *others):
-            written = keeper.keep(saved)
+            written = state_writer.keep(saved)
             assert written is not None
             await written
             assert state_file.read(path) == saved
@@ -210,10 +210,10 @@ def test_a_new_id_is_on_disk_before_what_follows(tmp_path: Path):
 def test_the_same_id_is_written_later_and_at_the_latest_at_the_end(tmp_path: Path):
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
-        await (keeper.keep(SAVED) or asyncio.sleep(0))
-        assert keeper.keep(replace(SAVED, settled=8)) is None
-        assert keeper.keep(replace(SAVED, settled=9)) is None
+    async def story(state_writer: state_file.StateFileWriter) -> None:
+        await (state_writer.keep(SAVED) or asyncio.sleep(0))
+        assert state_writer.keep(replace(SAVED, settled=8)) is None
+        assert state_writer.keep(replace(SAVED, settled=9)) is None
         assert state_file.read(path) == SAVED
 
     _keep(path, story)
@@ -270,14 +270,14 @@ def test_who_starts_on_a_read_only_disk_takes_over_when_it_can_write(tmp_path: P
     async def starts() -> None:
         options = LighthouseOptions(LighthouseConfig(), [Endpoint("127.0.0.1", 0)], state=path)
         async with serve(options, writer=Writer) as (service, _):
-            assert service.keeper is not None and "Read-only" in service.keeper.trouble
-            waits = service.keeper.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
+            assert service.state_writer is not None and "Read-only" in service.state_writer.trouble
+            waits = service.state_writer.keep(replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1))
             assert waits is not None
             await asyncio.sleep(0.01)
             assert not waits.done() and state_file.read(path) == SAVED
             writable.set()
             await waits
-            assert not service.keeper.trouble
+            assert not service.state_writer.trouble
             with pytest.raises(state_file.TakenOver):
                 state_file.write(path, SAVED, first)
 
@@ -290,28 +290,28 @@ def test_who_could_not_take_over_goes_on_from_no_file_that_was_anothers_since(tm
         state_file.write(path, SAVED, first := state_file.take_over(path))
 
         async def story(late: bool = late, first: str = first) -> None:
-            keeper = state_file.StateFileWriter(path, "", SAVED, trouble=str(READ_ONLY))
+            state_writer = state_file.StateFileWriter(path, "", SAVED, trouble=str(READ_ONLY))
             other = first if late else state_file.take_over(path)
             state_file.write(path, replace(SAVED, last_id=9), other)
             with pytest.raises(state_file.TakenOver):
-                await (keeper.keep(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
-            await keeper.close()
+                await (state_writer.keep(replace(SAVED, last_id=SAVED.last_id + 5000)) or asyncio.sleep(0))
+            await state_writer.close()
 
         asyncio.run(story())
 
 
 def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path):
-    path, hangs, late = tmp_path / "state.json", threading.Event(), list[m.Saved]()
+    path, hangs, late = tmp_path / "state.json", threading.Event(), list[m.PersistentState]()
 
-    def writes(path: Path, saved: m.Saved, owner: str = "") -> None:
+    def writes(path: Path, saved: m.PersistentState, owner: str = "") -> None:
         late.append(saved)
         assert len(late) == 1 or hangs.wait(30)
         state_file.write(path, saved, owner)
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
-        await (keeper.keep(SAVED) or asyncio.sleep(0))
+    async def story(state_writer: state_file.StateFileWriter) -> None:
+        await (state_writer.keep(SAVED) or asyncio.sleep(0))
         for settled in range(4, 40):
-            keeper.keep(replace(SAVED, settled=settled))
+            state_writer.keep(replace(SAVED, settled=settled))
             while len(late) < 2:
                 await asyncio.sleep(0.001)
             for _ in range(3):
@@ -325,15 +325,15 @@ def test_what_may_wait_does_not_pile_up_before_a_disk_that_hangs(tmp_path: Path)
 def test_a_disk_that_refuses_holds_back_what_follows_until_it_does_not(tmp_path: Path):
     folder = tmp_path / "gone"
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
-        written = keeper.keep(SAVED)
+    async def story(state_writer: state_file.StateFileWriter) -> None:
+        written = state_writer.keep(SAVED)
         assert written is not None
-        while not keeper.trouble:
+        while not state_writer.trouble:
             await asyncio.sleep(0.001)
-        assert not written.done() and "No such file" in keeper.trouble
+        assert not written.done() and "No such file" in state_writer.trouble
         folder.mkdir()
         await written
-        assert not keeper.trouble and state_file.read(folder / "state.json") == SAVED
+        assert not state_writer.trouble and state_file.read(folder / "state.json") == SAVED
 
     _keep(folder / "state.json", story, pace_s=SOON)
 
@@ -344,27 +344,27 @@ def test_a_disk_that_fails_holds_back_no_quorum_whose_id_is_reserved(tmp_path: P
     path, goes_on = tmp_path / "state.json", threading.Event()
     goes_on.set()
 
-    def fails(path: Path, saved: m.Saved, owner: str = "") -> None:
+    def fails(path: Path, saved: m.PersistentState, owner: str = "") -> None:
         if not goes_on.is_set() and failing == "full":
             raise OSError(28, "No space left on device")
         assert goes_on.wait(50)
         state_file.write(path, saved, owner)
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
-        await (keeper.keep(SAVED) or asyncio.sleep(0))
+    async def story(state_writer: state_file.StateFileWriter) -> None:
+        await (state_writer.keep(SAVED) or asyncio.sleep(0))
         goes_on.clear()
         for number in (1, 2, state_file.RESERVED):
-            await asyncio.wait_for(keeper.keep(replace(SAVED, last_id=SAVED.last_id + number)), 50)
+            await asyncio.wait_for(state_writer.keep(replace(SAVED, last_id=SAVED.last_id + number)), 50)
         found = state_file.read(path)
         assert found == SAVED and state_file.reserved(found).last_id == SAVED.last_id + state_file.RESERVED
         one_more = replace(SAVED, last_id=SAVED.last_id + state_file.RESERVED + 1)
-        waits = keeper.keep(one_more)
+        waits = state_writer.keep(one_more)
         assert waits is not None
         await asyncio.sleep(0.05)
         assert not waits.done(), "an id that nothing reserves is on disk before it is answered"
         goes_on.set()
         await asyncio.wait_for(waits, 50)
-        assert state_file.read(path) == one_more and not keeper.trouble
+        assert state_file.read(path) == one_more and not state_writer.trouble
 
     _keep(path, story, write_file=fails, pace_s=SOON)
 
@@ -376,10 +376,10 @@ def test_one_that_was_stopped_in_a_write_takes_no_id_back(tmp_path: Path):
     for stopped_at in count():
         path = tmp_path / str(stopped_at) / "state.json"
         path.parent.mkdir()
-        first, went_on = state_file.take_over(path), list[m.Saved]()
+        first, went_on = state_file.take_over(path), list[m.PersistentState]()
         state_file.write(path, replace(SAVED, last_id=4), first)
 
-        def other(path: Path = path, went_on: list[m.Saved] = went_on) -> None:
+        def other(path: Path = path, went_on: list[m.PersistentState] = went_on) -> None:
             name = state_file.take_over(path)
             found = state_file.read(path)
             assert found
@@ -415,13 +415,13 @@ def test_who_was_replaced_ends_with_what_it_would_write(tmp_path: Path):
     """At once, or with the next, where nobody waits for the disk."""
     path = tmp_path / "state.json"
 
-    async def story(keeper: state_file.StateFileWriter) -> None:
-        await (keeper.keep(SAVED) or asyncio.sleep(0))
+    async def story(state_writer: state_file.StateFileWriter) -> None:
+        await (state_writer.keep(SAVED) or asyncio.sleep(0))
         state_file.take_over(path)
         with pytest.raises(state_file.TakenOver):
-            await (keeper.keep(replace(SAVED, last_id=5)) or asyncio.sleep(0))
+            await (state_writer.keep(replace(SAVED, last_id=5)) or asyncio.sleep(0))
         with pytest.raises(state_file.TakenOver):
-            keeper.keep(SAVED)
+            state_writer.keep(SAVED)
 
     _keep(path, story)
 

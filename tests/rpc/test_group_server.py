@@ -29,7 +29,7 @@ from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, GroupProcess, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
-from ft.rpc.lighthouse_link import Link
+from ft.rpc.lighthouse_link import PharosConnection
 from ft.rpc.serving import CallRefused
 from tests.counting import counting
 from tests.rpc.wire import ROOT, WAIT_S, Wire, refused
@@ -45,8 +45,8 @@ class Client(GroupClient):
         super().__init__(address, group_rank)
         self.waits: queue.Queue[m.Waits] = queue.Queue()
 
-    def hear_waits(self, waits: m.Waits) -> None:
-        super().hear_waits(waits)
+    def on_waits(self, waits: m.Waits) -> None:
+        super().on_waits(waits)
         self.waits.put(waits)
 
 
@@ -130,7 +130,7 @@ def test_a_lost_group_returns_under_a_new_id_and_a_clean_one_leaves(team: Callab
     a.watch(), b.watch()
     first = quorum(a, b)[0].quorum_id
     for rank in b.ranks:  # each rank asks for it, once is enough
-        rank.give_up(first, "too slow")
+        rank.rejoin_under_new_id(first, "too slow")
     assert a.heard.get(timeout=WAIT_S) == m.MemberLost(first, ("b:1",), "too slow")
     parts = quorum(a, b, known=first, failed=True)
     assert parts[0].quorum_id > first and parts[0].members == ("a:1", "b:1.1")
@@ -292,7 +292,7 @@ def test_who_beats_goes_on_when_the_stream_is_replaced_under_a_beat():
 
         server, port = _streaming(read_nothing)
         await server.start()
-        link = Link(f"127.0.0.1:{port}", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
+        link = PharosConnection(f"127.0.0.1:{port}", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
         link.open_stream("a:1", lambda: 0)
         too_much = pharos_pb2.Report(phase="x" * (32 << 20))
         while (await asyncio.wait([beat := asyncio.ensure_future(link.send(report=too_much))], timeout=0.01))[0]:
@@ -316,7 +316,7 @@ def test_a_stream_that_breaks_before_its_hello_is_opened_again():
 
     async def story() -> None:
         tries, again = [], asyncio.Event()
-        link = Link("127.0.0.1:1", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
+        link = PharosConnection("127.0.0.1:1", Access(), lambda e: None, asyncio.ensure_future, lambda o: None)
 
         async def write(stream: Any, up: Any) -> None:
             tries.append(up)
@@ -361,7 +361,7 @@ def test_a_word_that_cannot_be_read_is_passed_over():
         return event
 
     def as_group(address: str, hear: Callable[[Any], None]) -> Any:
-        link = Link(address, Access(), hear, asyncio.ensure_future, lambda o: None)
+        link = PharosConnection(address, Access(), hear, asyncio.ensure_future, lambda o: None)
         link.open_stream("a:1", lambda: 0)
         return link.close
 
@@ -387,7 +387,7 @@ def test_an_operators_orders():
             service.obey(pharos_pb2.Order(kind="drain", reason="r"))
         service.obey(pharos_pb2.Order(kind="dance"))
         service.obey(pharos_pb2.Order(kind="kill", reason="r"))
-        service.hear(m.LighthouseRefused("a:1", "LOST", "killed"))
+        service.on_lighthouse_event(m.LighthouseRefused("a:1", "LOST", "killed"))
         why, replica_id = await asyncio.wait_for(ended, WAIT_S), service.machine.replica_id
         await service.close()
         return sent, why, replica_id
@@ -552,19 +552,19 @@ def test_one_rank_votes_for_all(team: Callable[..., Team]):
 def test_reports_of_ranks_come_to_one():
     ranks = RankReports(3)
     word = pharos_pb2.Report
-    ranks.hear(0, word(step=7, waiting=True, healed_bytes=5))
-    ranks.hear(1, word(waiting=True, summed=True, settled=4, healed_bytes=6))
+    ranks.update(0, word(step=7, waiting=True, healed_bytes=5))
+    ranks.update(1, word(waiting=True, summed=True, settled=4, healed_bytes=6))
     assert not ranks.waiting, "the third has said nothing"
-    ranks.hear(2, word(waiting=True))
+    ranks.update(2, word(waiting=True))
     assert ranks.waiting and ranks.together().healed_bytes == 11
-    ranks.hear(0, word(step=7, waiting=True, summed=True))
-    ranks.hear(2, word(waiting=True, summed=True, phase="checkpoint", phase_limit_s=300.0))
+    ranks.update(0, word(step=7, waiting=True, summed=True))
+    ranks.update(2, word(waiting=True, summed=True, phase="checkpoint", phase_limit_s=300.0))
     together = ranks.together()
     assert not together.waiting, "none is in the sums any more: they wait for nobody else"
     assert (together.step, together.settled, together.phase, together.phase_limit_s) == (7, 4, "checkpoint", 300.0)
-    ranks.hear(2, word())
+    ranks.update(2, word())
     assert ranks.together().phase_limit_s == 0 and not ranks.together().summed
-    ranks.hear(1, word(step=m.VOID, settled=99))
+    ranks.update(1, word(step=m.VOID, settled=99))
     assert ranks.settled == 0, "of a rank that heals it is a step of another history"
 
 
@@ -574,9 +574,9 @@ def test_a_report_costs_the_same_however_many_ranks_there_are():
     def calls(size: int) -> int:
         ranks = RankReports(size)
         for rank in range(size):
-            ranks.hear(rank, pharos_pb2.Report(waiting=True))
+            ranks.update(rank, pharos_pb2.Report(waiting=True))
         with counting() as seen:
-            ranks.hear(1, pharos_pb2.Report(waiting=False))
+            ranks.update(1, pharos_pb2.Report(waiting=False))
             assert not ranks.waiting
         return seen[""]
 

@@ -151,7 +151,7 @@ def test_what_it_keeps_is_bounded_however_many_come_and_go():
 def test_groups_that_train_ask_the_lighthouse_nothing():
     """Two groups of two ranks commit thirty steps: of what reaches the lighthouse, only the beats go on."""
     heard: list[type[m.Event]] = []
-    server = LighthouseServer("127.0.0.1:0", 2, seen=lambda now_s, event, out: heard.append(type(event)))
+    server = LighthouseServer("127.0.0.1:0", 2, observer=lambda now_s, event, out: heard.append(type(event)))
     teams = [Team(server.address(), name) for name in "ab"]
     for team in teams:
         team.watch()

@@ -96,7 +96,9 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         stream.beat()
         quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
         stream.beat(step=3, phase="training", mean_loss=1.25)
-        assert state_file.read(tmp_path / "state.json") == m.Saved(quorum.epoch, 1, 0, "pharos", quorum, m.Terms())
+        assert state_file.read(tmp_path / "state.json") == m.PersistentState(
+            quorum.epoch, 1, 0, "pharos", quorum, m.Terms()
+        )
         token = {"Authorization": f"Bearer {TOKEN}"}
         assert [one.get(path)[0] for path in ("/status.json", "/metrics")] == [401, 401]
         status = json.loads(one.get("/status.json", **token)[1])
@@ -116,7 +118,7 @@ def test_its_state_is_where_runs_live(tmp_path: Path, monkeypatch: pytest.Monkey
     assert read().state == Path("outputs/lighthouse-29510.json")
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "the working folder stays as it was"
     of_before = Path("lighthouse-29510.json")
-    state_file.write(of_before, m.Saved("epoch", last_id=7))
+    state_file.write(of_before, m.PersistentState("epoch", last_id=7))
     assert read().state == of_before, "what it says is not forgotten"
 
 
@@ -155,7 +157,7 @@ def test_a_start_that_cannot_listen_takes_nothing_over(tmp_path: Path, capsys: p
         at = f"127.0.0.1:{first.getsockname()[1]}"
         assert lighthouse_main.main([*N, "--bind", at, "--state_file", str(state), "--http", "none"]) == 2
     assert "the port is in use" in capsys.readouterr().err
-    state_file.write(state, m.Saved("epoch"), owner)
+    state_file.write(state, m.PersistentState("epoch"), owner)
 
 
 def test_a_damaged_state_file_stops_the_start_unless_the_groups_are_to_be_asked(

@@ -142,19 +142,19 @@ def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
     assert quorum_of(one.wire().pharos(m.Call(m.Member("a:1")))).ids == ("a:1",), "and nobody was lost"
 
 
-SHAPE, OTHER_SHAPE = (("layout", "1"),), (("layout", "2"),)
+FINGERPRINT, OTHER_FINGERPRINT = (("layout", "1"),), (("layout", "2"),)
 ODD = ("FAILED_PRECONDITION", "b:1 has another layout than the job")
 
 
 def test_ids_and_the_layout_go_on_after_a_restart(house: Any, tmp_path: Path):
     state = tmp_path / "state.json"
     one = house(state=state)
-    first = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"), shape=SHAPE)))
+    first = quorum_of(one.wire().pharos(m.Call(m.Member("a:1"), fingerprint=FINGERPRINT)))
     one.close()
     two = house(state=state)
     stream = Stream(two.wire(), "a:1", first)
     stream.beat()
-    assert two.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=OTHER_SHAPE))) == ODD
+    assert two.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=OTHER_FINGERPRINT))) == ODD
     call = m.Call(m.Member("a:1", step=0), known=first.quorum_id, failed=True)
     second = quorum_of(two.wire().pharos(call))
     assert second.quorum_id > first.quorum_id and second.epoch == first.epoch
@@ -167,24 +167,24 @@ def test_what_was_written_until_the_state_is_taken_over_counts(tmp_path: Path):
     class Late(state_file.StateFileWriter):
         @staticmethod
         def take_file_over(path: Path) -> str:
-            state_file.write(path, m.Saved("the epoch", last_id=7))
+            state_file.write(path, m.PersistentState("the epoch", last_id=7))
             return state_file.take_over(path)
 
-    keeper, saved = Late.begin(path, recover=False)
+    state_writer, saved = Late.begin(path, recover=False)
     assert saved and (saved.last_id, saved.epoch) == (7, "the epoch")
-    asyncio.run(keeper.close())
+    asyncio.run(state_writer.close())
 
 
 def test_without_a_state_file_the_groups_tell_what_they_know(house: Any):
     known = m.Quorum(
-        41, (_member("a:1", step=7, commit_quorum_id=40, commit_id="c"),), (7, 40, "c"), "the epoch", SHAPE
+        41, (_member("a:1", step=7, commit_quorum_id=40, commit_id="c"),), (7, 40, "c"), "the epoch", FINGERPRINT
     )
     one = house()
     stream = Stream(one.wire(), "a:1", known, settled=7)
     assert stream.next("send_quorum")
     stream.send(quorum=codec.to_message(known))
     stream.beat(step=7)
-    assert one.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=OTHER_SHAPE))) == ODD
+    assert one.wire().code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=OTHER_FINGERPRINT))) == ODD
     call = m.Call(_member("a:1", step=7, commit_quorum_id=40, commit_id="c"), known=41, failed=True)
     quorum = quorum_of(one.wire().pharos(call))
     assert (quorum.quorum_id, quorum.epoch) == (42, "the epoch")
@@ -211,9 +211,9 @@ def test_refusals_have_a_status_and_a_reason(house: Any):
 def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
     """gRPC gives headers and trailers 16 KiB; beyond it the client would see another status than the one that was meant."""
     wire = house().wire()
-    shapes = [tuple((f"{i} {'x' * 500}", digest) for i in range(64)) for digest in "12"]
-    quorum_of(wire.pharos(m.Call(m.Member("a:1"), shape=shapes[0])))
-    code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("b:1"), shape=shapes[1])))
+    fingerprints = [tuple((f"{i} {'x' * 500}", digest) for i in range(64)) for digest in "12"]
+    quorum_of(wire.pharos(m.Call(m.Member("a:1"), fingerprint=fingerprints[0])))
+    code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=fingerprints[1])))
     assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith("b:1 has another 0 xxx")
 
 
@@ -237,10 +237,14 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 40)), "a lighthouse learns of ids up to"),
         (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=1 << 40))), "a lighthouse learns of ids up to"),
-        (OURS, pharos_call(m.Call(m.Member("a:1", dealt=1 << 50))), "step or count"),
-        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y"),) * 257)), "digests"),
-        (OURS, pharos_call(m.Call(m.Member("a:1"), shape=(("x", "y" * 600),))), "shape: 600 characters"),
-        (OURS, pharos_call(m.Call(m.Member("a:1", deal_id="x" * 600))), "deal_id: 600 characters, legal is up to 512"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", assigned=1 << 50))), "step or count"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), fingerprint=(("x", "y"),) * 257)), "digests"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), fingerprint=(("x", "y" * 600),))), "fingerprint: 600 characters"),
+        (
+            OURS,
+            pharos_call(m.Call(m.Member("a:1", assignment_id="x" * 600))),
+            "assignment_id: 600 characters, legal is up to 512",
+        ),
         (OURS, pharos_call(m.Call(m.Member("a:1"), blame=("x" * 600,))), "blame: 600 characters"),
         (LEAVE, pharos_pb2.Leave(replica_id="a:1", reason="x" * 5000).SerializeToString(), "reason: 5000 characters"),
     ],

@@ -47,7 +47,9 @@ def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):
 
 
 def test_what_torchft_has_no_field_for_travels_as_data():
-    far = m.Member("b:1", "http://b", "b:1", 7, commit_id="x", commit_quorum_id=3, dealt=2, deal_id="d", init_sync=True)
+    far = m.Member(
+        "b:1", "http://b", "b:1", 7, commit_id="x", commit_quorum_id=3, assigned=2, assignment_id="d", init_sync=True
+    )
     near = m.Member("a:1", "http://a", "a:1", 6)
     quorum = read(m.Quorum(4, (write(far), write(near))))
     assert quorum == m.Quorum(4, (near, far), (7, 3, "x"), "torchft")
@@ -60,7 +62,7 @@ def test_a_quorum_with_torchfts_groups_is_refused(data: str):
 
 
 @pytest.mark.parametrize(
-    "said", [{"dealt": 10**30}, {"commit_quorum_id": -5}, {"deal_id": "x" * 600}, {"commit_id": "\n"}]
+    "said", [{"assigned": 10**30}, {"commit_quorum_id": -5}, {"assignment_id": "x" * 600}, {"commit_id": "\n"}]
 )
 def test_what_no_honest_group_says_of_itself_is_refused(said: dict[str, Any]):
     """A rank could not read the part that is made of it, and would end."""

@@ -70,7 +70,7 @@ def test_far_from_the_start_their_rounding_of_angles_is_all_that_differs(publish
 
 @pytest.mark.parametrize("what", ["import", "export"])
 def test_progress_is_told(what: str, capsys: pytest.CaptureFixture[str]):
-    progress = make_seed_checkpoint.WriteProgress(2_000_000_000, Log(), what=what, tell_every_s=0.0)
+    progress = make_seed_checkpoint.WriteProgress(2_000_000_000, Log(), what=what, log_interval_s=0.0)
     progress.add(1_000_000_000)
     said = capsys.readouterr().out
     assert f"{what}    1.0 of 2.0 GB, " in said and "MB/s, about 0 s left" in said

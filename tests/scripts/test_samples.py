@@ -26,7 +26,7 @@ def three_groups(steps: int) -> list[dict[str, Any]]:
     return [row(n + 1, {12 * n: A, 12 * n + 4: B, 12 * n + 8: C}) for n in range(steps)]
 
 
-B_DIES = [  # in step 4; its slot is the first of the next deal
+B_DIES = [  # in step 4; its slot is the first of the next assignment
     *three_groups(3),
     row(4, {36: A, 44: C}, 40),
     row(5, {40: A, 48: C}),

@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.group import Group
-from ft.protocol.lighthouse import Lighthouse
+from ft.protocol.group import GroupMachine
+from ft.protocol.lighthouse import LighthouseMachine
 from ft.protocol.messages import Member
 from ft.protocol.roster import Roster
-from ft.protocol.step import Ledger, Phase, Step
+from ft.protocol.step import Ledger, Phase, StepMachine
 from tests.simulator.cluster import Machines
 
 
-class IdsRestart(Lighthouse):
+class IdsRestart(LighthouseMachine):
     """The peer's: after a restart quorum ids begin at 1, whatever the state file and the members say."""
 
     _newest = 0
@@ -35,7 +35,7 @@ class IdsRestart(Lighthouse):
             self._newest = value
 
 
-class EmptyShrink(Lighthouse):
+class EmptyShrink(LighthouseMachine):
     """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -48,7 +48,7 @@ class EmptyShrink(Lighthouse):
         return out
 
 
-class GhostCaller(Lighthouse):
+class GhostCaller(LighthouseMachine):
     """The peer's: a caller that is gone stays a candidate until the next quorum."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -59,10 +59,10 @@ class GhostCaller(Lighthouse):
         return super().handle(event, now_s)
 
 
-class Forgetful(Lighthouse):
+class Forgetful(LighthouseMachine):
     """After a restart it knows the last id, but not who was in: a lone newcomer takes the job over."""
 
-    def __init__(self, *args: Any, saved: m.Saved | None = None, fresh: bool = False, **more: Any) -> None:
+    def __init__(self, *args: Any, saved: m.PersistentState | None = None, fresh: bool = False, **more: Any) -> None:
         super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, fresh=True, **more)
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -71,7 +71,7 @@ class Forgetful(Lighthouse):
         return super().handle(event, now_s)
 
 
-class StaleVote(Group):
+class StaleVote(GroupMachine):
     """A vote of an earlier attempt counts for the current one: what a doubled or late call says, a rank has not said."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -83,7 +83,7 @@ class StaleVote(Group):
         return super().handle(event, now_s)
 
 
-class NoCommitIds(Group):
+class NoCommitIds(GroupMachine):
     """Two groups at one step are taken to be equal, whichever version of that step they hold."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -98,7 +98,7 @@ class NoCommitIds(Group):
         return replace(effect, answer=replace(part, heal=False, sources=())) if is_current else effect
 
 
-class JoinerContributes(Step):
+class JoinerContributes(StepMachine):
     """A group that is behind trains at once, and fetches the state meanwhile."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -106,11 +106,11 @@ class JoinerContributes(Step):
         out = super().handle(event, now_s)
         if isinstance(event, m.QuorumResult) and event.heal and asks:
             self.void = False
-            self.ledger.deal(event.members)
+            self.ledger.assign(event.members)
         return out
 
 
-class DividesByMembers(Step):
+class DividesByMembers(StepMachine):
     """The peer's: the sum is divided by the number of groups, though some of them gave zeros."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -123,7 +123,7 @@ class DividesByMembers(Step):
         return effect
 
 
-class ChangeIsPrivate(Step):
+class ChangeIsPrivate(StepMachine):
     """Each rank goes by the change that it has seen itself, not by what its group has decided."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -135,11 +135,11 @@ class ChangeIsPrivate(Step):
 class DeadSlotsAreHoles(Ledger):
     """With slots_per_step, too, a dead group's slots wait for another step: the data of a step depends on who was alive."""
 
-    def redeal(self, participants: Sequence[str]) -> None:
+    def reassign(self, participants: Sequence[str]) -> None:
         pass
 
 
-class TakesStateWhenTold(Step):
+class TakesStateWhenTold(StepMachine):
     """An earlier draft's: a rank takes the state as soon as it hears that all ranks have it, and waits for the word on each commit in its
     trainer's thread; so one may be in the step that applies what was held, while another waits for its vote, or in the next sum."""
 
@@ -155,7 +155,7 @@ class TakesStateWhenTold(Step):
         return out
 
 
-class NobodyStalls(Lighthouse):
+class NobodyStalls(LighthouseMachine):
     """Whoever hangs, while its server beats, is waited for."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
@@ -164,21 +164,21 @@ class NobodyStalls(Lighthouse):
         return super().handle(event, now_s)
 
 
-class ForgetsTheLayout(Lighthouse):
+class ForgetsTheLayout(LighthouseMachine):
     """What all must have alike is that of the first caller after each start."""
 
-    def _choose_shape(self, event: m.Call, now_s: float) -> None:
-        self._shape = event.shape
+    def _choose_fingerprint(self, event: m.Call, now_s: float) -> None:
+        self._fingerprint = event.fingerprint
 
 
-class RefusalsEndMembers(Group):
+class RefusalsEndMembers(GroupMachine):
     """Whoever is refused ends, also a member that a restarted lighthouse does not know any more."""
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
         self._fail_waiting(code, reason)
 
 
-class CommitsWithoutALease(Group):
+class CommitsWithoutALease(GroupMachine):
     """A group that the lighthouse has not answered for long commits all the same: others may have been allowed to take over."""
 
     def _lighthouse_is_silent(self, now_s: float) -> bool:
@@ -188,7 +188,7 @@ class CommitsWithoutALease(Group):
 def with_roster(**rules: Callable[..., Any]) -> Machines:
     """With a lighthouse whose roster has other rules: functions of the roster and of what its own rule is called with."""
 
-    class Changed(Lighthouse):
+    class Changed(LighthouseMachine):
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **more)
             for name, rule in rules.items():
@@ -235,9 +235,7 @@ BUGS = {
     "a dead group's slots are holes": Bug(Machines(ledger=DeadSlotsAreHoles), 4, "has slots ["),
     "state taken when the word on it comes": Bug(Machines(step=TakesStateWhenTold), 21, "nothing ends these waits"),
     "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
-    "nobody rests": Bug(
-        with_roster(hear_of_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2
-    ),
+    "nobody rests": Bug(with_roster(on_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2),
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
     "names stay taken": Bug(with_roster(stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6),
     "successors end claims": Bug(

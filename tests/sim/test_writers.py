@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.sim import writers
-from training import checkpoint, checkpoint_files, saver, scribe
+from training import background_writer, checkpoint, checkpoint_files, saver
 from training.checkpoint import Checkpointer
-from training.metrics_writer import LeaderMetricsWriter as MetricsWriter
+from training.metrics_writer import MetricsWriter
 
 SEEDS = range(min(300, int(os.environ.get("PHAROS_SEEDS", "300"))))
 SEEN = (
@@ -87,7 +87,7 @@ def makes_room_first(real: Any) -> Any:
 
 
 def drops_rows(real: Any) -> Any:
-    def serve(self: scribe.Scribe, name: str, do: Any, *args: Any) -> None:
+    def serve(self: background_writer.BackgroundWriter, name: str, do: Any, *args: Any) -> None:
         def drops() -> None:
             try:
                 do()
@@ -136,7 +136,7 @@ BUGS = {
     "makes up for nobody": Bug(Checkpointer, "_find_newest", lambda _: lambda self: None, 56, "a save was due"),
     "names it too early": Bug(checkpoint_files, "publish", names_it_before_its_manifest, 3, "is torn"),
     "makes room first": Bug(checkpoint_files, "begin", makes_room_first, 5, "is gone"),
-    "drops rows": Bug(scribe.Scribe, "serve", drops_rows, 45, "steps are committed"),
+    "drops rows": Bug(background_writer.BackgroundWriter, "serve", drops_rows, 45, "steps are committed"),
     "raises into the loop": Bug(saver.Saver, "save", raises_into_the_loop, 62, "ends in its loop"),
     "looks in the step": Bug(
         writers.Trainer, "in_thread", lambda _: lambda self, work: work(), 0, "in the step's own thread"

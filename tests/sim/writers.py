@@ -1,6 +1,6 @@
-"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, WriterLease, LeaderMetricsWriter, Scribe
-and sinks as they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its weights tell its
-history.
+"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, WriterLease, MetricsWriter,
+BackgroundWriter and sinks as they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its
+weights tell its history.
 
 In place of ft/manager.py stands Manager: whoever is first of those that hold the state writes; a death moves the role; who comes back heals
 from the others, or, where nobody holds anything, all go on from the newest checkpoint.
@@ -30,12 +30,12 @@ import train
 from ft.seam import DataAssignment, GroupReleased
 from tests.sim.baton import Baton, Condition, Disk, Outage, Process, Threading
 from tests.unit.fakes import Lines
-from training import appended, checkpoint, checkpoint_dcp, checkpoint_files, scribe, sinks
+from training import appended, background_writer, checkpoint, checkpoint_dcp, checkpoint_files, sinks
+from training.background_writer import BackgroundWriter
 from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkpointer, CheckpointFailed
-from training.metrics_writer import SYNC_S, LeaderMetricsWriter
+from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, PAUSE_S, Saver
-from training.scribe import Scribe
 from training.signals import STOP
 from training.writer_lease import WriterLease
 
@@ -261,9 +261,9 @@ class Nothing:
 
 
 class Figures(Nothing):
-    """In the place of a Meter."""
+    """In the place of a MetricsProcessor."""
 
-    def __init__(self, job: Job, relay: LeaderMetricsWriter) -> None:
+    def __init__(self, job: Job, relay: MetricsWriter) -> None:
         self._job, self._relay = job, relay
         self.sync, self.close = relay.sync, relay.close
 
@@ -271,7 +271,7 @@ class Figures(Nothing):
         step = len(history)
         self._relay.write("journals", step, {"loss": float(step)})
         if self._job.random.random() < 0.5:
-            self._job.baton.sleep(0.001)  # the scribe is as fast as that
+            self._job.baton.sleep(0.001)  # the background writer is as fast as that
         self._relay.write("records", step, {"slots": {str(step): history[-1]}})
 
 
@@ -335,17 +335,17 @@ class Trainer(train.Run):
         self.device, self.progress, self.signals = torch.device("cpu"), Progress(clock), group  # type: ignore[assignment]
         self.log, self.manager = Lines(), group.manager  # type: ignore[assignment]
         self.pending_signals, self.save_overdue, self.loader = 0, False, SimpleNamespace(load=iter)
-        self.scribe = Scribe(self.report_storage, clock=clock)
+        self.background_writer = BackgroundWriter(self.report_storage, clock=clock)
         writes = lambda: group.manager.writer_quorum  # noqa: E731
-        self.relay = LeaderMetricsWriter(
+        self.relay = MetricsWriter(
             group.folder,
             writes,
             lambda step: sinks.Sinks(group.folder, resumed_step=step),
-            self.scribe,
+            self.background_writer,
             clock=clock,
             rows_kept=plan.rows_kept,
         )
-        self.meter = Figures(job, self.relay)  # type: ignore[assignment]
+        self.metrics_processor = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
         states = {"model": self.values, "ledger": group.manager, METRICS_STATE: self.relay}
         with self.progress.phase("start"):
@@ -377,7 +377,7 @@ class Trainer(train.Run):
         if not manager.commit():
             return False
         assert manager.history is not None
-        self.meter.rows(manager.history)  # type: ignore[attr-defined]
+        self.metrics_processor.rows(manager.history)  # type: ignore[attr-defined]
         self.job.committed(self.group)
         return True
 
@@ -402,7 +402,7 @@ class Trainer(train.Run):
     def close(self) -> None:
         """As main() closes what it has opened, last first."""
         failure = None
-        for opened in (self.meter, self.checkpointer, self.manager, self.scribe):
+        for opened in (self.metrics_processor, self.checkpointer, self.manager, self.background_writer):
             try:
                 opened.close()
             except (CheckpointFailed, OSError) as error:  # noqa: PERF203 (the others are closed all the same)
@@ -421,7 +421,7 @@ class Saves(Saver):
             trainer.checkpointer,
             trainer.manager,
             trainer.progress,
-            sync=trainer.meter.sync,
+            sync=trainer.metrics_processor.sync,
             report=trainer.report_storage,
             info=trainer.log.info,
             clock=job.baton.time,
@@ -478,7 +478,7 @@ class Job:
     def play(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             fake = Threading(self.baton)
-            patch.setattr(scribe, "threading", fake)
+            patch.setattr(background_writer, "threading", fake)
             patch.setattr(checkpoint, "ThreadPoolExecutor", fake.ThreadPoolExecutor)
             patch.setattr(appended, "time", SimpleNamespace(monotonic=self.baton.time, sleep=self.baton.sleep))
             self.disk.install(patch)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.protocol import messages as m
-from ft.protocol.group import Group
-from ft.protocol.lighthouse import Lighthouse, LighthouseConfig
-from ft.protocol.step import Ledger, Step
+from ft.protocol.group import GroupMachine
+from ft.protocol.lighthouse import LighthouseConfig, LighthouseMachine
+from ft.protocol.step import Ledger, StepMachine
 from tests.simulator import faults, inside
 from tests.simulator.collectives import Collectives
 from tests.simulator.faults import Fault
@@ -31,9 +31,9 @@ RESTART_S = (1.0, 4.0)  # from the end of a group to its next start: launcher, i
 class Machines:
     """What is tested. A planted bug is another class here."""
 
-    lighthouse: Callable[..., Lighthouse] = Lighthouse
-    group: Callable[..., Group] = Group
-    step: Callable[..., Step] = Step
+    lighthouse: Callable[..., LighthouseMachine] = LighthouseMachine
+    group: Callable[..., GroupMachine] = GroupMachine
+    step: Callable[..., StepMachine] = StepMachine
     ledger: Callable[[int, int], Ledger] = Ledger
     # What is around them, and was otherwise once.
     watchdog_stands: bool = True  # the trainer's, while its group waits for others
@@ -119,7 +119,7 @@ class Name:
     drains: bool = False  # its next start is to leave at once
     shrink: bool = False  # its next quorum is to have previous members alone
     site: str = ""  # where it is started, if not where it always was
-    shape: str = ""  # what it trains, if not what the job does
+    fingerprint: str = ""  # what it trains, if not what the job does
     dies_in: list[str] = field(default_factory=list)  # phases of a heal: each start dies in the next of them
     failing_heals: int = 0
     slow_heals: int = 0  # begun from now on, of which nothing comes in time
@@ -146,7 +146,7 @@ class Cluster:
         self.harm = Harm(self)
         self.liveness = Liveness(self)
         self.network.at_break = self.liveness.broke
-        self.state_file: m.Saved | None = None
+        self.state_file: m.PersistentState | None = None
         self.state_owner = 0  # the lighthouse that may write it
         self.lighthouse_config = setting.lighthouse
         self.lighthouse_moves = 0
@@ -246,7 +246,7 @@ class Cluster:
             self.world.after(1.0, None, self.start_group, name)
         elif name.wanted and name.group is None:
             name.starts += 1
-            name.group = group = GroupNode(self, name.name, name.starts, name.site, shape=name.shape)
+            name.group = group = GroupNode(self, name.name, name.starts, name.site, fingerprint=name.fingerprint)
             self.nodes[group.address] = group
             self.calm_since_s = self.world.now_s
             self.liveness.restart()
@@ -254,9 +254,9 @@ class Cluster:
             if name.drains:
                 group.wants_to_leave()
 
-    def add_group(self, *, shrink: bool = False, shape: str = "") -> Name:
+    def add_group(self, *, shrink: bool = False, fingerprint: str = "") -> Name:
         """Adds a group of a name that the job did not have."""
-        self.names.append(Name(f"g{len(self.names)}", shrink=shrink, shape=shape))
+        self.names.append(Name(f"g{len(self.names)}", shrink=shrink, fingerprint=fingerprint))
         self.start_group(self.names[-1])
         return self.names[-1]
 
@@ -326,7 +326,7 @@ def brief(words: Any) -> str:
             value = f"<{value.replica_id} step {value.step} {value.commit_id[:6]}>"
         elif isinstance(value, m.Call | m.RankCall | m.Vote):
             value = brief(value)
-        elif isinstance(value, m.Saved):
+        elif isinstance(value, m.PersistentState):
             value = f"<last id {value.last_id}, settled {value.settled}>"
         elif isinstance(value, dict | m.Times):
             continue

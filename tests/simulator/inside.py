@@ -83,7 +83,7 @@ def _ends(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
 
 
 def _machine_goes_on(rank: RankNode, stuck: dict[int, RankNode]) -> bool:
-    if rank.trainer.queue or rank.fetches or rank.machine.phase is Phase.AWAITING:
+    if rank.trainer.queue or rank.fetches or rank.machine.phase is Phase.AWAITING_STATE:
         return True
     return any(_is_decided(rank, vote_key, stuck) for vote_key in rank.trainer.aside)
 

@@ -71,7 +71,9 @@ class Truth:
         self._base: dict[tuple[str, int, int], str] = {}
         self._next: dict[tuple[str, int, int], str] = {}  # ... and that they come to
         self._votes: dict[tuple[str, m.VoteKey], dict[int, str]] = {}  # (group, vote_key) -> what each rank has said
-        self._deals: dict[tuple[Any, ...], tuple[str, int]] = {}  # of each group in each quorum: the deal, and the step
+        self._assignments: dict[
+            tuple[Any, ...], tuple[str, int]
+        ] = {}  # of each group in each quorum: the assignment, and the step
         self._trained: dict[int, list[Committed]] = {}  # slot -> the commits it is in
         self._audited: set[str] = set()  # ledgers, with the history that they belong to: most are alike
 
@@ -152,15 +154,15 @@ class Truth:
                 f"it goes on from {part.reference}",
             )
 
-    def deals(self, rank: RankNode, part: m.QuorumResult, attempt: int) -> None:
+    def assigns(self, rank: RankNode, part: m.QuorumResult, attempt: int) -> None:
         """What is open of the ledger is the same for all ranks of a group, unless its state is still arriving."""
-        deal = (rank.machine.ledger.deal_id, rank.step)
+        assignment = (rank.machine.ledger.assignment_id, rank.step)
         key = (rank.group.process.name, part.epoch, part.quorum_id, part.reference, attempt)
-        known = self._deals.setdefault(key, deal)
-        if known != deal:
+        known = self._assignments.setdefault(key, assignment)
+        if known != assignment:
             require(
                 False,
-                f"{rank.process.name}: its deal is {rank.machine.ledger.pending}, another rank of its group has another",
+                f"{rank.process.name}: its assignment is {rank.machine.ledger.assignment}, another rank of its group has another",
             )
 
     # -- votes ------------------------------------------------------------------------------------------------------
@@ -202,9 +204,9 @@ class Truth:
 
     def meets(self, rank: RankNode, part: m.QuorumResult) -> None:
         """In a collective with other groups."""
-        if not rank.group.shape:
+        if not rank.group.fingerprint:
             return
-        ours = [i for i in part.members if not self.cluster.names[int(m.name_of(i)[1:])].shape]
+        ours = [i for i in part.members if not self.cluster.names[int(m.name_of(i)[1:])].fingerprint]
         require(not ours, f"{rank.process.name} is of another layout, and sums with {ours}")
 
     def gives(self, rank: RankNode, epoch: str, quorum_id: int, step: int, given: Given, *, gave: bool) -> None:

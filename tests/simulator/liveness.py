@@ -162,7 +162,7 @@ class Liveness:
             return
         waited_for = {name for group in able for rank in group.ranks for name in rank.slow_readers if rank.fences}
         waited_for |= {
-            name for name, group in slow.items() if any(r.machine.phase is Phase.AWAITING for r in group.ranks)
+            name for name, group in slow.items() if any(r.machine.phase is Phase.AWAITING_STATE for r in group.ranks)
         }
         for name in waited_for & slow.keys():
             heals = self._heals[slow[name].process_id]

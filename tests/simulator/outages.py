@@ -205,7 +205,7 @@ class Outages:
         """The lighthouse is started again, and before the members have found it a group of another layout is there, again and again."""
         cluster = self.cluster
         self._lighthouse_away(replace(fault, lasts_s=fault.share * 5.0))
-        name = cluster.add_group(shape="theirs")
+        name = cluster.add_group(fingerprint="theirs")
 
         def end() -> None:
             name.wanted = False

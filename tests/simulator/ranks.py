@@ -1,4 +1,4 @@
-"""A trainer's rank: drives the real step.Step and stands in for what surrounds it (forward, backward, optimizer, weights).
+"""A trainer's rank: drives the real step.StepMachine and stands in for what surrounds it (forward, backward, optimizer, weights).
 
 Weights are one number, the hash of all that made them. A gradient names its slot and the weights it was computed with, so that a sum
 shows who gave what, and from which state.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
-from ft.protocol.compare import FIGURES, in_tail
+from ft.protocol.compare import DIGEST_WORDS, in_tail
 from ft.protocol.step import StepConfig, Tail
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
@@ -41,7 +41,7 @@ class Snapshot:
     """What one rank offers to those who heal, or writes into a checkpoint."""
 
     weights: int
-    state: dict[str, Any]  # Step.state_dict()
+    state: dict[str, Any]  # StepMachine.state_dict()
 
     @property
     def commit_id(self) -> str:
@@ -204,8 +204,8 @@ class RankNode:
         its group waits for others."""
         if self.waiting and self.world.now_s - self.waits_since_s > self.cluster.times.collective_s:
             self.world.seen["collective over its time"] += 1
-            for give_up in list(self._pending.values()):
-                give_up()
+            for cancel in list(self._pending.values()):
+                cancel()
         waits = self.cluster.machines.watchdog_stands and self.world.now_s - self.word_s <= WORD_S
         self._still_s += 0.0 if waits else 1.0
         if self._still_s > self._may_be_still_s:
@@ -213,8 +213,8 @@ class RankNode:
 
     def interrupt(self) -> None:
         """Whatever waits for other groups ends: one of them cannot be reached."""
-        for give_up in list(self._pending.values()):
-            self.world.after(0.01, self.process, give_up)
+        for cancel in list(self._pending.values()):
+            self.world.after(0.01, self.process, cancel)
 
     # -- quorum -----------------------------------------------------------------------------------------------------
 
@@ -252,8 +252,8 @@ class RankNode:
         self.truth.entered(self, quorum)
         self.cluster.liveness.joins(self.group)
         if not quorum.heal and len(self.group.ranks) > 1:
-            self.truth.deals(self, quorum, effect.attempt)
-        # An offer is of one quorum: the same state has another deal in the next.
+            self.truth.assigns(self, quorum, effect.attempt)
+        # An offer is of one quorum: the same state has another assignment in the next.
         self._offer = (quorum.quorum_id, self.snapshot()) if quorum.recover_dst_replica_ranks else None
         self._readers, self.sent = frozenset(quorum.members[rank] for rank in quorum.recover_dst_replica_ranks), set()
         if quorum.heal:
@@ -329,7 +329,7 @@ class RankNode:
         given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
         quorum = self._quorum
         assert quorum is not None
-        digests = FIGURES * len(quorum.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
+        digests = DIGEST_WORDS * len(quorum.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
         gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.meets(self, quorum)
         self.truth.gives(self, quorum.epoch, effect.quorum_id, effect.step, given, gave=gave)
@@ -370,14 +370,14 @@ class RankNode:
         if not at:
             return effect.tail
         assert self.weights is not None, f"{self.process.name} compares a void state"
-        figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(FIGURES))
-        return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + FIGURES :])
+        figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(DIGEST_WORDS))
+        return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + DIGEST_WORDS :])
 
     def _give_up_if_interrupted(self, quorum_id: int) -> None:
         """Gives up what waits on an interrupted quorum, also what is launched after the interrupt."""
-        give_up = self._pending.get(quorum_id)
-        if give_up is not None and quorum_id == self._interrupted_quorum:  # the sockets are shut, then the error comes
-            self.world.after(0.01, self.process, give_up)
+        cancel = self._pending.get(quorum_id)
+        if cancel is not None and quorum_id == self._interrupted_quorum:  # the sockets are shut, then the error comes
+            self.world.after(0.01, self.process, cancel)
 
     def _cast_vote(self, effect: m.CastVote) -> None:
         if self.trainer.hangs_in("vote", lambda: self._cast_vote(effect)):

@@ -36,14 +36,17 @@ WAITS = (
 )
 # Ways from one phase of a step to another.
 STEPS = {
-    "BOUNDARY": ("ASKING", "COMPUTING"),  # not AWAITING: who heals goes on from its vote, and begins no step by itself
+    "BOUNDARY": (
+        "ASKING",
+        "COMPUTING",
+    ),  # not AWAITING_STATE: who heals goes on from its vote, and begins no step by itself
     "ASKING": ("CONFIGURING",),
     "CONFIGURING": ("AGREEING",),
-    "AGREEING": ("COMPUTING", "ASKING", "CLOSING"),
+    "AGREEING": ("COMPUTING", "ASKING", "CLOSING_HEAL"),
     "COMPUTING": ("VOTING",),
-    "VOTING": ("BOUNDARY", "COMPUTING", "ASKING", "CLOSING", "AWAITING"),
-    "AWAITING": ("ASKING", "COMPUTING"),
-    "CLOSING": ("ASKING",),
+    "VOTING": ("BOUNDARY", "COMPUTING", "ASKING", "CLOSING_HEAL", "AWAITING_STATE"),
+    "AWAITING_STATE": ("ASKING", "COMPUTING"),
+    "CLOSING_HEAL": ("ASKING",),
 }
 LAST_LINES = 60  # of a failed run's trace
 YOUNG = 50_000  # objects between two looks for garbage in cycles: a run makes many, and hardly any of them is

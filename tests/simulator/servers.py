@@ -39,7 +39,7 @@ class LighthouseNode:
             self.config,
             self.process.now_s(self.world),
             epoch=f"e{number}",
-            saved=m.Saved.from_dict(file) if file else None,
+            saved=m.PersistentState.from_dict(file) if file else None,
             fresh=not file and not cluster.truth.forgetful,
         )
         self.disk_s = 0.0  # until when its disk takes nothing
@@ -81,7 +81,7 @@ class LighthouseNode:
                 return
             self._do[type(effect)](effect)
 
-    def _waits_for_disk(self, saved: m.Saved) -> bool:
+    def _waits_for_disk(self, saved: m.PersistentState) -> bool:
         """True for a state that a new quorum must wait for while the disk takes nothing. The job's progress may be written later."""
         known = self.cluster.state_file
         same = known is not None and known.quorum and saved.quorum and known.quorum.quorum_id == saved.quorum.quorum_id
@@ -119,7 +119,7 @@ class LighthouseNode:
             said = self._said.get(replica_id, "")
             if replica_id in self._streams and said[:40] != why[:40]:
                 self._said[replica_id] = why
-                self._streams[replica_id].send(m.LighthouseSays(why))
+                self._streams[replica_id].send(m.LighthouseWaits(why))
 
     def _called(self, call: Call) -> None:
         event = call.request
@@ -230,7 +230,7 @@ class LighthouseNode:
 
     def _must_restore(self, effect: m.MustRestore) -> None:
         for replica_id in effect.replica_ids:
-            self._reply(replica_id, m.LighthouseWantsRestore(effect.settled))
+            self._reply(replica_id, m.LighthouseRequiresRestore(effect.settled))
 
     def _notify(self, effect: m.Notify) -> None:
         for replica_id in effect.replica_ids:
@@ -247,10 +247,10 @@ class LighthouseNode:
 class GroupNode:
     """One start of a group: its server, its ranks, and the launcher that starts it again when it ends."""
 
-    def __init__(self, cluster: Cluster, name: str, number: int, site: str = "", *, shape: str = "") -> None:
-        """site: where it runs, if not where its name always did. shape: what it is said to train, if not what the job does."""
+    def __init__(self, cluster: Cluster, name: str, number: int, site: str = "", *, fingerprint: str = "") -> None:
+        """site: where it runs, if not where its name always did. fingerprint: what it is said to train, if not what the job does."""
         self.cluster, self.world, self.network, self.truth = cluster, cluster.world, cluster.network, cluster.truth
-        self.name, self.site, self.shape = name, site or name, shape
+        self.name, self.site, self.fingerprint = name, site or name, fingerprint
         self.process = cluster.new_process(f"{name}.{number}", self.site, self.site)
         self.address = f"http://{self.process.name}"
         world_size = cluster.setting.world_size
@@ -288,7 +288,9 @@ class GroupNode:
         self.told: dict[m.VoteKey, bool] = {}  # rank 0: the server says yes
         self.able = True  # to use what it has computed
         steps = [
-            StepConfig(group_rank=rank, restores=True, shape=(("layout", shape or "ours"),), **cluster.setting.step)
+            StepConfig(
+                group_rank=rank, restores=True, fingerprint=(("layout", fingerprint or "ours"),), **cluster.setting.step
+            )
             for rank in range(world_size)
         ]
         self.ranks = [RankNode(self, rank, config) for rank, config in enumerate(steps)]

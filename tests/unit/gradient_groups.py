@@ -134,13 +134,13 @@ def members(count: int, make: Callable[[], nn.Module] = linear, **options: objec
 def open_all(team: list[Member], last: int | None = None, **options: bool) -> World:
     world = World(len(team), last)
     for member, group in zip(team, world.groups, strict=True):
-        member.gradients.open(group, len(team), **options)  # type: ignore[arg-type]
+        member.gradients.begin_attempt(group, len(team), **options)  # type: ignore[arg-type]
     return world
 
 
 def finish(team: list[Member], tail: tuple[float, ...] = (1.0, 0.5)) -> list[tuple[float, ...]]:
     for member in team:
-        member.gradients.launch(tail)
+        member.gradients.launch_tail(tail)
     tails = [member.gradients.wait() for member in team]
     for member in team:
         member.gradients.deliver()
@@ -169,8 +169,8 @@ def assert_sums(team: list[Member], local: list[list[Tensor]]) -> None:
 def fail(team: list[Member], world: World) -> list[Callable[[], None]]:
     """All launch, none gets its sums, all give up. What to call when the old group is at rest."""
     for member in team:
-        member.gradients.launch([1.0])
+        member.gradients.launch_tail([1.0])
     for member in team:
         with pytest.raises(GroupError, match="a member is lost"):
             member.gradients.wait()
-    return [member.gradients.give_up() for member in team]
+    return [member.gradients.abandon() for member in team]

@@ -1,4 +1,4 @@
-"""Storage that fails when a test says so, and a scribe that writes at once, in the test's own thread."""
+"""Storage that fails when a test says so, and a background writer that writes at once, in the test's own thread."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from training.scribe import Scribe
+from training.background_writer import BackgroundWriter
 
 
-class AtOnce(Scribe):
+class AtOnce(BackgroundWriter):
     """Without a thread: what a test gives is written, or has failed, when it looks. `said`: all that was told."""
 
     def __init__(self) -> None:

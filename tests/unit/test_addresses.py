@@ -8,7 +8,7 @@ from ipaddress import ip_address
 import pytest
 
 from ft.addresses import Address, advertised, interfaces
-from ft.process_groups.store import no_names
+from ft.process_groups.store import without_dns
 from ft.rpc.access import has_ipv6
 
 ELSEWHERE = "http://192.0.2.77:29510"  # a number: never resolved, and nothing is sent to it
@@ -115,7 +115,7 @@ def test_a_lighthouse_that_no_route_leads_to():
 def test_a_lighthouse_without_an_address():
     for name in ("head.cluster", f"{'a' * 64}.cluster"):  # the resolver has no answer; no name can be so long
         said = rf"^TORCHFT_LIGHTHOUSE {name}:29510: there is no host {name}$"
-        with no_names(), pytest.raises(ValueError, match=said):
+        with without_dns(), pytest.raises(ValueError, match=said):
             advertised("", f"http://{name}:29510")
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE nonsense: must be HOST:PORT"):
         advertised("", "nonsense")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft.materialise import materialise
+from ft.optim_state import init_optim_state
 from tests.unit.checkpoint_job import Job, data_file, same, steps_in
 from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
@@ -35,7 +35,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype, a
 def test_an_optimizer_is_given_its_first_state_without_a_bit_of_the_weights_changing() -> None:
     weight = nn.Parameter(torch.tensor([-0.0, 0.0, 1e-42, 3.0]))
     fresh, given = (torch.optim.AdamW([nn.Parameter(weight.detach().clone())], lr=0.1) for _ in range(2))
-    materialise(given)
+    init_optim_state(given)
     (parameter,) = given.param_groups[0]["params"]
     assert parameter.detach().view(torch.int32).equal(weight.detach().view(torch.int32))
     assert given.param_groups[0]["lr"] == 0.1 and parameter.grad is None
@@ -55,7 +55,7 @@ def test_an_optimizer_that_has_gradients_is_left_alone() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.AdamW([weight])
-    materialise(optimizer)
+    init_optim_state(optimizer)
     assert not optimizer.state and weight.grad.equal(torch.ones(2))
 
 

@@ -287,7 +287,7 @@ def test_a_note_that_a_disk_has_damaged_is_none(tmp_path: Path, content: str):
 
 
 def test_two_threads_of_a_rank_note_the_same_lease(tmp_path: Path):
-    """The scribe's, for metrics, and the trainer's, each at the same moment."""
+    """The background writer's, for metrics, and the trainer's, each at the same moment."""
     together, noted = threading.Barrier(2), list[bool]()
 
     def note() -> None:

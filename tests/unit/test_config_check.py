@@ -238,7 +238,7 @@ def test_a_stream_is_not_dealt_to_replica_groups(folder: Path) -> None:
     [line] = complaints(
         folder, "--fault_tolerance.enable=true", "--training.dataset=huggingface", "--training.dataset_path=a/b"
     )
-    assert line.startswith('--training.dataset = "huggingface": a stream cannot be dealt to replica groups')
+    assert line.startswith('--training.dataset = "huggingface": a stream cannot be assigned to replica groups')
 
 
 SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=8")

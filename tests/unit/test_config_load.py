@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from configs.document import Origin, read
-from configs.errors import MOST_SHOWN, ConfigError, raise_problems
+from configs.errors import MAX_SHOWN, ConfigError, raise_problems
 from configs.keys import keys_of
 from configs.load import build, parse_argv
 
@@ -275,8 +275,8 @@ def test_overrides_leave_the_document_as_it_was_read(load: Load) -> None:
 
 def test_a_flood_of_problems_is_cut(load: Load) -> None:
     lines = refused(load, "[training]\n" + "".join(f"x{i} = 1\n" for i in range(30))).split("\n")
-    assert len(lines) == MOST_SHOWN + 1
-    assert lines[-1] == f"... and {30 - MOST_SHOWN} more"
+    assert len(lines) == MAX_SHOWN + 1
+    assert lines[-1] == f"... and {30 - MAX_SHOWN} more"
 
 
 def test_no_problem_raises_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The loader: all ranks together read exactly the dealt positions, ahead of time; what goes wrong reaches the step."""
+"""The loader: all ranks together read exactly the assigned positions, ahead of time; what goes wrong reaches the step."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.digest import BLOCK, digest
-from ft.protocol.compare import FIGURES
+from ft.protocol.compare import DIGEST_WORDS
 
 
 @settings(deadline=None, max_examples=60)
@@ -49,6 +49,6 @@ def test_it_is_of_the_values_alone(dtype: torch.dtype):
 def test_its_figures_survive_a_sum_in_fp32():
     for seed in range(50):
         figures = digest([torch.full((4,), float(seed))])
-        assert len(figures) == FIGURES and any(figures)
+        assert len(figures) == DIGEST_WORDS and any(figures)
         assert torch.tensor(figures, dtype=torch.float32).tolist() == list(figures)
     assert any(digest([]))

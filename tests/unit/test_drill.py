@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.drill import ORDER, Corruption, flip_bit
+from training.drill import CORRUPT, FaultInjector, flip_bit
 from training.log import Log
 
 
-def corruption(folder: Path, weights: list[torch.Tensor], *, rank: int = 0, enabled: bool = True) -> Corruption:
-    return Corruption(folder, rank, weights, enabled=enabled, log=Log())
+def corruption(folder: Path, weights: list[torch.Tensor], *, rank: int = 0, enabled: bool = True) -> FaultInjector:
+    return FaultInjector(folder, rank, weights, enabled=enabled, log=Log())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -27,23 +27,23 @@ def test_one_bit_of_the_largest_element_flips(dtype: torch.dtype):
 
 
 def test_the_rank_that_was_named_flips_it_once_and_the_others_do_not(tmp_path: Path):
-    (tmp_path / ORDER).write_text("1\n")
+    (tmp_path / CORRUPT).write_text("1\n")
     mine, other = torch.ones(4), torch.ones(4)
     corruption(tmp_path, [other], rank=0).step(1)
-    assert (tmp_path / ORDER).exists() and torch.equal(other, torch.ones(4))
+    assert (tmp_path / CORRUPT).exists() and torch.equal(other, torch.ones(4))
     asked = corruption(tmp_path, [torch.empty(0), mine], rank=1)
     asked.step(1)
     flipped = mine.clone()
     asked.step(2)
-    assert not (tmp_path / ORDER).exists()
+    assert not (tmp_path / CORRUPT).exists()
     assert (flipped != 1).sum() == 1 and torch.equal(mine, flipped)
 
 
 def test_nothing_is_looked_at_outside_of_a_drill(tmp_path: Path):
-    (tmp_path / ORDER).write_text("0")
+    (tmp_path / CORRUPT).write_text("0")
     weight = torch.ones(4)
     corruption(tmp_path, [weight], enabled=False).step(1)
-    assert torch.equal(weight, torch.ones(4)) and (tmp_path / ORDER).exists()
+    assert torch.equal(weight, torch.ones(4)) and (tmp_path / CORRUPT).exists()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.storage import AtOnce, Disk
-from training.scribe import FILE_NAME, Events
+from training.background_writer import FILE_NAME, Events
 
 
 def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:
@@ -32,8 +32,8 @@ def test_a_line_for_each_event_over_all_starts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 20, 90])
 def test_a_full_disk_tears_no_line_and_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    disk, scribe = Disk(tmp_path, monkeypatch), AtOnce()
-    events = Events(tmp_path, scribe, wall_clock=lambda: 1.5)
+    disk, background_writer = Disk(tmp_path, monkeypatch), AtOnce()
+    events = Events(tmp_path, background_writer, wall_clock=lambda: 1.5)
     events("quorum", 0, quorum_id=1)
     with disk.full(room):
         for step in (1, 2, 3):
@@ -41,7 +41,7 @@ def test_a_full_disk_tears_no_line_and_takes_none(tmp_path: Path, monkeypatch: p
         assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()][:1] == [0]
     events("failed", 4)
     assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()] == [0, 1, 2, 3, 4]
-    assert [words.split(":")[0].split(",")[0] for words in scribe.said] == [
+    assert [words.split(":")[0].split(",")[0] for words in background_writer.said] == [
         "events cannot be written",
         "events are written again",
     ]

@@ -19,7 +19,7 @@ from parallelisms.layout import Layout, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tools.explain.command import WIDTH, explain, job_of, main, ranks_asked
-from tools.explain.rank import DeviceType, ExplainedJob, Ruler, Stretch, join, ranks
+from tools.explain.rank import DeviceType, ExplainedJob, MemoryTracker, Stretch, join, ranks
 
 MIB = 1 << 18  # fp32 elements
 SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)
@@ -37,7 +37,7 @@ def job(world_size: int, *, batch: int = 4, device_type: DeviceType = "cuda", **
 
 
 def test_the_ruler_sees_what_comes_and_goes():
-    with Ruler() as ruler:
+    with MemoryTracker() as tracker:
         a = torch.zeros(MIB)
         b = a.view(2, -1) + 1  # a view takes nothing, the sum does
         c = b * 2
@@ -46,19 +46,19 @@ def test_the_ruler_sees_what_comes_and_goes():
         d = torch.zeros(2 * MIB)
         gradient = torch.zeros(MIB // 2)
         del a, c, d
-    [stretch] = ruler.stretches(gradients=ruler.serials([gradient]), held=set())
+    [stretch] = tracker.stretches(gradients=tracker.serials([gradient]), held=set())
     assert stretch.most == (3 << 20, (3 << 20) + (1 << 19))  # a, b and c; then a and d, and the gradient
     assert stretch.change == (0, 1 << 19)
-    [stretch] = ruler.stretches(gradients=set(), held=ruler.serials([gradient]))
+    [stretch] = tracker.stretches(gradients=set(), held=tracker.serials([gradient]))
     assert stretch.change == (0, 0)
 
 
 def test_the_ruler_sees_what_autograd_keeps():
     model, x = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Tanh()), torch.zeros(512, 512)
-    with Ruler() as ruler:
+    with MemoryTracker() as tracker:
         y = model(x).sum()
         y.backward()
-    [stretch] = ruler.stretches(ruler.serials(p.grad for p in model.parameters()), set())
+    [stretch] = tracker.stretches(tracker.serials(p.grad for p in model.parameters()), set())
     # what tanh keeps, its gradient, and the weight's before it is laid out as the weight is; a few bytes for the sum
     assert 3 << 20 <= stretch.most[0] < (3 << 20) + 64
     assert stretch.change[1] - stretch.change[0] == 1 << 20  # the weight's gradient

@@ -36,7 +36,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.healing": ({"ft"}, {"torch", "numpy"}),  # numpy reduces a chunk to its digest
     "ft.dashboard": ({"ft"}, {"aiohttp", "prometheus_client"}),
     "ft.compat": ({"ft"}, {"torch", "grpc", "google"}),
-    "ft.materialise": (set(), {"torch"}),  # training/ takes these four without the rest
+    "ft.optim_state": (set(), {"torch"}),  # training/ takes these four without the rest
     "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
     "ft.seam": (set(), set()),
@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     # the contract, and the kernels that all models share
     "parallelisms": ({"models.contract", "models.ops"}, {"torch"}),
     "parallelisms.float8": ({"models.contract", "parallelisms"}, {"torch", "torchao"}),
-    "training": ({"parallelisms", "models", "ft.materialise", "ft.device", "ft.children", "ft.seam"}, None),
+    "training": ({"parallelisms", "models", "ft.optim_state", "ft.device", "ft.children", "ft.seam"}, None),
     "training.components": ({*PACKAGES}, None),  # a part of train.py: see test_components_are_of_the_top_floor
     "configs": ({"training", "parallelisms", "models", "ft"}, {"tomli", "tomllib", "torch"}),
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
@@ -54,7 +54,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
 # ft/ without ft.compat is whole, but for the server of a group, which answers torchft's clients, too, and so imports these when it runs.
 COMPAT_IMPORTS = {
     ("ft.rpc.group_server", "ft.compat.group.TorchftGroup"),
-    ("ft.rpc.group_server", "ft.compat.group.LinkOverTorchft"),
+    ("ft.rpc.group_server", "ft.compat.group.TorchftConnection"),
 }
 
 

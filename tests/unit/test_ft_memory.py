@@ -12,7 +12,7 @@ from ft.config import FaultTolerance
 from ft.memory import memory
 from tests.unit.gradient_groups import Member, finish, open_all
 from tools.explain.command import main
-from tools.explain.rank import Ruler
+from tools.explain.rank import MemoryTracker
 
 SLACK = 1.02  # figures of sizes, and a few bytes of the models' own
 
@@ -28,48 +28,48 @@ def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: in
     return [*memory(tensors, settings, in_child=shared, slots=slots).values()]
 
 
-def taken(ruler: Ruler, member: Member) -> int:
+def taken(tracker: MemoryTracker, member: Member) -> int:
     """Bytes that are there at the end, less the model's own."""
-    [stretch] = ruler.stretches(gradients=set(), held=ruler.serials(member.model.parameters()))
+    [stretch] = tracker.stretches(gradients=set(), held=tracker.serials(member.model.parameters()))
     return stretch.change[0]
 
 
 @pytest.mark.parametrize(("keep", "slots"), [(True, 0), (False, 0), (True, 3)])
 def test_two_sets_are_always_there(keep: bool, slots: int):
     member = Member(0, large, keep=keep, slots=slots)
-    with Ruler() as ruler:
+    with MemoryTracker() as tracker:
         member.gradients.prepare()
     always, one_set, *_ = said(member.model, keep=keep, slots=slots)
-    assert always == 2 * one_set and always <= taken(ruler, member) <= SLACK * always
+    assert always == 2 * one_set and always <= taken(tracker, member) <= SLACK * always
 
 
 def test_plain_steps_take_no_more():
     member = Member(0, large)
-    with Ruler() as ruler:
+    with MemoryTracker() as tracker:
         for seed in range(3):
             open_all([member])
             member.backward(seed)
             finish([member])
             member.model.zero_grad()
     always, *_ = said(member.model)
-    assert always <= taken(ruler, member) <= SLACK * always
+    assert always <= taken(tracker, member) <= SLACK * always
 
 
 def test_each_step_that_is_held_takes_one_set():
     """Beside the sums in .grad and those of the step that is tried."""
     member = Member(0, large)
-    with Ruler() as ruler:
+    with MemoryTracker() as tracker:
         open_all([member])
         finish([member])
         for step in range(3):
             open_all([member])
-            member.gradients.launch((1.0,), zeros=True)
+            member.gradients.launch_tail((1.0,), zeros=True)
             member.gradients.wait()
             member.gradients.hold(step)
         open_all([member])
     always, one_set, held, copies, kept = said(member.model)
     assert (held, copies, kept) == (3 * one_set, 77, 0)
-    assert always + held <= taken(ruler, member) <= SLACK * (always + held)
+    assert always + held <= taken(tracker, member) <= SLACK * (always + held)
 
 
 def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ def in_order(slots: int) -> list[Tensor]:
     parts = []
     for place in range(slots):
         [alone] = members(1)
-        alone.gradients.open(World(1).groups[0], 1)
+        alone.gradients.begin_attempt(World(1).groups[0], 1)
         slot_backward(alone, place)
         parts.append(alone.grads)
     total = [torch.zeros_like(part) for part in parts[0]]
@@ -37,7 +37,7 @@ def in_order(slots: int) -> list[Tensor]:
 def compute(team: list[Member], owners: Sequence[Sequence[int]]) -> None:
     """`owners`: for each member, the places of its slots."""
     for member, places in zip(team, owners, strict=True):
-        member.gradients.begin(places)
+        member.gradients.begin_backward(places)
         for place in places:
             slot_backward(member, place)
 
@@ -92,20 +92,20 @@ def test_what_is_added_after_a_failure_is_added_to_what_was_kept(hooks: bool):
     for member in team:
         if not hooks:
             member.gradients.close()
-        member.gradients.open(World(2).groups[0], 2)
+        member.gradients.begin_attempt(World(2).groups[0], 2)
         member.backward(seed=1)
-        member.gradients.give_up()()
+        member.gradients.abandon()()
         member.model.zero_grad()
     open_all(team)
     for member in team:
-        member.gradients.begin()
+        member.gradients.begin_backward()
         member.backward(seed=2)
         local.append(member.grads)
     finish(team)
     assert_sums(team, local)
     fresh = members(2)
     for member in fresh:
-        member.gradients.open(World(2).groups[0], 2)
+        member.gradients.begin_attempt(World(2).groups[0], 2)
         for seed in (1, 2):
             with nullcontext() if seed == 1 else member.gradients.last_backward():
                 torch.manual_seed(100 * seed + 10 * member.number)
@@ -116,7 +116,7 @@ def test_what_is_added_after_a_failure_is_added_to_what_was_kept(hooks: bool):
 def test_minus_zero_is_zero_also_where_nobody_adds_to_it():
     [alone] = members(1, slots=2)
     open_all([alone])
-    alone.gradients.begin((0, 1))
+    alone.gradients.begin_backward((0, 1))
     for place in (0, 1):
         with alone.gradients.last_backward(place):
             sum((parameter * -0.0).sum() for parameter in alone.model.parameters()).backward()
@@ -127,7 +127,7 @@ def test_minus_zero_is_zero_also_where_nobody_adds_to_it():
 def test_a_bucket_of_others_slots_does_not_wait_for_the_backward():
     team = members(2, slots=2, bucket_bytes=200_000)
     world = open_all(team)
-    team[1].gradients.begin((1,))
+    team[1].gradients.begin_backward((1,))
     slot_backward(team[1], 1)
     sent = len(world.groups[1].started)
     assert not world.groups[0].started

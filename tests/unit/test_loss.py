@@ -79,7 +79,7 @@ def test_a_batch_without_targets_is_zero() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """The most elements of a tensor that any operation returns, and how many matrix products there are."""
+    """The most elements of a tensor that any operation returns, and how many matmuls there are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelisms.mesh import AXES, Degrees, MeshCoordinate, ParallelismConfig, degrees
+from parallelisms.mesh import AXES, MeshCoordinate, ParallelDims, ParallelismConfig, degrees
 
 
 def config(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, pp: int = 1) -> ParallelismConfig:
@@ -18,13 +18,13 @@ def config(dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, 
 
 
 def test_shards_take_what_the_others_leave():
-    assert degrees(config(), 6) == Degrees(pp=1, dp_replicate=1, dp_shard=6, cp=1, tp=1)
-    assert degrees(config(dp_replicate=2, cp=2, tp=2, pp=2), 32) == Degrees(2, 2, 2, 2, 2)
+    assert degrees(config(), 6) == ParallelDims(pp=1, dp_replicate=1, dp_shard=6, cp=1, tp=1)
+    assert degrees(config(dp_replicate=2, cp=2, tp=2, pp=2), 32) == ParallelDims(2, 2, 2, 2, 2)
     assert degrees(config(dp_shard=3, tp=2), 6).data_parallel == 3
 
 
 def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
-    axes = Degrees(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
+    axes = ParallelDims(pp=2, dp_replicate=2, dp_shard=3, cp=2, tp=2)
     assert AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert axes.coordinate(0) == MeshCoordinate(pp_rank=0, dp_rank=0, cp_rank=0, tp_rank=0)
     assert axes.coordinate(1) == MeshCoordinate(0, 0, 0, 1)
@@ -37,7 +37,7 @@ def test_seats_are_the_coordinates_of_a_mesh_in_the_order_of_the_axes():
 
 
 def test_the_sequences_of_a_data_parallel_rank_are_counted_once():
-    axes = Degrees(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
+    axes = ParallelDims(pp=2, dp_replicate=1, dp_shard=3, cp=2, tp=2)
     counting = [axes.coordinate(rank).dp_rank for rank in range(axes.world_size) if axes.coordinate(rank).counts_tokens]
     assert sorted(counting) == [0, 1, 2]
 
@@ -86,5 +86,5 @@ def test_degrees_that_do_not_fit_are_told_with_those_that_do(asked: ParallelismC
 
 
 def test_names_the_axes_that_have_several_ranks():
-    assert str(Degrees(1, 1, 2, 1, 4)) == "dp_shard 2 x tp 4"
-    assert str(Degrees(1, 1, 1, 1, 1)) == "one rank"
+    assert str(ParallelDims(1, 1, 2, 1, 4)) == "dp_shard 2 x tp 4"
+    assert str(ParallelDims(1, 1, 1, 1, 1)) == "one rank"

@@ -1,4 +1,4 @@
-"""The Meter's console line, journal and charts, on a clock that the test moves."""
+"""The MetricsProcessor's console line, journal and charts, on a clock that the test moves."""
 
 import io
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import pytest
 from parallelisms.device import DEVICE_TRAITS, DeviceTraits
 from tests.unit.fakes import Clock
 from training.log import Log
-from training.metrics import Meter, MetricsConfig, known_peak_tflops
+from training.metrics import MetricsConfig, MetricsProcessor, known_peak_tflops
 from training.progress import Progress
 
 
@@ -52,7 +52,7 @@ class Run:
         self.clock, self.sink, self.out = Clock(50.0), Sink(), io.StringIO()
         self.journal, self.chart = self.sink.kinds["journals"], self.sink.kinds["charts"]
         self.progress = Progress(self.clock)
-        self.meter = Meter(
+        self.metrics_processor = MetricsProcessor(
             config,
             log=Log(stream=self.out),
             progress=self.progress,
@@ -61,7 +61,7 @@ class Run:
             wall_clock=lambda: 1.7e9,
             **options,
         )
-        self.meter.sink = self.sink
+        self.metrics_processor.sink = self.sink
 
     def spend(self, phase: str, seconds: float) -> None:
         with self.progress.phase(phase):
@@ -70,7 +70,7 @@ class Run:
     def steps(self, first: int, last: int, *, tokens: int = 1000, compute_s: float = 0.5) -> None:
         for step in range(first, last + 1):
             self.spend("compute", compute_s)
-            self.meter.step(step, loss=4.0 / step, grad_norm=0.5, lr=3e-4, tokens=tokens)
+            self.metrics_processor.step(step, loss=4.0 / step, grad_norm=0.5, lr=3e-4, tokens=tokens)
 
     @property
     def lines(self) -> list[str]:
@@ -88,19 +88,19 @@ def test_the_journal_has_every_step_and_the_console_every_log_freq_with_the_firs
 def test_the_first_step_after_a_resume_is_shown() -> None:
     run = Run(steps=25)
     run.clock.now += 30  # loading the checkpoint is no part of the first step
-    run.meter.load_state_dict({"tokens": 12_000})
+    run.metrics_processor.load_state_dict({"tokens": 12_000})
     run.steps(13, 14)
     assert [row["step_s"] for _, row in run.journal.rows] == [0.5, 0.5]
     assert [step for step, _ in run.chart.rows] == [13]
     assert [row["tokens"] for _, row in run.journal.rows] == [13_000, 14_000]
-    assert run.meter.state_dict() == {"tokens": 14_000}
+    assert run.metrics_processor.state_dict() == {"tokens": 14_000}
 
 
 def test_a_journal_row() -> None:
     run = Run(device=FakeDevice())
     run.spend("data", 0.25)
     run.spend("compute", 1.75)
-    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=1000)
+    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=1000)
     assert run.journal.rows == [
         (
             1,
@@ -127,7 +127,7 @@ def test_what_groups_do_is_charted_where_it_changes_and_what_they_cost_on_loggin
         run.spend("waiting", 1.0)
         run.progress.settle()
         groups = {"quorum_size": 2 if step == 6 else 3}
-        run.meter.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, tokens=10, groups=groups)
+        run.metrics_processor.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, tokens=10, groups=groups)
     assert [row["quorum_size"] for _, row in run.journal.rows] == [3, 3, 3, 3, 3, 2, 3, 3]
     charted = [(step, row["fault_tolerance/quorum_size"]) for step, row in run.chart.rows]
     assert charted == [(1, 3), (4, 3), (6, 2), (7, 3), (8, 3)], "one row a step: metrics_writer.py keeps no more"
@@ -180,7 +180,7 @@ def test_tags_are_torchtitans() -> None:
     run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
     run.spend("data", 0.1)
     run.spend("compute", 0.9)
-    run.meter.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000)
+    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=4000)
     ((_, scalars),) = run.chart.rows
     memory = {tag: value for tag, value in scalars.items() if tag.startswith("memory/")}
     assert set(memory) == {"memory/max_active(GiB)", "memory/max_active(%)"}
@@ -220,7 +220,7 @@ def test_no_mfu_where_the_peak_is_not_known() -> None:
 
 def test_validation() -> None:
     run = Run()
-    run.meter.validation(0, loss=5.5, bits_per_byte=7.9348, tokens=20_480, seconds=2.0)
+    run.metrics_processor.validation(0, loss=5.5, bits_per_byte=7.9348, tokens=20_480, seconds=2.0)
     assert run.lines == ["[0] validation at step 0: loss 5.5000  7.9348 bits per byte  20,480 tokens in 2.0 s"]
     assert run.chart.rows == [
         (
@@ -251,9 +251,9 @@ def test_summary_accounts_for_every_second() -> None:
     ):
         run.spend(phase, seconds)
     run.clock.now += 9
-    run.meter.step(200, loss=1.23456, grad_norm=0.5, lr=3e-4, tokens=204_800, steps=100)
-    run.meter.validation(200, loss=1.4, bits_per_byte=2.0, tokens=1, seconds=1.0)
-    run.meter.print_summary(200, **SUMMARY)
+    run.metrics_processor.step(200, loss=1.23456, grad_norm=0.5, lr=3e-4, tokens=204_800, steps=100)
+    run.metrics_processor.validation(200, loss=1.4, bits_per_byte=2.0, tokens=1, seconds=1.0)
+    run.metrics_processor.print_summary(200, **SUMMARY)
     times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
     assert run.lines[-5:] == [
         "[0] finished step 200 (resumed at 100): 204,800 tokens in 1:40, 2,885 tokens per second of compute",
@@ -272,7 +272,7 @@ def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
     run.spend("compute", 10)
     run.progress.lose()
     run.clock.now += 10
-    run.meter.print_summary(2, **SUMMARY | dict(groups="2 quorums"))
+    run.metrics_processor.print_summary(2, **SUMMARY | dict(groups="2 quorums"))
     assert run.lines[1:3] == [
         (
             "  time: start 0.0 s (0%), compute 60.0 s (60%), data 0.0 s (0%), checkpoint 0.0 s (0%), validation 0.0 s (0%), "
@@ -284,7 +284,7 @@ def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
 
 def test_summary_of_a_run_that_did_nothing() -> None:
     run = Run()
-    run.meter.print_summary(0, **SUMMARY)
+    run.metrics_processor.print_summary(0, **SUMMARY)
     assert run.lines[0] == "[0] finished step 0: 0 tokens in 0 s" and run.lines[2] == "  loss: training nan"
 
 

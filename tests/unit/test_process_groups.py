@@ -63,13 +63,13 @@ def test_only_the_sockets_of_the_group_are_shut():
         near_side, far_side = connected(ours)
         stranger, its_peer = connected(others)
         with near_side, far_side, stranger, its_peer:
-            assert sockets.shut(near={ours.getsockname()}) == 1  # the accepted end; the one that listens is left
+            assert sockets.shut(local={ours.getsockname()}) == 1  # the accepted end; the one that listens is left
             assert near_side.recv(1) == b""
             stranger.sendall(b"x")
             assert its_peer.recv(1) == b"x"
             again, accepted = connected(ours)
             with again, accepted:
-                assert sockets.shut(far={ours.getsockname()}) == 2  # and the connection before, whose end is dead
+                assert sockets.shut(remote={ours.getsockname()}) == 2  # and the connection before, whose end is dead
                 assert accepted.recv(1) == b""
 
 
@@ -91,9 +91,9 @@ def test_a_process_without_descriptors_finds_no_sockets():
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_connection(ours.getsockname()):
         with no_descriptors_left():
             with pytest.raises(OSError, match="Too many open files"):
-                sockets.duplicates(far={ours.getsockname()})
-            assert sockets.shut(far={ours.getsockname()}) == 0
-        assert sockets.shut(far={ours.getsockname()}) == 1
+                sockets.duplicates(remote={ours.getsockname()})
+            assert sockets.shut(remote={ours.getsockname()}) == 0
+        assert sockets.shut(remote={ours.getsockname()}) == 1
 
 
 @linux
@@ -110,9 +110,9 @@ def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(c
 @linux
 def test_new_sockets_are_told_by_what_they_are():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        made, near = sockets.listening_ends(lambda: socket.create_server(("127.0.0.1", 0)))
+        made, local = sockets.listening_ends(lambda: socket.create_server(("127.0.0.1", 0)))
         with made:
-            assert near == {made.getsockname()} and server.getsockname() not in near
+            assert local == {made.getsockname()} and server.getsockname() not in local
 
 
 @linux
@@ -126,8 +126,8 @@ def test_a_server_of_another_thread_is_never_taken_for_a_part_of_a_group():
         devices.append(socket.create_server(("127.0.0.1", 0)))
         return devices[-1]
 
-    made, near = sockets.listening_ends(make)
-    assert (made, near) == (devices[2], {made.getsockname()})
+    made, local = sockets.listening_ends(make)
+    assert (made, local) == (devices[2], {made.getsockname()})
     for sock in (*others, *devices):
         sock.close()
 
@@ -163,7 +163,7 @@ def test_an_end_that_fails_stays_pending_and_frees_nothing(caplog: pytest.LogCap
     group.reaper = Reaper(most=0)
     group.abandon("enough", freed.set)
     assert not group.reaper.wait(0.2) and not freed.is_set()
-    with pytest.raises(MustExit, match="given up: enough"):
+    with pytest.raises(MustExit, match="abandoned: enough"):
         group.reaper.check()
     assert "the driver hangs" in caplog.text
 
@@ -273,9 +273,9 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
         return engine
 
     rendezvous = Rendezvous(build, "localhost:1/test", 0, 3, 600.0)
-    rendezvous.at_giving_up(hold.set)
+    rendezvous.on_cancel(hold.set)
     rendezvous.start()
-    threading.Thread(target=rendezvous.give_up, args=("member x is lost",)).start()
+    threading.Thread(target=rendezvous.cancel, args=("member x is lost",)).start()
     with pytest.raises(RendezvousFailed, match="member x is lost; absent: ranks 2, 5") as failure:
         rendezvous.wait(600)
     assert failure.value.absent == (2, 5)
@@ -284,16 +284,16 @@ def test_a_formation_that_hangs_is_given_up_from_another_thread():
 
 
 @pytest.mark.parametrize("told_first", [False, True])
-def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first: bool):
+def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told_first: bool):
     """Another member that has seen it has the generation abandoned, and that word may reach this one before or after its own."""
     refused = threading.Event()
 
     def build(rendezvous: Rendezvous) -> FakeEngine:
         if told_first:
-            rendezvous.give_up("the generation failed")
+            rendezvous.cancel("the generation failed")
         rendezvous.refuse((2,), "rank 2 has another optimizer.lr than the job")
         if not told_first:
-            rendezvous.give_up("the generation failed")
+            rendezvous.cancel("the generation failed")
         refused.set()
         raise RendezvousFailed("given up")
 
@@ -306,7 +306,7 @@ def test_a_shape_that_differs_is_the_cause_whoever_found_it_out_first(told_first
     rendezvous.end()
 
 
-def test_a_member_of_another_shape_knows_it_before_the_others_fail():
+def test_a_member_of_another_fingerprint_knows_it_before_the_others_fail():
     """Their failure has the generation given up everywhere, which would end its own comparison."""
     server, groups, fail_or_wait = serve(), list[ProcessGroup](), threading.Event()
 
@@ -314,7 +314,7 @@ def test_a_member_of_another_shape_knows_it_before_the_others_fail():
         late = False
 
         def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-            if keys[0] == "shape/0" and self.late:
+            if keys[0] == "fingerprint/0" and self.late:
                 fail_or_wait.wait()
             return super().multi_get(keys)
 
@@ -332,7 +332,7 @@ def test_a_member_of_another_shape_knows_it_before_the_others_fail():
 
     def configure(rank: int) -> tuple[int, ...]:
         with pytest.raises(RendezvousFailed) as failure:
-            groups[rank].configure(f"127.0.0.1:{server.port}/a", rank, 3, shape=(("optimizer.lr", "112"[rank]),))
+            groups[rank].configure(f"127.0.0.1:{server.port}/a", rank, 3, fingerprint=(("optimizer.lr", "112"[rank]),))
         groups[2].interrupt("the generation failed")
         fail_or_wait.set()
         return failure.value.mismatched
@@ -677,8 +677,8 @@ def test_a_thread_that_gloo_leaves_behind_holds_no_buffer():
     stranded = threading.Semaphore(1)
 
     def engine() -> GlooEngine:
-        near, threads = {("127.0.0.1", 1)}, {thread.native_id or 0}
-        made = GlooEngine(Native(), near, set(), threads)  # type: ignore[arg-type]
+        local, threads = {("127.0.0.1", 1)}, {thread.native_id or 0}
+        made = GlooEngine(Native(), local, set(), threads)  # type: ignore[arg-type]
         made.stranded, made.end_s = stranded, 0.01
         made.start(Operation("barrier"), lambda error, source: None)
         made.interrupt()
@@ -796,22 +796,22 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming():
     strays = list[socket.socket]()
 
     def is_read(stray: socket.socket) -> bool:
-        ends = sockets.duplicates(far=[stray.getsockname()])
+        ends = sockets.duplicates(remote=[stray.getsockname()])
         unread = [fcntl.ioctl(end, termios.FIONREAD, bytes(4)) for end in ends]
         for end in ends:
             end.close()
         return unread == [bytes(4)]
 
     def disturbed(make: Any) -> Any:
-        device, near = sockets.listening_ends(make)
+        device, local = sockets.listening_ends(make)
         # Both members, in the first forming: one listens for the other, and which goes by their addresses.
         if len(strays) < 6:
-            mine = [socket.create_connection(next(iter(near))) for _ in range(3)]
+            mine = [socket.create_connection(next(iter(local))) for _ in range(3)]
             strays.extend(mine)
             for number, stray in enumerate(mine):
                 stray.sendall(number.to_bytes(8, sys.byteorder))
             in_time(lambda: all(map(is_read, mine)))  # gloo's thread has taken them before any member comes
-        return device, near
+        return device, local
 
     store = serve()
     groups = [Disturbed(600.0, rendezvous_s=1.0, listening_ends=disturbed) for _ in range(2)]

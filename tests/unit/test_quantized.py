@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ft.process_groups.errors import Abandoned, GroupError
-from ft.quantized import BLOCK, LEVELS, CollectiveQueue, Feedback, dequantize, message_bytes, quantize
+from ft.quantized import BLOCK, LEVELS, CollectiveQueue, ErrorFeedback, dequantize, message_bytes, quantize
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
 from tests.waiting import in_time
 
@@ -70,11 +70,13 @@ def test_many_blocks_are_turned_in_pieces():
 # ------------------------------------------------------------------------------------------------ sums
 
 
-def summed(tensors: Sequence[Tensor], feedback: Sequence[Feedback | None], gives: Sequence[bool] = ()) -> World:
+def summed(
+    tensors: Sequence[Tensor], feedback: Sequence[ErrorFeedback | None], contributes: Sequence[bool] = ()
+) -> World:
     world = World(len(tensors))
     lanes = [CollectiveQueue(group) for group in world.groups]  # type: ignore[arg-type]
     works = [
-        lane.sum_quantized(tensor, own, gives=gives[rank] if gives else True)
+        lane.allreduce_quantized(tensor, own, contributes=contributes[rank] if contributes else True)
         for rank, (lane, tensor, own) in enumerate(zip(lanes, tensors, feedback, strict=True))
     ]
     for work in works:
@@ -114,7 +116,7 @@ def test_a_quarter_of_the_bytes():
 def test_everything_arrives():
     """Whoever is there, and whoever owns what: what was delivered and what is still held back is what was given."""
     torch.manual_seed(4)
-    count, feedback = 3000, [Feedback() for _ in range(4)]
+    count, feedback = 3000, [ErrorFeedback() for _ in range(4)]
     delivered, given_ = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
     for there in ([0, 1, 2], [0, 1, 2, 3], [1, 3], [1], [0, 1, 2, 3], [3, 0]):
         tensors = [torch.randn(count) * 10.0 ** (rank - 2) for rank in there]
@@ -123,25 +125,25 @@ def test_everything_arrives():
         for rank in there:
             feedback[rank].commit()
         delivered += tensors[0].double()
-    held_back = sum(own.held_back.double() for own in feedback if own.held_back is not None)
+    residual = sum(own.residual.double() for own in feedback if own.residual is not None)
     assert (delivered - given_).abs().max() > 1e-3, "nothing was rounded"
-    assert (delivered + held_back - given_).abs().max() < 1e-5
-    assert held_back.abs().max() < 0.5, "it does not grow"
+    assert (delivered + residual - given_).abs().max() < 1e-5
+    assert residual.abs().max() < 0.5, "it does not grow"
 
 
 def test_who_gives_nothing_keeps_what_it_held_back():
-    feedback = [Feedback(), Feedback()]
+    feedback = [ErrorFeedback(), ErrorFeedback()]
     summed([torch.linspace(-1, 1, 700), torch.linspace(0, 3, 700)], feedback)
     for own in feedback:
         own.commit()
-    before = [own.held_back.clone() for own in feedback if own.held_back is not None]
+    before = [own.residual.clone() for own in feedback if own.residual is not None]
     tensors = [torch.full((700,), 7.0), torch.linspace(0, 3, 700)]
-    summed(tensors, feedback, gives=(False, True))
+    summed(tensors, feedback, contributes=(False, True))
     assert (tensors[0] - torch.linspace(0, 3, 700)).abs().max() < 0.1, "it sent what it had"
     for own in feedback:
         own.commit()
-    assert feedback[0].held_back is not None and torch.equal(feedback[0].held_back, before[0])
-    assert feedback[1].held_back is not None and not torch.equal(feedback[1].held_back, before[1])
+    assert feedback[0].residual is not None and torch.equal(feedback[0].residual, before[0])
+    assert feedback[1].residual is not None and not torch.equal(feedback[1].residual, before[1])
 
 
 # ------------------------------------------------------------------------------------------------ a lane
@@ -153,7 +155,7 @@ def test_what_is_asked_for_in_one_order_goes_in_it():
     plain, eight = [torch.ones(5) for _ in lanes], [torch.full((400,), 2.0) for _ in lanes]
     works = []
     for lane, one, other in zip(lanes, plain, eight, strict=True):
-        works += [lane.sum_quantized(other, None), lane.allreduce([one])]
+        works += [lane.allreduce_quantized(other, None), lane.allreduce([one])]
     for work in works:
         assert work.wait()
     for group in world.groups:
@@ -165,15 +167,15 @@ def test_what_is_asked_for_in_one_order_goes_in_it():
 def test_a_failure_ends_all_that_comes_after_it(last: int):
     world = World(2, last)
     lanes = [CollectiveQueue(group) for group in world.groups]  # type: ignore[arg-type]
-    own = Feedback()
-    works = [lane.sum_quantized(torch.ones(9), own) for lane in lanes] + [
+    own = ErrorFeedback()
+    works = [lane.allreduce_quantized(torch.ones(9), own) for lane in lanes] + [
         lane.allreduce([torch.ones(2)]) for lane in lanes
     ]
     for work in works:
         with pytest.raises(GroupError, match="a member is lost"):
             work.wait()
     own.commit()
-    assert own.held_back is None
+    assert own.residual is None
     assert all(len(group.started) == last + 1 for group in world.groups), "something went out after it"
 
 
@@ -181,11 +183,11 @@ def test_after_it_is_closed_nothing_goes_out():
     """The group may be another generation by then, with others in it. The first exchange ends after that."""
     world = World(2)
     lane = CollectiveQueue(world.groups[0])  # type: ignore[arg-type]
-    work = lane.sum_quantized(torch.ones(9), None)
+    work = lane.allreduce_quantized(torch.ones(9), None)
     assert in_time(lambda: world.groups[0].started)
     lane.close()
-    CollectiveQueue(world.groups[1]).sum_quantized(torch.ones(9), None)  # type: ignore[arg-type]
-    with pytest.raises(Abandoned, match="given up"):
+    CollectiveQueue(world.groups[1]).allreduce_quantized(torch.ones(9), None)  # type: ignore[arg-type]
+    with pytest.raises(Abandoned, match="abandoned"):
         work.wait()
     lane.join()
     assert len(world.groups[0].started) == 1
@@ -202,12 +204,12 @@ def steps(*, dies_at: int | None) -> list[Tensor]:
         worlds.append(World(2))
         for attempt, world in enumerate(worlds):
             for member, group in zip(team, world.groups, strict=True):
-                member.gradients.open(group, 2)  # type: ignore[arg-type]
+                member.gradients.begin_attempt(group, 2)  # type: ignore[arg-type]
                 if attempt == 0:
                     member.model.zero_grad()
                     member.backward(step)
             for member in team:
-                member.gradients.launch([1.0, float(member.number)])
+                member.gradients.launch_tail([1.0, float(member.number)])
             if world is not worlds[-1]:
                 lost(team, world)
         assert [member.gradients.wait() for member in team] == [(2.0, 1.0)] * 2, "the tail is exact"
@@ -232,7 +234,7 @@ def lost(team: Sequence[Member], world: World) -> None:
         with pytest.raises(GroupError, match="a member is lost"):
             member.gradients.wait()
     for member, group in zip(team, world.groups, strict=True):
-        back = member.gradients.give_up()
+        back = member.gradients.abandon()
         group.scribble()
         back()
 
@@ -257,7 +259,7 @@ def test_gradients_are_near_and_the_small_ones_exact():
 
 def test_groups_that_do_not_both_round_are_told_apart():
     [one], [other] = members(1, linear, quantized=True), members(1, linear)
-    assert dict(one.gradients.shape)["gradient buckets"] != dict(other.gradients.shape)["gradient buckets"]
+    assert dict(one.gradients.fingerprint)["gradient buckets"] != dict(other.gradients.fingerprint)["gradient buckets"]
 
 
 def test_gradients_that_go_take_along_what_was_held_back():
@@ -286,11 +288,11 @@ def test_over_many_steps_the_gradients_arrive():
 def test_memory_is_given_back_when_the_lane_has_ended():
     world = World(2)
     [member] = members(1, linear, quantized=True, bucket_bytes=150_000)
-    member.gradients.open(world.groups[0], 2)  # type: ignore[arg-type]
+    member.gradients.begin_attempt(world.groups[0], 2)  # type: ignore[arg-type]
     member.backward(0)
-    member.gradients.launch([1.0])
+    member.gradients.launch_tail([1.0])
     assert in_time(lambda: world.groups[0].started)
-    given_back = threading.Thread(target=member.gradients.give_up(), daemon=True)
+    given_back = threading.Thread(target=member.gradients.abandon(), daemon=True)
     given_back.start()
     given_back.join(0.2)
     assert given_back.is_alive(), "its lane still waits for an exchange, whose result it writes"

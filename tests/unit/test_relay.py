@@ -18,18 +18,24 @@ from scripts.samples import prove, read
 from tests.unit.storage import AtOnce, Disk
 from training import appended
 from training import metrics_writer as relay
-from training.metrics_writer import ROWS_KEPT, LeaderMetricsWriter
-from training.scribe import Scribe
+from training.background_writer import BackgroundWriter
+from training.metrics_writer import ROWS_KEPT, MetricsWriter
 from training.sinks import ResumedStep, Sinks
 
 
 class Group:
-    def __init__(self, folder: Path, *, writes: bool, scribe: Scribe | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, *, writes: bool, background_writer: BackgroundWriter | None = None, **settings: Any
+    ) -> None:
         self.folder, self.writes, self.quorum = folder, writes, ("epoch", 1)
-        self.scribe = AtOnce()
+        self.background_writer = AtOnce()
         self.opens = lambda: None
-        self.relay = LeaderMetricsWriter(
-            folder, lambda: self.quorum if self.writes else None, self.open, scribe or self.scribe, **settings
+        self.relay = MetricsWriter(
+            folder,
+            lambda: self.quorum if self.writes else None,
+            self.open,
+            background_writer or self.background_writer,
+            **settings,
         )
 
     def open(self, resumed_step: ResumedStep) -> Sinks:
@@ -155,7 +161,7 @@ def test_a_write_that_came_in_between_is_taken_back(tmp_path: Path):
         b.commits(step)
     a.commits(5)
     assert rows(tmp_path) == [(step, False) for step in (1, 2, 3, 4, 5)]
-    assert "nothing is lost" in b.scribe.said[-1]
+    assert "nothing is lost" in b.background_writer.said[-1]
 
 
 def test_one_that_was_stopped_for_long_takes_nothing_back(tmp_path: Path):
@@ -221,11 +227,11 @@ class History:
     def __init__(self) -> None:
         self.ledger, self.rows = Ledger(slot_size=2), dict[int, dict[str, Any]]()
 
-    def step(self, number: int, *deal: str, dead: str = "") -> None:
+    def step(self, number: int, *assignment: str, dead: str = "") -> None:
         """Dealt to these; `dead` gave nothing."""
-        dealt = self.ledger.deal(deal)
-        self.ledger.commit([float(owner != dead) for owner in dealt.values()])
-        slots = {str(slot): owner for slot, owner in dealt.items() if owner != dead}
+        assigned = self.ledger.assign(assignment)
+        self.ledger.commit([float(owner != dead) for owner in assigned.values()])
+        slots = {str(slot): owner for slot, owner in assigned.items() if owner != dead}
         self.rows[number] = {"slot_size": 2, "slots": slots, "holes": list(self.ledger.holes)}
 
     def tell(self, group: Group, *steps: int) -> None:
@@ -327,7 +333,7 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
     a.commits(7)
     assert rows(tmp_path) == [(step, look) for step in range(1, 8) for look in ({False, step == 4})]
     assert charted(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
-    trouble, end = a.scribe.said
+    trouble, end = a.background_writer.said
     why = "No space left on device" if failing == "full" else "Read-only file system"
     assert trouble.startswith(f"figures cannot be written: {why} (") and str(tmp_path) in trouble
     assert trouble.endswith("; kept in memory, and tried again")
@@ -373,7 +379,7 @@ def test_what_there_is_no_room_for_is_counted_and_said(tmp_path: Path, monkeypat
     there = [step for step, _ in rows(tmp_path)]
     gone = 2 * ROWS_KEPT - len(there)
     assert there == [1, *range(2 + gone, 2 * ROWS_KEPT + 1)] and gone > ROWS_KEPT
-    assert f"{a.relay.lost} rows are lost, for there was no room to keep them" in a.scribe.said[-1]
+    assert f"{a.relay.lost} rows are lost, for there was no room to keep them" in a.background_writer.said[-1]
     assert 3 * (gone - 1) < a.relay.lost <= 3 * gone + 3
 
 
@@ -383,27 +389,27 @@ def test_a_tmpfs_that_fills_up_and_a_scribe_of_its_own(tmp_path: Path):
     if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     said: list[str] = []
-    scribe = Scribe(said.append, retry_s=0.01)
+    background_writer = BackgroundWriter(said.append, retry_s=0.01)
     try:
-        a = Group(tmp_path, writes=True, scribe=scribe)
+        a = Group(tmp_path, writes=True, background_writer=background_writer)
         a.commits(1)
-        assert scribe.flush(50)
+        assert background_writer.flush(50)
         ballast = tmp_path / "ballast"
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
             while file.write(bytes(1000)):
                 pass
         for step in range(2, 300):
             a.commits(step)
-        assert not scribe.flush(50) and "No space left on device" in said[0]
+        assert not background_writer.flush(50) and "No space left on device" in said[0]
         ballast.unlink()
         subprocess.run(["mount", "-o", "remount,size=10m", str(tmp_path)], check=True)
-        scribe.wake()
-        assert scribe.flush(50, patient=True)
+        background_writer.wake()
+        assert background_writer.flush(50, patient=True)
         assert rows(tmp_path) == [(step, False) for step in range(1, 300)]
         assert [*charted(tmp_path)] == [*range(1, 300)]
         assert len(said) == 2 and "nothing is lost" in said[1]
     finally:
-        scribe.close()
+        background_writer.close()
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
@@ -445,7 +451,7 @@ def test_slow_storage_is_waited_for_once(tmp_path: Path):
             return True
 
     waits = list[float]()
-    a = Group(tmp_path, writes=True, scribe=Noting())
+    a = Group(tmp_path, writes=True, background_writer=Noting())
     a.commits(1)
     a.relay.sync()
     a.relay.close()
@@ -459,5 +465,5 @@ def test_an_end_while_storage_fails_says_that_rows_are_lost(tmp_path: Path, monk
     with disk.full():
         a.commits(2)
         a.relay.close()
-        a.scribe.close()
-    assert len(a.scribe.said) == 2 and a.scribe.said[1].startswith("figures: the newest are lost")
+        a.background_writer.close()
+    assert len(a.background_writer.said) == 2 and a.background_writer.said[1].startswith("figures: the newest are lost")

@@ -16,13 +16,13 @@ import pytest
 from bench.drill_job import DevicePool
 from ft.config import FaultTolerance
 from scripts.agent import run_ranks
-from scripts.plan import RESTARTS_WITHIN_S, Plan
+from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
     SHORT_LIFE_S,
     SHORT_LIVES,
     LighthouseSupervisor,
     ReplicaSupervisor,
-    deal_devices,
+    assign_devices,
     environment,
     main,
     read_groups,
@@ -95,7 +95,7 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
 def test_ranks_that_die_once_a_day_are_started_again_for_years(tmp_path: Path, apart_s: float, starts: list[int]):
     """Each start has a number of its own, which torch makes of the limit and what is left of it."""
     program = "import os; n = int(os.environ['TORCHELASTIC_RESTART_COUNT']); print(n); raise SystemExit(n < 3)"
-    plan, days = Plan.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s)
+    plan, days = LaunchSettings.read({"MAX_RESTARTS": "1"}), itertools.count(0.0, apart_s)
     command = [sys.executable, "-c", program]
     code = run_ranks(command, plan, nproc=1, logs=tmp_path / "run" / "logs", clock=lambda: next(days))
     assert code == (0 if len(starts) == 4 else 1)
@@ -187,10 +187,10 @@ def test_devices_have_the_names_that_the_user_gave_them(named: str | None, count
 
 def test_the_visible_devices_are_dealt_out_among_the_groups():
     eight = [str(number) for number in range(8)]
-    assert deal_devices(eight, 2, None, False) == [eight[:4], eight[4:]]
-    assert deal_devices(eight, 3, None, False) == [eight[:2], eight[2:4], eight[4:6]]
-    assert deal_devices(eight, 2, 1, False) == [["0"], ["1"]]
-    assert deal_devices([], 2, 4, False) == [[], []], "CPUs"
+    assert assign_devices(eight, 2, None, False) == [eight[:4], eight[4:]]
+    assert assign_devices(eight, 3, None, False) == [eight[:2], eight[2:4], eight[4:6]]
+    assert assign_devices(eight, 2, 1, False) == [["0"], ["1"]]
+    assert assign_devices([], 2, 4, False) == [[], []], "CPUs"
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_the_visible_devices_are_dealt_out_among_the_groups():
 )
 def test_too_few_devices_are_one_line(nproc: int | None, said: str):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        deal_devices(["0", "1"], 3, nproc, False)
+        assign_devices(["0", "1"], 3, nproc, False)
 
 
 def test_devices_are_shared_where_the_user_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert deal_devices(["0", "1"], 3, None, True) == [["0"], ["1"], ["0"]]
-    assert deal_devices(["5"], 2, None, True) == [["5"], ["5"]]
+    assert assign_devices(["0", "1"], 3, None, True) == [["0"], ["1"], ["0"]]
+    assert assign_devices(["5"], 2, None, True) == [["5"], ["5"]]
     monkeypatch.delenv("SHARE_GPUS", raising=False)
     one = ReplicaSupervisor.here("1", ["a.toml"], {"A": "b"}, tmp_path, 1, ["6", "7"])
     assert one.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "6,7", "REPLICA_GROUP_ID": "1"}, "its own devices alone"
@@ -221,6 +221,6 @@ def test_devices_are_shared_where_the_user_says_so(tmp_path: Path, monkeypatch: 
 
 def test_a_drills_groups_have_devices_of_their_own():
     """One that comes later takes those of one that has left."""
-    pool = DevicePool(deal_devices(list("0123"), 2, None, False))
+    pool = DevicePool(assign_devices(list("0123"), 2, None, False))
     assert [pool.of("0"), pool.of("1"), pool.of("2", gone={"1"})] == [["0", "1"], ["2", "3"], ["2", "3"]]
     assert pool.of("2") == ["2", "3"], "its next life"

@@ -114,9 +114,9 @@ def test_a_run_goes_on_under_another_manager(make: Make):
 
 
 def test_a_name_is_registered_once(manager: Seam):
-    manager.register("model", dict, lambda state: None)
+    manager.register_state("model", dict, lambda state: None)
     with pytest.raises(ValueError, match="state model is registered already"):
-        manager.register("model", dict, lambda state: None)
+        manager.register_state("model", dict, lambda state: None)
 
 
 def test_leaving_ends_with_a_step_at_the_latest(manager: Seam):

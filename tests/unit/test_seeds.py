@@ -12,7 +12,7 @@ import torch
 import train
 from ft.seam import DataAssignment
 from ft.start import SoloManager
-from parallelisms.mesh import Degrees, MeshCoordinate
+from parallelisms.mesh import MeshCoordinate, ParallelDims
 from training.data.loader import Batch
 from training.progress import Progress
 
@@ -53,13 +53,13 @@ def test_the_same_work_draws_the_same_numbers():
 
 
 def test_other_work_draws_others():
-    coordinates = [Degrees(2, 2, 2, 2, 1).coordinate(rank) for rank in range(16)]
+    coordinates = [ParallelDims(2, 2, 2, 2, 1).coordinate(rank) for rank in range(16)]
     draws = [x for *work, at in product((0, 1), (0, 1), (0, 8), coordinates) for x in drawn(*work, at)]
     assert len(set(draws)) == len(draws) == 256
 
 
 def test_tensor_parallel_ranks_draw_the_same():
-    axes = Degrees(1, 1, 2, 1, 4)
+    axes = ParallelDims(1, 1, 2, 1, 4)
     draws = {
         coordinate.dp_rank: {tuple(drawn(0, 0, 0, MeshCoordinate(0, coordinate.dp_rank, 0, tp))) for tp in range(4)}
         for coordinate in map(axes.coordinate, range(8))

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from models import llama
 from parallelisms.fsdp import shard_dim
-from parallelisms.mesh import Degrees
+from parallelisms.mesh import ParallelDims
 from parallelisms.tensor import check_plan
 
 
@@ -27,8 +27,8 @@ def meta(vocab: int = 61, changes: dict[str, str | None] | None = None) -> llama
     return model
 
 
-def degrees(tp: int, *, shards: int = 1, cp: int = 1) -> Degrees:
-    return Degrees(pp=1, dp_replicate=1, dp_shard=shards, cp=cp, tp=tp)
+def degrees(tp: int, *, shards: int = 1, cp: int = 1) -> ParallelDims:
+    return ParallelDims(pp=1, dp_replicate=1, dp_shard=shards, cp=cp, tp=tp)
 
 
 @pytest.mark.parametrize(("tp", "shards", "cp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (2, 3, 1)])

@@ -24,7 +24,7 @@ def test_a_mean_and_a_sum():
         assert tensor.tolist() == [1.5, 7.5] and count.tolist() == [6, 8]
     finish(team)
     assert tensors[0].tolist() == [1.5, 7.5]
-    with pytest.raises(RuntimeError, match="between open and launch"):
+    with pytest.raises(RuntimeError, match="between begin_attempt and launch_tail"):
         team[0].gradients.all_reduce(tensors[0])
     with pytest.raises(ValueError, match=r"torch\.int64"):
         team[0].gradients.all_reduce(counts[0])
@@ -34,7 +34,7 @@ def test_who_does_not_take_part_gives_zeros_and_gets_the_mean():
     team, world = members(2, nn.Identity), World(2)
     tensors = [torch.tensor([2.0, 4.0]) for _ in team]
     for member, group, tensor in zip(team, world.groups, tensors, strict=True):
-        member.gradients.open(group, 1, contributes=member.number == 0)  # type: ignore[arg-type]
+        member.gradients.begin_attempt(group, 1, contributes=member.number == 0)  # type: ignore[arg-type]
         member.gradients.all_reduce(tensor)
     finish(team)
     assert [tensor.tolist() for tensor in tensors] == [[2.0, 4.0]] * 2
@@ -45,7 +45,7 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
     """The first of two tensors, or both, or none, had their results when the attempt failed."""
     team, world = members(2, nn.Identity), World(2, last)
     for member, group in zip(team, world.groups, strict=True):
-        member.gradients.open(group, 1)  # type: ignore[arg-type]
+        member.gradients.begin_attempt(group, 1)  # type: ignore[arg-type]
     tensors = [[torch.tensor([1.0 + member.number]), torch.tensor([[10.0]])] for member in team]
     works = [member.gradients.all_reduce(tensor) for member, pair in zip(team, tensors, strict=True) for tensor in pair]
     assert all(work.wait() for work in works if work.is_completed())
@@ -55,11 +55,11 @@ def test_a_retry_sums_the_values_that_were_handed_over(last: int):
     assert all(work.wait() for work in works)  # a failure is told by the attempt alone
     replacement = World(2)
     for member, group, old, give_back in zip(team, replacement.groups, world.groups, back, strict=True):
-        member.gradients.open(group, 4)  # type: ignore[arg-type]
+        member.gradients.begin_attempt(group, 4)  # type: ignore[arg-type]
         old.scribble()
         give_back()
     for member in team:
-        member.gradients.launch([1.0])
+        member.gradients.launch_tail([1.0])
     for member in team:
         member.gradients.wait()
     assert [tensor.item() for tensor in tensors[0]] == done  # unchanged until the step is delivered
@@ -72,12 +72,12 @@ def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
     """The retry's own sum is not there: whatever lies in its buffer is no result."""
     [member] = members(1, nn.Identity)
     old, new = World(2), World(2)
-    member.gradients.open(old.groups[0], 1)  # type: ignore[arg-type]
+    member.gradients.begin_attempt(old.groups[0], 1)  # type: ignore[arg-type]
     work = member.gradients.all_reduce(value := torch.tensor([4.0]))
-    member.gradients.give_up()
+    member.gradients.abandon()
     assert work.wait()
-    member.gradients.open(new.groups[0], 2)  # type: ignore[arg-type]
-    member.gradients.launch([1.0])
+    member.gradients.begin_attempt(new.groups[0], 2)  # type: ignore[arg-type]
+    member.gradients.launch_tail([1.0])
     old.groups[1].allreduce([torch.tensor([6.0])])
     assert value.item() == 4.0
     new.groups[1].allreduce([torch.tensor([6.0])])
@@ -128,7 +128,7 @@ def test_held_results_are_written_when_they_are_delivered():
     [member] = members(1, nn.Identity)
     open_all([member])
     member.gradients.all_reduce(value := torch.tensor([8.0]))
-    member.gradients.launch([1.0])
+    member.gradients.launch_tail([1.0])
     member.gradients.wait()
     member.gradients.hold(1)
     value.fill_(0.0)

@@ -1,4 +1,4 @@
-"""Measurements: every operation, with numbers that can be checked exactly, and timed; links, matrix products, clocks, the folder of runs.
+"""Measurements: every operation, with numbers that can be checked exactly, and timed; links, matmuls, clocks, the folder of runs.
 
 Small whole numbers and powers of two: sums and products of them are exact in fp32 in any order, so `==` is the test.
 Seconds are per operation and size. A size is the largest buffer that a rank holds, as in nccl-tests.
@@ -284,7 +284,7 @@ def _answer(team: Team, peer: int) -> None:
 
 
 def matmul_flops(team: Team) -> tuple[float, float]:
-    """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's products. And the share of that second in
+    """Floating-point operations a second: bf16 on a GPU, fp32 on a CPU; the median of a second's matmuls. And the share of that second in
     which this thread had a core: a core that is slow has all of it, a rank that other programs hold up has not."""
     n, dtype = DEVICE_TRAITS[team.device.type].probe
     a, b = (torch.randn(n, n, dtype=dtype, device=team.device) for _ in range(2))

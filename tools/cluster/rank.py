@@ -38,7 +38,7 @@ POLL_S = 0.05
 CHECK_S = 0.5  # how often a waiting rank checks whether another has given up
 HOST_NAME = "PHAROS_HOST"  # this node's name in findings, where its host name says little (containers)
 AGAIN = 3  # how often a slow result is measured again before it is reported: the best figure counts
-MOST_PAIRED = 64  # ranks among which a wrong result is looked for two by two
+MAX_PAIRED = 64  # ranks among which a wrong result is looked for two by two
 
 
 class Silent(RuntimeError):
@@ -234,7 +234,7 @@ class Work(threading.Thread):
             return [op for op in CHECKS if verdicts.needs_pairs([row[1:] for row in rows if row[0] == op])]
 
         ops = self.control.agree("values: all of them", bad, unclear)
-        if ops and 2 < size <= MOST_PAIRED:
+        if ops and 2 < size <= MAX_PAIRED:
             self.neighbours(ops)
         right = sum(text == "right" for text in values.values())
         return f"{right} of {len(CHECKS)} operations right" if size > 1 else "one rank has nobody to talk to"
@@ -287,7 +287,7 @@ class Work(threading.Thread):
         return f"{len(chosen)} pairs"
 
     def compute(self) -> str:
-        """Matrix products, all ranks at once."""
+        """Matmuls, all ranks at once."""
         made = self._repeated(
             "compute", lambda: measurements.matmul_flops(self.team), lambda it: it[0], verdicts.slow_ranks
         )

@@ -18,7 +18,7 @@ from tools.cluster.settings import USUAL_SHARE, CheckSettings
 from tools.cluster.verdicts import Finding
 
 Reports = Mapping[int, Mapping[str, Any]]  # by rank
-MOST_SHOWN = 16  # ranks whose links are printed; the files have all
+MAX_SHOWN = 16  # ranks whose links are printed; the files have all
 WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
 MORE_STYLE = """
   .good { fill: var(--c1); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
@@ -83,7 +83,7 @@ def text(report: Mapping[str, Any]) -> str:
                 cells.append(f"{figure(row['seconds'] * 1e3)}, {figure(row['bus_bytes_s'] / 1e6)}" if row else "-")
         parts += ["", table(["operation", *(f"{_size(int(size))}: ms, MB/s" for size in sizes)], rows)]
     everyone = [str(rank) for rank in range(len(hosts))]
-    if any(own["links"] for own in figures.values()) and len(hosts) <= MOST_SHOWN:
+    if any(own["links"] for own in figures.values()) and len(hosts) <= MAX_SHOWN:
         rows = []
         for rank in everyone:
             links = figures[rank]["links"] if rank in figures else {}

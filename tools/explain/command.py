@@ -29,7 +29,7 @@ from ft.config import Environment
 from ft.memory import memory
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
-from parallelisms.mesh import AXES, SHARDS, Degrees, ParallelismConfig, degrees
+from parallelisms.mesh import AXES, DP_SHARD_CP, ParallelDims, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
@@ -38,7 +38,7 @@ from training.tokenizer import build_tokenizer
 
 LARGE = 1 << 28  # parameters that nobody trains on a CPU
 WIDTH = 110
-_MOST_ROWS = 17  # of a table that is cut, with its head
+_MAX_ROWS = 17  # of a table that is cut, with its head
 _AXES = {
     "pp": "the layers: each rank has some of them",
     "dp_replicate": "sequences: each rank, or group that shards, has its own and all of the parameters",
@@ -141,7 +141,7 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
     acted, n = ranks(job), job.degrees.world_size
     head = (
         f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
-        "acted out by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
+        "simulated by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
         "uneven cut have less."
     )
     sections: list[tuple[str, Iterable[str]]] = [
@@ -188,14 +188,14 @@ def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
     rows = {
         "parameters the optimizer updates, its state": precision.master,
-        "gathered weights, matrix products, activations, messages of tp, cp and pp": precision.compute,
+        "gathered weights, matmuls, activations, messages of tp, cp and pp": precision.compute,
         "norms, rotations, softmax and loss, inside": torch.float32,
         "sums of gradients over ranks and microbatches": precision.reduce,
     }
     yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
 
 
-def _mesh(degrees: Degrees) -> Iterator[str]:
+def _mesh(degrees: ParallelDims) -> Iterator[str]:
     rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
     for axis, size in zip(AXES, degrees, strict=True):
         stride //= size
@@ -215,7 +215,7 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
         dp_rank = degrees.coordinate(rank).dp_rank
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
-    head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if dealt in order")
+    head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if assigned in order")
     yield from _table([head, *rows], is_cut=True)
 
 
@@ -281,7 +281,7 @@ def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[
     for c, n in rank.collectives.items():
         row = figures.setdefault((c.group, c.kind), [0, 0, 0])
         row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
-    for axis, kind in sorted(figures, key=lambda key: ([*AXES, SHARDS].index(key[0]), key[1])):
+    for axis, kind in sorted(figures, key=lambda key: ([*AXES, DP_SHARD_CP].index(key[0]), key[1])):
         times, largest, total = figures[axis, kind]
         sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
         rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
@@ -298,8 +298,8 @@ def _sent(kind: str, size: int, n: int) -> int:
     return {"send": size, "receive": 0, "broadcast": size}.get(kind, _SENT.get(kind, 0) * size * (n - 1) // max(1, n))
 
 
-def _ranks_of(axis: str, degrees: Degrees) -> int:
-    return degrees.dp_shard * degrees.cp if axis == SHARDS else getattr(degrees, axis)
+def _ranks_of(axis: str, degrees: ParallelDims) -> int:
+    return degrees.dp_shard * degrees.cp if axis == DP_SHARD_CP else getattr(degrees, axis)
 
 
 def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
@@ -377,7 +377,7 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
     if uneven:
         yield f"cut unevenly, so the last ranks have less: {', '.join(uneven)}"
     if d.tp > 8:
-        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the products and leave a node of 8 GPUs"
+        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the matmuls and leave a node of 8 GPUs"
     if d.pp > 1 and config.fsdp_reshard_after_forward == "always":
         yield 'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch'
     if on_cuda and d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024:
@@ -402,8 +402,8 @@ def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
 def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut: bool = False) -> Iterator[str]:
     """Columns as wide as their widest cell; the last one is wrapped. `is_cut`: the middle of a long one is left out."""
     rows = list(rows)
-    if is_cut and len(rows) > _MOST_ROWS:
-        rows[_MOST_ROWS - 4 : -3] = [("..", *([""] * (len(rows[0]) - 1)))]
+    if is_cut and len(rows) > _MAX_ROWS:
+        rows[_MAX_ROWS - 4 : -3] = [("..", *([""] * (len(rows[0]) - 1)))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
     for row in rows:

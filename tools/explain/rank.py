@@ -1,11 +1,11 @@
-"""Memory and messages of each rank of a job, without the job: some of its ranks are acted out, operation by operation, the rest follows.
+"""Memory and messages of each rank of a job, without the job: some of its ranks are simulated, operation by operation, the rest follows.
 
 `stand_in` makes a rank without memory, devices or other ranks: tensors without memory are torch's FakeTensors, other ranks its "fake"
 process group, which answers every collective at once. `measure` lets it step, or a real rank. What runs is the product's own parallelize(),
 with FSDP, DTensor and autograd; so what is kept, gathered, computed again and freed is what a real rank keeps and frees.
 
 Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all. A stage of
-a pipeline is acted out alone for two microbatches, and the schedule's table says how often and in which order that record is repeated.
+a pipeline is simulated alone for two microbatches, and the schedule's table says how often and in which order that record is repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,16 @@ from models.contract import Model
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import fsdp_param_groups
 from parallelisms.layout import CompileConfig, Layout
-from parallelisms.mesh import AXES, CP, DP_SHARD, SHARDS, Degrees, ParallelismConfig, build_mesh, data_parallel_mesh
+from parallelisms.mesh import (
+    AXES,
+    CP,
+    DP_SHARD,
+    DP_SHARD_CP,
+    ParallelDims,
+    ParallelismConfig,
+    build_mesh,
+    data_parallel_mesh,
+)
 from parallelisms.parallelize import Parallelized, parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, table
@@ -133,7 +142,7 @@ def without_memory(model: Model) -> FakeTensorMode:
     return fake
 
 
-class Others(TorchDispatchMode):
+class FakeCollectives(TorchDispatchMode):
     """Stands in for the collectives of the other ranks. A value that nobody computed is one, as the gradient of the loss is; what is sent
     is kept, as a pipeline keeps it until the end of the step."""
 
@@ -178,29 +187,29 @@ def measure(
 ) -> MeasuredStep:
     """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
     gc.collect()  # it frees what lies in cycles at moments of its own: without it two equal steps count the same
-    with ExitStack() as stack, Ruler() as ruler:
+    with ExitStack() as stack, MemoryTracker() as tracker:
         stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()
         optimizer = make_optimizer(parallel.parts)
         parameters = [p for part in parallel.parts for p in part.parameters()]
         for inputs, targets in microbatches:
             parallel.forward_backward(inputs, targets)
-        gradients = ruler.serials(p.grad for p in parameters)
+        gradients = tracker.serials(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
         # only now: the first step moves shards into padded storages
-        tensors = ruler.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
-        states = ruler.serials(tree_leaves([optimizer.state[p] for p in parameters]))
-        held = Held(*(sum(ruler.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
-    labels = tuple(event for event in ruler.events if isinstance(event, str))
-    return MeasuredStep(held, tuple(ruler.stretches(gradients, tensors | states)), labels)
+        tensors = tracker.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
+        states = tracker.serials(tree_leaves([optimizer.state[p] for p in parameters]))
+        held = Held(*(sum(tracker.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
+    labels = tuple(event for event in tracker.events if isinstance(event, str))
+    return MeasuredStep(held, tuple(tracker.stretches(gradients, tensors | states)), labels)
 
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Ruler(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Notes when a storage comes, changes its size, or goes, and every collective. Memory inside of an operation is not seen."""
 
     def __init__(self) -> None:
@@ -234,7 +243,7 @@ class Ruler(TorchDispatchMode):
                 last.most = tuple(map(max, last.most, last.change))
         return result
 
-    def __enter__(self) -> Ruler:
+    def __enter__(self) -> MemoryTracker:
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -315,7 +324,7 @@ class ExplainedJob:
     build: Callable[[], Model]  # the whole model, for the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
     layout: Layout
-    degrees: Degrees
+    degrees: ParallelDims
     device_type: DeviceType
     local_batch_size: int
     passes: int  # forward and backward passes of a step
@@ -399,13 +408,13 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
     """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
     sizes, layout = job.degrees, job.layout
     parallelism = without_devices(layout.parallelism)
-    # Without what cannot be acted out, which the report mentions
+    # Without what cannot be simulated, which the report mentions
     eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
     with stand_in(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
         parallel = job.parallelize(mesh, model, eager)
-        with fake, Others():
+        with fake, FakeCollectives():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
             step = measure(parallel, job.optimizer, [(tokens, tokens)])
         [part] = parallel.parts
@@ -457,13 +466,13 @@ def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
 
 def plain(axis: str, *, dp_shard: int, cp: int) -> str:
     """The axis of dp_shard and cp that has several ranks, if the other has one."""
-    if axis != SHARDS or (dp_shard > 1 and cp > 1):
+    if axis != DP_SHARD_CP or (dp_shard > 1 and cp > 1):
         return axis
     return DP_SHARD if cp == 1 else CP
 
 
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
-    """From stages acted out one by one, for two microbatches, on a pipeline with one rank for each."""
+    """From stages simulated one by one, for two microbatches, on a pipeline with one rank for each."""
     config = job.layout.parallelism
     modules = stage_modules(config, list(job.model().layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)

@@ -17,7 +17,7 @@ class State(_message.Message):
     def __init__(self, step: _Optional[int] = ..., commit_quorum_id: _Optional[int] = ..., commit_id: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_id", "commit_quorum_id", "restored", "writes_checkpoint", "dealt", "deal_id", "init_sync")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_id", "commit_quorum_id", "restored", "writes_checkpoint", "assigned", "assignment_id", "init_sync")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,8 +31,8 @@ class Member(_message.Message):
     COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     WRITES_CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    DEALT_FIELD_NUMBER: _ClassVar[int]
-    DEAL_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_ID_FIELD_NUMBER: _ClassVar[int]
     INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
@@ -47,24 +47,24 @@ class Member(_message.Message):
     commit_quorum_id: int
     restored: int
     writes_checkpoint: bool
-    dealt: int
-    deal_id: str
+    assigned: int
+    assignment_id: str
     init_sync: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_id: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., restored: _Optional[int] = ..., writes_checkpoint: bool = ..., assigned: _Optional[int] = ..., assignment_id: _Optional[str] = ..., init_sync: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "members", "reference", "epoch", "shape")
+    __slots__ = ("quorum_id", "members", "reference", "epoch", "fingerprint")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     reference: State
     epoch: str
-    shape: _containers.RepeatedCompositeFieldContainer[Digest]
-    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., epoch: _Optional[str] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
+    fingerprint: _containers.RepeatedCompositeFieldContainer[Digest]
+    def __init__(self, quorum_id: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., epoch: _Optional[str] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ...) -> None: ...
 
 class Times(_message.Message):
     __slots__ = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "stall_s", "collective_s")
@@ -137,32 +137,32 @@ class Finished(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("member_lost", "abandoned", "change_announced", "finished")
+    __slots__ = ("member_lost", "generation_aborted", "change_announced", "finished")
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
-    ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_ABORTED_FIELD_NUMBER: _ClassVar[int]
     CHANGE_ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     member_lost: MemberLost
-    abandoned: GenerationAborted
+    generation_aborted: GenerationAborted
     change_announced: ChangeAnnounced
     finished: Finished
-    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., abandoned: _Optional[_Union[GenerationAborted, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    def __init__(self, member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., generation_aborted: _Optional[_Union[GenerationAborted, _Mapping]] = ..., change_announced: _Optional[_Union[ChangeAnnounced, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("member", "known", "failed", "blame", "shape", "number")
+    __slots__ = ("member", "known", "failed", "blame", "fingerprint", "number")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     member: Member
     known: int
     failed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
-    shape: _containers.RepeatedCompositeFieldContainer[Digest]
+    fingerprint: _containers.RepeatedCompositeFieldContainer[Digest]
     number: int
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("call", "roster")
@@ -187,18 +187,18 @@ class QuorumReply(_message.Message):
     def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., same: _Optional[_Union[SameRoster, _Mapping]] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., times: _Optional[_Union[Times, _Mapping]] = ..., terms: _Optional[_Union[Terms, _Mapping]] = ...) -> None: ...
 
 class SameRoster(_message.Message):
-    __slots__ = ("quorum_id", "epoch", "reference", "dealt", "deal_id")
+    __slots__ = ("quorum_id", "epoch", "reference", "assigned", "assignment_id")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
-    DEALT_FIELD_NUMBER: _ClassVar[int]
-    DEAL_ID_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_ID_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     epoch: str
     reference: State
-    dealt: int
-    deal_id: str
-    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., dealt: _Optional[int] = ..., deal_id: _Optional[str] = ...) -> None: ...
+    assigned: int
+    assignment_id: str
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., assigned: _Optional[int] = ..., assignment_id: _Optional[str] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("settled",)
@@ -341,14 +341,14 @@ class Done(_message.Message):
     def __init__(self) -> None: ...
 
 class RankCall(_message.Message):
-    __slots__ = ("group_rank", "member", "checkpoint_metadata", "known", "failed", "blame", "shape", "number")
+    __slots__ = ("group_rank", "member", "checkpoint_metadata", "known", "failed", "blame", "fingerprint", "number")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     BLAME_FIELD_NUMBER: _ClassVar[int]
-    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     member: Member
@@ -356,9 +356,9 @@ class RankCall(_message.Message):
     known: int
     failed: bool
     blame: _containers.RepeatedScalarFieldContainer[str]
-    shape: _containers.RepeatedCompositeFieldContainer[Digest]
+    fingerprint: _containers.RepeatedCompositeFieldContainer[Digest]
     number: int
-    def __init__(self, group_rank: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., checkpoint_metadata: _Optional[str] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., shape: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, group_rank: _Optional[int] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., checkpoint_metadata: _Optional[str] = ..., known: _Optional[int] = ..., failed: bool = ..., blame: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("replica_rank", "address")
@@ -369,7 +369,7 @@ class Source(_message.Message):
     def __init__(self, replica_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class QuorumResult(_message.Message):
-    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "recover_dst_replica_ranks", "participants", "dealt", "same_generation", "handles")
+    __slots__ = ("quorum_id", "epoch", "replica_id", "replica_rank", "members", "store_address", "reference", "heal", "sources", "recover_dst_replica_ranks", "participants", "assigned", "same_generation", "handles")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -381,7 +381,7 @@ class QuorumResult(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     RECOVER_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
-    DEALT_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNED_FIELD_NUMBER: _ClassVar[int]
     SAME_GENERATION_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
@@ -395,10 +395,10 @@ class QuorumResult(_message.Message):
     sources: _containers.RepeatedCompositeFieldContainer[Source]
     recover_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
     participants: _containers.RepeatedScalarFieldContainer[str]
-    dealt: int
+    assigned: int
     same_generation: bool
     handles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., dealt: _Optional[int] = ..., same_generation: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, quorum_id: _Optional[int] = ..., epoch: _Optional[str] = ..., replica_id: _Optional[str] = ..., replica_rank: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ..., store_address: _Optional[str] = ..., reference: _Optional[_Union[State, _Mapping]] = ..., heal: bool = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., participants: _Optional[_Iterable[str]] = ..., assigned: _Optional[int] = ..., same_generation: bool = ..., handles: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankReply(_message.Message):
     __slots__ = ("quorum", "restore", "go")
@@ -457,18 +457,18 @@ class Outcome(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., quorum_id: _Optional[int] = ..., attempt: _Optional[int] = ..., step: _Optional[int] = ..., verdict: _Optional[str] = ..., change: bool = ..., reason: _Optional[str] = ..., blame: _Optional[_Iterable[str]] = ..., healed: bool = ...) -> None: ...
 
 class RankUp(_message.Message):
-    __slots__ = ("hello", "report", "give_up", "happened", "wants_to_leave")
+    __slots__ = ("hello", "report", "rejoin", "happened", "wants_to_leave")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
-    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_FIELD_NUMBER: _ClassVar[int]
     HAPPENED_FIELD_NUMBER: _ClassVar[int]
     WANTS_TO_LEAVE_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     report: Report
-    give_up: GiveUp
+    rejoin: RejoinUnderNewId
     happened: Happened
     wants_to_leave: Done
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., give_up: _Optional[_Union[GiveUp, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ..., wants_to_leave: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., rejoin: _Optional[_Union[RejoinUnderNewId, _Mapping]] = ..., happened: _Optional[_Union[Happened, _Mapping]] = ..., wants_to_leave: _Optional[_Union[Done, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("group_rank", "pid", "host")
@@ -480,7 +480,7 @@ class RankHello(_message.Message):
     host: str
     def __init__(self, group_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
 
-class GiveUp(_message.Message):
+class RejoinUnderNewId(_message.Message):
     __slots__ = ("reason", "quorum_id")
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-def materialise(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> None:
+def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> None:
     """Gives an optimizer that has never stepped the state that its first step would begin with, so that there are tensors to receive
     into; changes no bit of a weight. One that has stepped, or holds gradients, is left alone. `parameters`: these alone get a state, and
     all gradients are put back.

@@ -1,6 +1,6 @@
 """A thread that writes files of metrics and events, so that full, read-only or slow storage holds up no step; and a group's events.
 
-Each piece of work brings files up to date with rows in memory (LeaderMetricsWriter, Events); it fails as a whole, and is tried again until
+Each piece of work brings files up to date with rows in memory (MetricsWriter, Events); it fails as a whole, and is tried again until
 it succeeds. Failure and recovery are reported once each."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Work:
     told_lost: int = 0
 
 
-class Scribe:
+class BackgroundWriter:
     """`say` reports trouble, and its end, in this thread or the caller's."""
 
     def __init__(self, say: Say, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
@@ -57,7 +57,7 @@ class Scribe:
         with self._changed:
             self._asked += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="scribe", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="background-writer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
             since = self._busy_since
@@ -142,15 +142,17 @@ class Events:
     {"time": 1795300000.1, "step": 199, "event": "weights differ", "rank": 0, "groups": ["1"]}
     """
 
-    def __init__(self, folder: Path, scribe: Scribe, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, background_writer: BackgroundWriter, *, wall_clock: Callable[[], float] = time.time
+    ) -> None:
         self.count_by_event: Counter[str] = Counter()
         self.heals = 0
         self.lost = 0  # lines that there was no room for
-        self._path, self._scribe, self._wall_clock = folder / FILE_NAME, scribe, wall_clock
+        self._path, self._background_writer, self._wall_clock = folder / FILE_NAME, background_writer, wall_clock
         self._lock = threading.Lock()
         self._lines: deque[tuple[float, bytes]] = deque()  # that are not written, and since when
         self._bytes = 0
-        scribe.serve("events", self._write, lambda: self.lost)
+        background_writer.serve("events", self._write, lambda: self.lost)
 
     def __call__(self, event: str, step: int, **what: object) -> None:
         now_s, healing = time.monotonic(), what.get("healing")
@@ -164,7 +166,7 @@ class Events:
             while self._bytes > KEPT_BYTES or self._lines[0][0] < now_s - KEPT_S:
                 self._bytes -= len(self._lines.popleft()[1])
                 self.lost += 1
-        self._scribe.wake()
+        self._background_writer.wake()
 
     def summary(self) -> str:
         """For the closing lines; empty where there are no groups."""
@@ -179,7 +181,8 @@ class Events:
         return ", ".join(f"{what} {self.count_by_event[event]}" for event, what in words.items())
 
     def _write(self) -> None:
-        """Writes the lines, in the scribe's thread. The group's other ranks write there, too: whole lines, under the file's lock."""
+        """Writes the lines, in the background writer's thread. The group's other ranks write there, too: whole lines, under the file's
+        lock."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:

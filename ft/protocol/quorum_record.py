@@ -38,7 +38,7 @@ class QuorumRecord:
         self._change = ""  # announced, and why
         self._finished = ""  # the member that has left because the run is over and saved
         self._change_s = self._announced_s = 0.0  # the first time, and the last
-        self._heard: dict[str, m.Report] = {}  # the newest of each member
+        self._reports: dict[str, m.Report] = {}  # the newest of each member
         self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
         self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
         self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
@@ -59,7 +59,7 @@ class QuorumRecord:
         here = event.known >= self.quorum.quorum_id  # else an older one has failed
         if here and (event.failed or not (retried and self._renewed)):
             return False
-        return not self.failed and not self.lost and not self._roster.gone
+        return not self.failed and not self.lost and not self._roster.left_cleanly
 
     def keep_wait(self, replica_id: str) -> None:
         """Keeps the begin of the wait of a member that is about to be lost, for its return under another id."""
@@ -126,9 +126,9 @@ class QuorumRecord:
     def _alive(self, except_ids: Container[str] = ()) -> tuple[str, ...]:
         return tuple(i for i in self.quorum.ids if i in self._roster.peers and i not in except_ids)
 
-    def hear(self, report: m.Report, now_s: float) -> None:
-        replica_id, before = report.replica_id, self._heard.get(report.replica_id)
-        self._heard[replica_id] = report
+    def on_report(self, report: m.Report, now_s: float) -> None:
+        replica_id, before = report.replica_id, self._reports.get(report.replica_id)
+        self._reports[replica_id] = report
         went_on = before is None or (before.launched, before.step) != (report.launched, report.step)
         if not report.waiting or went_on:
             self._waiting.pop(replica_id, None)
@@ -142,48 +142,50 @@ class QuorumRecord:
         present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
         # members that know that the generation is over ask for a quorum: one that stays in its reduction hangs
         waiting = {} if self.failed or self.lost else self._waiting
-        callers_s = [peers[i].called_s for i in islice(present, 1)]
+        asking_since_s = [peers[i].called_s for i in islice(present, 1)]
         if self._change:  # a newcomer's wait counts once members are notified: those that make steps ask within one
-            callers_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
-        back = {i: self._waited[m.process_of(i)] for i in self._roster.candidates if m.process_of(i) in self._waited}
-        since_s = [*callers_s, *(waiting[i] for i in islice(waiting, 1)), *back.values()]
+            asking_since_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
+        candidates = ((i, m.process_of(i)) for i in self._roster.candidates)
+        returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
+        since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
             return [], ""  # each collection is ordered by time: its first is the oldest
-        front = max((report.launched for report in self._heard.values()), default=0)
-        waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._heard[i].launched == front}
-        waits |= {i: peers[i].called_s for i in present} | back
-        there = [i for i in sorted({*previous, *back} - self._roster.gone) if i in peers]
+        front = max((report.launched for report in self._reports.values()), default=0)
+        waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == front}
+        waits |= {i: peers[i].called_s for i in present} | returned_since_s
+        members_here = [i for i in sorted({*previous, *returned_since_s} - self._roster.left_cleanly) if i in peers]
         waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has called
         # its server repeats the last report even if the trainer hangs: so a long phase excuses a member only up to its limit
-        takes_long = {i for i, x in self._heard.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
-        late = [i for i in there if i not in waits_too and i not in takes_long]
-        begins_s = sorted(waits.values()) or [math.inf]
-        most_s = begins_s[len(there) // 2] if 2 * len(waits) > len(there) else math.inf
-        any_s, found = min([*callers_s, begins_s[0]]), dict[str, float]()
+        takes_long = {i for i, x in self._reports.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
+        late = [i for i in members_here if i not in waits_too and i not in takes_long]
+        wait_starts_s = sorted(waits.values()) or [math.inf]
+        majority_wait_s = wait_starts_s[len(members_here) // 2] if 2 * len(waits) > len(members_here) else math.inf
+        first_wait_s, found = min([*asking_since_s, wait_starts_s[0]]), dict[str, float]()
         for i in late:
             # once a waiter was lost and came back, only the time since then counts
-            went_on_s = self._phase_since_s.get(i, -math.inf) if back else -math.inf
-            waited_s = [now_s - max(at_s, went_on_s) for at_s in (any_s, begins_s[0], most_s)]
+            went_on_s = self._phase_since_s.get(i, -math.inf) if returned_since_s else -math.inf
+            waited_s = [now_s - max(at_s, went_on_s) for at_s in (first_wait_s, wait_starts_s[0], majority_wait_s)]
             if limit_s := self._limit_s(i, *waited_s):
                 found.setdefault(i, limit_s)
         return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
-    def _limit_s(self, replica_id: str, any_s: float, member_s: float, most_s: float) -> float | None:
-        """The limit that has passed, if one has. any_s, member_s, most_s: waits of any group, any member, and most of the members."""
+    def _limit_s(self, replica_id: str, first_wait_s: float, member_s: float, majority_wait_s: float) -> float | None:
+        """The limit that has passed, if one has. first_wait_s, member_s, majority_wait_s: waits of any group, any member, most members."""
         if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
             return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
-        steps_s = STALL_STEPS * max((report.median_step_s for report in self._heard.values()), default=0.0)
+        steps_s = STALL_STEPS * max((report.median_step_s for report in self._reports.values()), default=0.0)
         floor_s, stall_s = max(STALL_FLOOR_S, steps_s), max(self._times.stall_s, steps_s)
-        report = self._heard.get(replica_id)
-        if report and report.median_step_s > 0 and most_s >= floor_s:  # what its own first step takes, nobody knows
+        report = self._reports.get(replica_id)
+        # what its own first step takes, nobody knows
+        if report and report.median_step_s > 0 and majority_wait_s >= floor_s:
             return floor_s
-        return stall_s if any_s >= stall_s else None
+        return stall_s if first_wait_s >= stall_s else None
 
     def end_deadlock(self, now_s: float) -> None:
         """Fails a generation of which some members ask for a quorum or have left, and all others wait for them in the collective."""
         previous = self._roster.previous
         asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
-        away = asking | self._roster.gone
+        away = asking | self._roster.left_cleanly
         if self.failed or len(away) in (0, len(previous)) or not previous - away <= self._waiting.keys():
             self._deadlock_since_s = None
             return
