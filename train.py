@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             print(help_text(next((word for word in argv if not word.startswith("-")), None)))
             return 0
         if "--explain" in argv:
-            from tools.explain.command import main as explain  # not on the way of those who train
+            from tools.explain.command import main as explain  # training does not need it
 
             return explain(argv)
         config = load(argv)
@@ -165,7 +165,7 @@ class Run(Components):
         grad_norm, lr = local.own_update or self.optimizer_step.step(step - 1, commit.divisor)
         if not math.isfinite(grad_norm):
             raise self.nonfinite(local)
-        self.progress.settle()
+        self.progress.commit()
         self.log.step = step
         quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
         groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
@@ -211,7 +211,7 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, bad == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
-        """The error that names what is not a number, on any rank: they have agreed on the failure, so none of them is missing."""
+        """The error that names what is not finite, on any rank. All ranks call this: they have agreed on the failure."""
         rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         gradients = {

@@ -5,9 +5,9 @@
     python bench/bits.py --write FILE      renews the table of that page
 
 With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order,
-whichever group computed them. In a job of real processes, once all groups take part, a random group gets SIGKILL, comes back and heals; so
-often. The checkpoint that follows is compared with that of a job without faults: SHA-256 of every tensor of weights and of the optimizer,
-gradient norm, rate and tokens of every step, position and holes of the ledger. The same kills without the options, or with
+whichever group computed them. In a job of real processes, once all groups take part, a random group gets SIGKILL, comes back and heals, so
+many times. The checkpoint that follows is compared with that of a job without faults: SHA-256 of every tensor of weights and of the
+optimizer, gradient norm, rate and tokens of every step, position and holes of the ledger. The same kills without the options, or with
 keep_global_batch alone, must give other bits, else this proof says nothing.
 
 float32 on the CPU, one thread a process: sums inside one process are the same bits only with the same threads. The loss that is logged is

@@ -1,4 +1,4 @@
-"""The cost of comparing weights between groups, a training step: the digest beside a step of the same model, in turns.
+"""The cost per training step of comparing weights between groups: the digest beside a step of the same model, in turns.
 
     python bench/digest.py
 

@@ -9,7 +9,7 @@ with a checkpoint every 1, 2, 5 or 10 seconds (after the first round, the two be
 Each step "computes" for 50 ms on TOKENS tokens a process and sums a gradient as large as the model. The ways take turns, with the same
 kills: one SIGKILL every 20 seconds (the first after half of it, so that a turn has its share) of a process that runs, unless it is alone.
 
-Nothing is held against a restart but what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
+A restart is charged only for what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
 started again at once, or after --startup-s: what a cluster takes to find a machine and start a container. So is one that ends by itself.
 The clock starts when all have committed some steps together. Steps that a restart took back do not count. Everything runs on this machine,
 to be idle otherwise (Linux).

@@ -10,8 +10,8 @@
 
 PEER is a Python that has torchft-nightly; both sides take turns (--rounds), torchft with the same job, its own lighthouse, and a timeout
 of 30 s for its collectives; all else is at its defaults on both sides. A step "computes" for --step-ms. Figures are the worst of all faults
-and rounds unless they say otherwise, and a bound that is printed holds for the worst. A group's `start` line stands where all is loaded and
-made and the first quorum has not been asked for. "longest" is the others' longest step from then on, in median steps, and "before" the
+and rounds unless they say otherwise, and a bound that is printed holds for the worst. A group writes its `start` line when all is loaded
+and made, before it asks for the first quorum. "longest" is the others' longest step from then on, in median steps, and "before" the
 same of as many steps before the fault: what the machine does by itself. Everything runs on this machine, to be idle otherwise (Linux).
 """
 

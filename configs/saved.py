@@ -43,7 +43,7 @@ _MAY_CHANGE = (
     "lr_scheduler.total_steps",  # grows with training.steps
 )
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between starts, but not between groups
-# Each machine's; and what ft/start.py tells the others as the number it comes to.
+# Differs by machine; and what ft/start.py adds to the fingerprint as a resolved number.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 

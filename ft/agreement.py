@@ -1,7 +1,7 @@
 """Agreement of the ranks of one group on a commit: an all-reduce of the votes on the host, then, if all are yes, one call of rank 0 to the
 group's server for all ranks, and a broadcast of its answer.
 
-Without a yes in time each rank votes at the server by itself: none waits in a collective while that delays a commit, or announces a no.
+Without a yes in time each rank votes at the server by itself: none is stuck in a collective while a commit is delayed or a no announced.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextmanager
 def unsignalled() -> Iterator[None]:
-    """Processes that this thread starts inside, and theirs, never receive what a rank is asked by: SIGTERM, SIGINT, SIGUSR1.
+    """Processes that this thread starts inside, and their children, never receive a rank's signals: SIGTERM, SIGINT, SIGUSR1.
 
     A terminal and a scheduler send these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
     The rank answers, by saving; a child that died of it meanwhile would be the end of what is to be saved. Blocked and not ignored: a

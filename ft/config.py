@@ -1,6 +1,6 @@
 """Settings of fault tolerance: the section [fault_tolerance], and what the launcher says in the environment.
 
-Flow: ft/manager.py is built from both. This is the only file of ft, beside its command lines, that reads the environment. Importing it
+Flow: ft/manager.py is built from both. The environment is read here, by the command lines, and in process_groups/shared.py. Importing it
 needs neither torch nor grpc, and starts nothing.
 """
 
@@ -299,7 +299,7 @@ class Environment:
     # How often torchelastic has started this group's ranks again; its store lives through that.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
 
-    # torchft's: they stand above the arguments of ft.Manager. Seconds.
+    # torchft's: they override ft.Manager's arguments, except quorum_retries.
     timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))
     quorum_timeout_s: int | None = _variable("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1))
     connect_timeout_s: int | None = _variable("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1))

@@ -17,8 +17,8 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator with all of the bucket at once, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, on top of autograd's own gradients, which live until `deliver`: memory.py; and twice the size of tensors that a user_allreduce hands
-over, and three buckets while a quantised one is summed.
+Memory, on top of autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of tensors that a user
+hands over, and three buckets while a quantised one is summed.
 With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
 
 Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
@@ -75,7 +75,7 @@ class _Attempt:
     works: list[dist.Work] = field(default_factory=list)
     tail: Tensor | None = None  # since it was launched
     complete: bool = False
-    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # only of an attempt that is held
+    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # of the step, once it has ended
     queue: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
 
 
@@ -332,7 +332,7 @@ class Gradients:
 
     def deliver(self, held: int | None = None) -> None:
         """Points .grad of every parameter at the sum (not the mean: the optimizer divides by Commit.divisor) until it is zeroed, writes the
-        results of user_allreduce tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
+        results of users' tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
             buffers = attempt.buffers

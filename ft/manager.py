@@ -69,7 +69,7 @@ TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64
 # Fraction of heartbeat_timeout_s: a peer that answers no probe for that long is unreachable; the rest allows for the probe's own delay.
 PROBE_FRACTION = 0.6
-# for process groups to end: milliseconds, or gloo's own timeout (gloo.form_gloo), which is not waited for
+# most that `close` waits for process groups: they take milliseconds, or gloo's timeout (gloo.form_gloo)
 CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
 
@@ -277,7 +277,7 @@ class Manager:
         slots = effect.slots if isinstance(effect, m.Compute) else ()  # they were assigned anew
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
-    def commit(self, sums: StepTotals) -> Commit | None:
+    def commit(self, totals: StepTotals) -> Commit | None:
         effect, assignment, self._assignment = self._carry_out_effects(), self._assignment, None
         if not isinstance(effect, m.CommitStep):
             return None

@@ -33,7 +33,7 @@ def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: boo
         "always: the outer optimizer's momentum": gradients * momentum,
         "while a fragment is summed: what this group gives to it": -(-gradients // settings.num_fragments),
         "always: what sums in int8 left out, in fp32": left_out,
-        "while a fragment is summed: the same, of this time": -(-left_out // settings.num_fragments),
+        "while a fragment is summed: what its sum left out": -(-left_out // settings.num_fragments),
     }
     return {
         "always: two sets of sums, in turns": KEPT_SETS * one_set,

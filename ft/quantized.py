@@ -50,7 +50,7 @@ class ErrorFeedback:
 
 class CollectiveQueue:
     """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
-    when the first has ended, and all ranks must ask for all of them in one order. The caller of one sends everything by it.
+    when the first has ended, and all ranks must ask for all of them in one order. Whoever uses one sends everything through it.
 
     No wait is longer than one on the group itself: when that is abandoned, so are the works. `shared`: a child maps the messages, too."""
 

@@ -33,20 +33,20 @@ class RecordingManager(Manager):
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"diary.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
         self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
-        self._thrown = False  # gradients that had been computed for the step
+        self._dropped = False  # gradients that were computed for the step
         self._write_line("start")
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         self._write_commit()
         return super().begin_step(until=until)
 
-    def commit(self, sums: StepTotals) -> Commit | None:
-        commit = super().commit(sums)
+    def commit(self, totals: StepTotals) -> Commit | None:
+        commit = super().commit(totals)
         if commit is None:  # with keep_global_batch also where a dead group's slots are to be added
-            self._write_line("refused" if self._thrown else "extended")
+            self._write_line("refused" if self._dropped else "extended")
         else:
             self._untold = {"at_s": time.monotonic(), "contributors": len(commit.contributors)}
-        self._thrown = False
+        self._dropped = False
         return commit
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class RecordingManager(Manager):
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()
-        self._thrown = True
+        self._dropped = True
 
     def _configure(self, quorum: m.QuorumResult) -> m.Event:
         event = super()._configure(quorum)

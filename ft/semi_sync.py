@@ -26,7 +26,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 class Fragment:
     """Weights that are agreed on together: `named`, of the model. `optimizer`: the outer one, over these weights (and maybe others); None:
-    the outer weights are the mean of the local ones. `alpha`: the share of its own way that a group keeps, 0 to 1. Raises ValueError for
+    the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for
     a weight that the optimizer does not have."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:

@@ -170,8 +170,8 @@ class SemiSyncManager:
         assert not self._window or not finite or self._done == self.inner_steps
         return self._manager.reduce((sum(tokens_per_slot),) if self._window else (), loss_sum, finite)
 
-    def commit(self, sums: StepTotals) -> Commit | None:
-        commit = self._manager.commit(sums)
+    def commit(self, totals: StepTotals) -> Commit | None:
+        commit = self._manager.commit(totals)
         if commit is None:
             return None
         fragment = self.fragments[(self._manager.step - 1) % len(self.fragments)]

@@ -25,8 +25,9 @@ ALONE = "solo"
 class SoloManager:
     """A quorum of one: the manager of a job without fault tolerance. No network, no thread, no gRPC.
 
-    Assigns the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; another raises Stopped. Its
-    ledger is that of replica groups, so a run may be resumed with fault tolerance or without, with another batch size or count of ranks."""
+    Assigns the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; a non-finite one raises
+    Stopped. Its ledger is that of replica groups, so a run may resume with fault tolerance or without, with another batch size or rank
+    count."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
@@ -46,18 +47,18 @@ class SoloManager:
         self._until = until
         return DataAssignment(self.step, tuple(self._ledger.assign([ALONE])))
 
-    def commit(self, sums: StepTotals) -> Commit | None:
-        divisor, assignment = sum(sums.tokens_per_slot), self._ledger.assignment
+    def commit(self, totals: StepTotals) -> Commit | None:
+        divisor, assignment = sum(totals.tokens_per_slot), self._ledger.assignment
         slots = tuple(assignment)
-        if not sums.finite:
+        if not totals.finite:
             raise Stopped(f"step {self.step + 1}: the loss is not a number", slots)
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
         self.step, self.may_exit = self.step + 1, self.may_exit or self.step + 1 == self._until
-        contributed, _ = self._ledger.commit(sums.tokens_per_slot)
+        contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
-        return Commit(divisor, (0,), sums.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
+        return Commit(divisor, (0,), totals.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}

@@ -97,7 +97,7 @@ class ManagerTelemetry:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._announce, self._inner_steps, self._long_phase_s = announce, inner_steps, long_phase_s
         self._clock = clock
-        # none; for other groups, in a reduction; for the other ranks of its group, which may be in one
+        # none; "sums": for other groups, in a reduction; "vote": for ranks of this group, maybe in one
         self.current_wait: Literal["", "sums", "vote"] = ""
         self.sums_began_s = 0.0  # the begin of either wait
         self.first_began_s: float | None = None  # the first step; infinite once a step is committed

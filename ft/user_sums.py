@@ -21,7 +21,7 @@ from ft.quantized import CollectiveQueue, ErrorFeedback
 
 class ManagedAllreduce:
     """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: it was handed
-    over after the backward. `quantized`, `feedback`: as in CollectiveQueue.sum_quantized."""
+    over after the backward. `quantized`, `feedback`: as in CollectiveQueue.allreduce_quantized."""
 
     def __init__(
         self,

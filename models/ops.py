@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models import cpu_kernels
 
-PLAIN: set[type] = {Tensor, nn.Parameter}  # the tensors that walk in blocks; --explain adds those without memory
+PLAIN: set[type] = {Tensor, nn.Parameter}  # the tensors computed in blocks; --explain adds those without memory
 _BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as fast where it needs no mask
 
 
@@ -79,5 +79,5 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 
 def _in_blocks(x: Tensor) -> bool:
-    """True when a formula walks in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
+    """True when a formula runs in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in PLAIN

@@ -80,9 +80,9 @@ def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) ->
 
 
 def _keep_expensive_results() -> tuple[Any, Any]:
-    """The contexts of one block's forward and of its repetition. Half of the matmuls (all would cost about as much memory as no
+    """The contexts of one block's forward and of its recomputation. Half of the matmuls (all would cost about as much memory as no
     checkpointing), attention and the collectives that make tensors smaller are kept; the rest is recomputed."""
-    numbers = {False: count(), True: count()}  # of the matmuls; some versions of torch ask in the repetition again
+    numbers = {False: count(), True: count()}  # of the matmuls; some versions of torch ask in the recomputation again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT

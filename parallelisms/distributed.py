@@ -1,6 +1,6 @@
 """The process group of a replica group, and its rendezvous: `comm.init_method` and the store that the ranks meet in.
 
-The only place beside train.py that reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK)."""
+Reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK), as ft/config.py does."""
 
 from __future__ import annotations
 

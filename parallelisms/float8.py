@@ -1,6 +1,6 @@
 """float8: the matmuls of linear layers in 8-bit floats, by torchao (the extra `float8`). For CUDA devices that multiply them.
 
-parallelize() applies it before any cutting. Parameters, optimizer, everything between the matmuls and the head keep their width."""
+parallelize() applies it before any sharding. Parameters, optimizer, the head and all between the matmuls keep their dtype."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
     """The dim on which FSDP shards a parameter that TP shards by rows: 0 if the TP shards are equal, else 1 if the columns divide evenly;
-    None if neither works. Of unequal shards that are sharded again, such as 259 rows on 2 ranks and
+    None if neither works. When unequal shards are sharded again, such as 259 rows on 2 ranks and
     3 shards, torch 2.13 gathers, saves and loads wrong rows."""
     if shards == 1 or shape[0] % tp == 0:
         return 0
@@ -100,7 +100,7 @@ def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Mo
 
 
 class _One:
-    """A factor of 1 that torch divides nothing by. Of one shard it writes `gradients / factor` (foreach_reduce of _fsdp_collectives.py,
+    """A factor of 1 that torch divides nothing by. For one shard it computes `gradients / factor` (foreach_reduce of _fsdp_collectives.py,
     torch 2.11 to 2.13), a pass over all gradients and a temporary as large; where there are more it compares the factor with 1."""
 
     def __rtruediv__(self, gradients: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class LocalRanks(Signals):
 
 
 class Output(LogsSpecs):
-    """Each rank's output in <run>/logs/rank<N>.log, start after start; a thread shows the chosen ones."""
+    """Each rank's output in <folder>/rank<N>.log, start after start; a thread shows the chosen ones."""
 
     def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
         super().__init__(str(folder))

@@ -136,7 +136,7 @@ def cores_here() -> int:
 
 
 def run_here(argv: list[str], logs: Path) -> int:
-    """train.py as `python train.py` would run it, its output also in <run>/logs. Signals and exit code are its own."""
+    """train.py as `python train.py` would run it, its output also in `logs`. Signals and exit code are its own."""
     log = LogFile(logs / "rank0.log")
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     sys.argv = [str(ROOT / "train.py"), *argv]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws a run's loss curve as an SVG: `scripts/plot_loss.py outputs/llama [--out loss.svg]`.
 
-Floor 5, standard library only. Reads <run>/metrics.jsonl. The picture has its own background and follows the reader's light
+Standard library only. Reads <run>/metrics.jsonl. The picture has its own background and follows the reader's light
 or dark theme, so that it can stand in a README as it is.
 """
 

@@ -3,7 +3,7 @@
 
     scripts/samples.py RUN [--step N | --position N] [--json]
 
-Floor 5, standard library only. Reads <run>/samples.jsonl, where each committed step has a line: its slots, each with the replica id of
+Standard library only. Reads <run>/samples.jsonl, where each committed step has a line: its slots, each with the replica id of
 the group whose gradients went in, and the holes, slots that were assigned to a group that died and have yet to be assigned again. A slot is
 named by its first position in the data order, which goes on over epochs and counts sequences; it has `slot_size` of them. Groups that
 step by themselves have a line each time that they have agreed; it stands for `steps` steps.

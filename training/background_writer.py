@@ -48,7 +48,7 @@ class BackgroundWriter:
         self._told_slow = False
         self._thread: threading.Thread | None = None
 
-    def serve(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
+    def register(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
         """`do` brings files up to date, in the thread, after each `wake`; it raises where it cannot."""
         self._works.append(_Work(name, do, lost))
 
@@ -152,7 +152,7 @@ class Events:
         self._lock = threading.Lock()
         self._lines: deque[tuple[float, bytes]] = deque()  # that are not written, and since when
         self._bytes = 0
-        background_writer.serve("events", self._write, lambda: self.lost)
+        background_writer.register("events", self._write, lambda: self.lost)
 
     def __call__(self, event: str, step: int, **what: object) -> None:
         now_s, healing = time.monotonic(), what.get("healing")

@@ -1,6 +1,6 @@
 """Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
 
-Flow: train.py calls `load` once, `save` where `due` says so, `close` at the end. checkpoint_dcp.py moves states to files and back,
+Flow: components.py calls `load` and `close`, saver.py `save` where `due` says so. checkpoint_dcp.py moves states to files and back,
 checkpoint_files.py makes files appear at once or not at all."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
 from training.progress import Clock
-from training.writer_lease import SoleWriterLease, WriterLease
+from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.staging import DefaultStager
@@ -134,7 +134,7 @@ class Checkpointer:
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # in the background, until it is joined
         self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._lease = lease or SoleWriterLease()
+        self._lease = lease or UncheckedLease()
         self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
@@ -147,7 +147,7 @@ class Checkpointer:
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
         self._failed_at: float | None = None  # the last save; the same on all ranks
-        self._had_role = False  # as the next, on rank 0 alone
+        self._had_role = False  # at the last `overdue`; as `_found_step`, rank 0's
         self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
 
     def due(self, step: int) -> bool:
@@ -180,12 +180,12 @@ class Checkpointer:
 
     def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
         """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
-        wishes = self._ranks.gather(wish)
+        wishes = self._ranks.all_gather(wish)
         return self._ranks.on_rank0(lambda: decide(any(wishes)))
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
-        Not `settled`: see SoleWriterLease; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
+        Not `settled`: see UncheckedLease; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
         or another group saves. In an async mode all but the last is written in the background; a failure there is raised by the next
         `save`, `wait` or `close`. Raises CheckpointFailed."""
         began = time.perf_counter()
@@ -194,7 +194,7 @@ class Checkpointer:
         alone = last and self._config.last_save_model_only
         if self._saves_enabled and (alone or step != self._saved_full_step):
             if not settled:
-                self._lease = SoleWriterLease(settled=False)
+                self._lease = UncheckedLease(settled=False)
             if alone:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
@@ -211,7 +211,7 @@ class Checkpointer:
     def save_seed(self, streamed: Streamed | None = None) -> None:
         """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
         self.wait()
-        self._lease = SoleWriterLease()  # no quorum is needed to write it
+        self._lease = UncheckedLease()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
@@ -297,7 +297,7 @@ class Checkpointer:
             problem = files.reason(error)
         except dcp.OtherRankFailed as error:
             heard = str(error)
-        reports = self._ranks.gather(SaveReport(records, problem, heard))
+        reports = self._ranks.all_gather(SaveReport(records, problem, heard))
         size_bytes = self._ranks.on_rank0(lambda: self._conclude(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
@@ -452,9 +452,9 @@ class Checkpointer:
         wanted = {*names, *(found.states if found is not None and not initial else ())}
         exclude = config.exclude_from_loading if initial else ()
         filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        everywhere = set.intersection(*ranks.gather(unknown))  # a rank may hold a part of the model only
+        everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold a part of the model only
         # once each: ranks that hold parts of one tensor say the same of it
-        misfits = list(dict.fromkeys(misfit for listed in ranks.gather(unfit) for misfit in listed))
+        misfits = list(dict.fromkeys(misfit for listed in ranks.all_gather(unfit) for misfit in listed))
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
             more = f" (and {len(misfits) - 3} more)" if len(misfits) > 3 else ""
@@ -482,7 +482,7 @@ class RankCollectives:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Every rank's value, by rank, on every rank."""
         values = [value] * self.world_size
         if self.group is not None:
@@ -491,7 +491,7 @@ class RankCollectives:
 
     def problem(self, problem: str) -> str:
         """The error of the lowest rank that has one; empty: none has."""
-        return next(filter(None, self.gather(problem)), "")
+        return next(filter(None, self.all_gather(problem)), "")
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Rank 0 works; every rank returns what it returned or raises what it raised."""

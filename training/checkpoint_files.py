@@ -60,7 +60,7 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint. `kind` "full" can be resumed; "model" is weights alone (an export, the seed). `settled`: see
-    SoleWriterLease."""
+    UncheckedLease."""
 
     step: int
     kind: str

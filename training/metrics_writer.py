@@ -84,7 +84,7 @@ class MetricsWriter:
         self.lost = 0  # rows that were this group's to write, and that there was no room for
         # The background writer's own:
         self.sinks: Sinks | None = None  # that are open
-        background_writer.serve("figures", self._catch_up, lambda: self.lost)
+        background_writer.register("figures", self._catch_up, lambda: self.lost)
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
         """Remembers it; the background writer writes it."""

@@ -46,7 +46,7 @@ class Progress:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
         self.goodput_s = 0.0  # spent on steps that were committed; any thread may ask
-        self._settled: dict[str, float] = {}  # `seconds` at the last commit
+        self._committed: dict[str, float] = {}  # `seconds` at the last commit
         self._clock = clock
         self._began = clock()
         self._mark = self._began  # up to here every second is on some phase's account
@@ -95,15 +95,15 @@ class Progress:
         self._account()
         return sum(self.seconds.get(name, 0.0) for name in names)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """A step is committed: what was computed for it counts."""
-        self.goodput_s, self._settled = self.spent(*WORK), dict(self.seconds)
+        self.goodput_s, self._committed = self.spent(*WORK), dict(self.seconds)
 
     def lose(self) -> None:
         """Counts the time computed since the last commit as lost."""
         self._account()
         for name in _COMPUTED:
-            self.move(self.seconds.get(name, 0.0) - self._settled.get(name, 0.0), name, _LOST)
+            self.move(self.seconds.get(name, 0.0) - self._committed.get(name, 0.0), name, _LOST)
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
         self._account()

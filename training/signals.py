@@ -18,7 +18,7 @@ STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-_SAME_WISH_S = 2.0  # launcher, terminal and scheduler may each deliver one wish: what comes this soon is no second one
+_SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver one signal: one this soon is no second
 SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads it
 
 
@@ -80,7 +80,7 @@ class Signals:
                 self.pending |= STOP
             do()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
-        elif now - self._stop_asked >= _SAME_WISH_S:
+        elif now - self._stop_asked >= _SAME_SIGNAL_S:
             # Not through the log: the stuck loop may hold its lock. Nor into a pipe that is full, which nobody may read any more.
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"{name} again: ending at once, without saving\n".encode())

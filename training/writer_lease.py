@@ -74,7 +74,7 @@ class WriterLease:
         return epoch != self._acquired[0] or int(number) <= self._acquired[1]
 
 
-class SoleWriterLease(WriterLease):
+class UncheckedLease(WriterLease):
     """The lease of a group that shares its folder with no other. Not `settled`: that of a group which leaves while it waits for others; it
     saves once, whichever group is the writer, but a checkpoint of the same step or a later one is worth more, and stays."""
 

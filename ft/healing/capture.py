@@ -1,9 +1,9 @@
 """The state that a group must receive to equal the others: named pairs of state_dict and load_state_dict, seen as a manifest and the memory
 of its tensors.
 
-Flow: the Manager's user registers model, optimizer, schedule and ledger in a StateRegistry. A source takes a StateSnapshot at a step's
-boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads what came with them. Only local shards
-are looked at: no collective, so each rank heals from its own counterpart and none waits for another.
+Flow: the trainer registers model, optimizer and metrics, the Manager the ledger, in a StateRegistry. A source takes a StateSnapshot at a
+step's boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads what came with them. Only local
+shards are looked at: no collective, so each rank heals from its own counterpart and none waits for another.
 
 A chunk that lies in one contiguous tensor in host memory *is* that memory: a transport sends it from there and receives it into there.
 All others pass through a StagingBuffer: several small tensors in a chunk, tensors that are not contiguous, tensors on a device (pinned,

@@ -213,7 +213,7 @@ class _Connection:
             if asked.lacks[1] >= offer.manifest.chunks:
                 raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
             offer.check()
-            offer.reader(asked.reader)
+            offer.add_reader(asked.reader)
         except (BadRequest, Withdrawn) as error:
             status, text = getattr(error, "status", 410), f"{error}\n".encode()
             with contextlib.suppress(OSError):
@@ -231,12 +231,12 @@ class _Connection:
         elif asked.what == "body":
             self._send_body(offer, asked)
         else:
-            offer.wants(asked.reader, ())
+            offer.set_wanted(asked.reader, ())
             self._reply(200, 0)
         return True
 
     def _send_body(self, offer: StateOffer, asked: HealRequest) -> None:
-        offer.wants(asked.reader, range(asked.lacks[0], asked.lacks[1] + 1))
+        offer.set_wanted(asked.reader, range(asked.lacks[0], asked.lacks[1] + 1))
         first, last = asked.chunks
         length = offer.manifest.span(last)[1] - offer.manifest.span(first)[0] + DIGEST_BYTES * (last - first + 1)
         self._reply(206, length + SEAL_BYTES, f"Content-Range: chunks {first}-{last}/{offer.manifest.chunks}\r\n")

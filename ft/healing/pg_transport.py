@@ -208,7 +208,7 @@ class _Sender:
         """Withdrawn ends it, too: the group is dropped then, and the joiner told by its connection."""
         offer = self._offer
         try:
-            offer.reader(self._name)
+            offer.add_reader(self._name)
             self.group.configure(self._store, 0, 2)
             self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
             staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
@@ -230,12 +230,12 @@ class _Sender:
                     break
             offer.check()
             self._send(_bytes(offer.seal))
-            offer.wants(self._name, ())
+            offer.set_wanted(self._name, ())
             self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
         except (RuntimeError, ValueError) as error:
             log.info("a reader of the state went away: %s", error)
         finally:
-            offer.wants(self._name, ())
+            offer.set_wanted(self._name, ())
             self.group.abandon("this reader has ended")
 
     def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer) -> int:

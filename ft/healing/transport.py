@@ -190,7 +190,7 @@ class StateOffer:
 
     # -------------------------------------------------------------------------------------------- a reader's thread
 
-    def reader(self, name: str) -> None:
+    def add_reader(self, name: str) -> None:
         """Notes a joiner. Raises Withdrawn where there are too many."""
         with self._changed:
             if name not in self._wants:
@@ -199,7 +199,7 @@ class StateOffer:
                     raise Withdrawn(f"{reading} readers already, of {len(self._wants)}")
                 self._wants[name] = set(range(self.manifest.chunks))
 
-    def wants(self, name: str, chunks: Iterable[int]) -> None:
+    def set_wanted(self, name: str, chunks: Iterable[int]) -> None:
         """Notes the chunks that this reader still lacks, wherever it means to get them; none: it has verified everything."""
         with self._changed:
             self._wants[name] = set(chunks)

@@ -396,7 +396,7 @@ class ProcessGroup(Collectives):
         self.timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self.rendezvous_s = rendezvous_s
         self.reaper = Reaper()
-        self._state = threading.Lock()
+        self._lock = threading.Lock()
         self._forming: Rendezvous | None = None
         self._generation: Generation | None = None
         self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` named
@@ -434,7 +434,7 @@ class ProcessGroup(Collectives):
         forming = Rendezvous(
             self._build, store, rank, size, self.rendezvous_s, fingerprint, holders, prepare=self.prepare
         )
-        with self._state:
+        with self._lock:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
             wanted = quorum_id == 0 or quorum_id != self._interrupted
         if not wanted:
@@ -442,10 +442,10 @@ class ProcessGroup(Collectives):
         forming.start()
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
-            with self._state:  # and again, for it may have been cancelled at this moment
+            with self._lock:  # and again, for it may have been cancelled at this moment
                 self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
-            with self._state:
+            with self._lock:
                 self._forming, self._why_none = None, error
             forming.cancel("it failed")
             self.reaper.take(forming.end, f"did not form: {error}")
@@ -458,7 +458,7 @@ class ProcessGroup(Collectives):
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
         """Wakes every wait on this group, to form or to finish, with the reason; peers that wait for it see a closed connection.
         Returns at once, from any thread. `then` is called, in another one, when no operation of it touches a tensor any more."""
-        with self._state:
+        with self._lock:
             forming, generation, self._generation = self._forming, self._generation, None
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
@@ -473,7 +473,7 @@ class ProcessGroup(Collectives):
         """Wakes all waits, as `abandon` does, but keeps the generation: its owner, which knows the use of its buffers, must still call
         `abandon`. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
         is still to be configured or long gone; None: whatever there is."""
-        with self._state:
+        with self._lock:
             forming, generation = self._forming, self._generation
             if quorum_id is not None:
                 self._interrupted = max(self._interrupted, quorum_id)
@@ -486,13 +486,13 @@ class ProcessGroup(Collectives):
 
     def errored(self) -> Exception | None:
         """Why operations would fail: the first failure, or that there is no generation. None: it is of use."""
-        with self._state:
+        with self._lock:
             return self._generation.error if self._generation is not None else self._why_none
 
     def launch(self, operation: Operation) -> dist.Work:
         """Never raises, and never waits for a peer: a failure is the work's."""
         work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
-        with self._state:
+        with self._lock:
             generation, why_none = self._generation, self._why_none
         if generation is None:
             work.end(why_none)
@@ -515,7 +515,7 @@ class ProcessGroup(Collectives):
     @property
     def waits_since_s(self) -> float | None:
         """time.monotonic() at which the present wait for members began: to form, or for the oldest operation under way; None: none."""
-        with self._state:
+        with self._lock:
             forming, generation = self._forming, self._generation
         if forming is not None:
             return forming.began_s

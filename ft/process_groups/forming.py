@@ -155,7 +155,7 @@ class Rendezvous:
         """Time that is left to form the group, at least a moment."""
         return max(0.05, self._until_s - time.monotonic())
 
-    def gather(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """Connects to the store. Returns the `mine` (JSON) of all, by rank, once they are there, of one fingerprint. Raises
         RendezvousFailed."""
         *_, fingerprint, holders = self.arguments

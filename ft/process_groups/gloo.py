@@ -64,7 +64,7 @@ def form_gloo(
     before = _threads_of_gloo()
     host = sockets.local_address_for(rendezvous.store.host)
     device, local = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
-    ports = rendezvous.gather(sorted(local))
+    ports = rendezvous.all_gather(sorted(local))
     remote = {(host, port) for member in ports for host, port in member} - local
     rendezvous.on_cancel(lambda: sockets.shut(local=local, remote=remote))
     options = kind._Options()
@@ -222,7 +222,7 @@ def _are_asleep(threads: set[int]) -> bool:
 
 
 def _runs(thread: int) -> str:
-    """Its state, and how often it has run so remote; empty: it is gone."""
+    """Its state, and how often it has run so far; empty: it is gone."""
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
     except OSError:

@@ -93,7 +93,7 @@ def form_nccl(
         raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    rendezvous.gather(device.index)
+    rendezvous.all_gather(device.index)
     options = kind.Options()
     options._timeout = NEVER
     options.config.blocking = 0
@@ -143,7 +143,7 @@ class NcclEngine:
         self._started.put((operation.start(native), operation, ended))
 
     def interrupt(self) -> None:
-        """Nothing that is quick: `abort` may block, so it is part of the end."""
+        """Does nothing: `abort` may block, so `end` calls it."""
 
     def end(self) -> None:
         aborting = device_thread(self._abort, name="ft-nccl-abort", device=self._device)

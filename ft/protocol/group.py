@@ -431,7 +431,7 @@ class GroupMachine:
         """Ends the group where a rank is late by stall_s: it died before it opened its stream, or hangs."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
-            self._joining_since_s += gap_s  # this process was stopped, or the machine asleep, and the ranks with it
+            self._joining_since_s += gap_s  # this process was stopped, or the host asleep, and the ranks with it
         stall_s, joining_s = self.config.times.stall_s, self._joining_since_s
         if joining_s is not None and self._calling is None and now_s - joining_s >= stall_s:
             self._joining_since_s = None

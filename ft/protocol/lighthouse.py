@@ -1,7 +1,7 @@
 """The lighthouse's machine: forms quorums, and answers or refuses each call. Driven by rpc/lighthouse_service.py and the simulator.
 
-roster.py has the live ids; rules.py decides, as a pure function of the roster's counts, whether they make a quorum; generation.py has the
-history of the newest quorum, and the notices of it.
+roster.py has the live ids; rules.py decides, as a pure function of the roster's counts, whether they make a quorum; quorum_record.py has
+the history of the newest quorum, and the notices of it.
 
 Where the rules leave a choice:
 - A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew

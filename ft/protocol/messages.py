@@ -50,7 +50,7 @@ class Member:
     commit_id: str = ""  # names the state: equal ids, equal weights
     commit_quorum_id: int = 0  # the generation that made it
     restored: int | None = None  # step of the checkpoint that it was restored from; 0: there was none
-    writes_checkpoint: bool = False  # a source to be spared
+    writes_checkpoint: bool = False  # not a source if another is
     assigned: int = 0  # slots of the open assignment of its next step
     assignment_id: str = ""  # names that assignment
     init_sync: bool = False  # initial states differ: at step 0 all heal from one
@@ -90,7 +90,7 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Times:
-    """Timeouts that must be equal in all processes; the lighthouse sends its own with the first answer."""
+    """Timeouts; two must be equal in all processes; the lighthouse sends its own with the first answer."""
 
     beat_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
@@ -182,7 +182,7 @@ class Tick(Event):
 
 
 class Notice(Event):
-    """Level-triggered news of one generation, ignored in others. May come twice."""
+    """News of one generation, ignored in others; a new stream gets it again."""
 
     quorum_id: int
 
@@ -253,7 +253,7 @@ class StreamClosed(Event):
 
 
 class Report(Event):
-    """On the stream, at most once a second and at each change of `waiting`; counts as a beat."""
+    """On the stream, once a beat and at each change of `waiting` or `blame`; counts as a beat."""
 
     replica_id: str
     step: int  # VOID while healing
@@ -422,7 +422,7 @@ class LighthouseRequiresRestore(Event):
 
 
 class BeatAnswered(Event):
-    """An answered beat. `sent_s`: when it was sent, on the clock of now_s, which must run while the machine sleeps (CLOCK_BOOTTIME)."""
+    """An answered beat. `sent_s`: when it was sent, on the clock of now_s, which must run while the host sleeps (CLOCK_BOOTTIME)."""
 
     sent_s: float
 

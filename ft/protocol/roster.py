@@ -1,13 +1,12 @@
 """The roster of live ids: the facts about each, and the sets of ids that the rules count. Written by lighthouse.py.
 
-Every change of an id ends in `place`, which puts that one id into its sets: an event costs the same with 2 groups and with 1,000, and a
-quorum O(N).
+Every change of an id ends in `update_sets`, which puts that one id into its sets: an event costs the same with 2 groups and with 1,000, and
+a quorum O(N).
 
 Where the rules leave a choice:
-- A name's successor ends the claim of a member whose process is gone, but does not count among `previous_holders`, who continue from their
-  state:
-  the same process under a new id ("a:1.1") does. A process is known to be gone if its kernel closed its connection, or if it or an
-  operator announced it: silence proves nothing.
+- A name's successor ends the claim of a member whose process is gone, but is not one of `previous_holders`, from
+  whose state the job continues; the same process under a new id ("a:1.1") is. A process is known to be gone if its kernel closed its
+  connection, or if it or an operator announced it: silence proves nothing.
 - A process whose heals fail repeatedly sits out for longer each time, so that its cost to the others shrinks, whatever the cause. A restart
   clears its count, since that may be the cure.
 - The join time runs from the call of the first *previous* member, as a newcomer may have waited for a whole step, and members that have

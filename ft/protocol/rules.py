@@ -40,7 +40,7 @@ def reference_state(members: Sequence[Member]) -> State | None:
 
 def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, join_timeout_s: float) -> Decision:
     """The members of the next quorum, or the reason for which there is none yet. For torchft's members only the first rules apply, and
-    min_replicas counts before a shrink. Ours count after it, so a shrink that leaves too few is ignored: it could never end. `settled`: no
+    min_replicas counts before a shrink; for Pharos members after it, so a shrink that leaves too few is ignored. `settled`: no
     state below it goes on, unless restored on purpose."""
     ours, candidates, present, healthy = roster.kind == "pharos", roster.candidates, roster.present, roster.healthy()
     shrink = bool(roster.shrinkers and roster.previous) and not (ours and len(roster.reachable) < min_replicas)

@@ -10,7 +10,7 @@
 A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
 heal_backlog steps kept it waits (AWAITING_STATE). All ranks of a group pass through the same phases, since each branch depends on an answer
 of the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
-finished, and the vote is no.
+finished, and the vote is "failed".
 
 A commit vote that is not yes: with `retry` all groups have seen in the tail that one of them was not able, and repeat the attempt on the
 same generation; with `failed` this group ends its generation, the lighthouse tells the others (GenerationAborted), and all go on in the

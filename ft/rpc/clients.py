@@ -137,7 +137,7 @@ class GroupClient:
                 waited_s = time.monotonic() - asked_s
                 if left_s <= ASK_S:
                     return m.QuorumFailed(f"none within {waited_s:g} s: {error}")
-                if not self._server_is_there:
+                if not self._waits_for_others:
                     log.info("no quorum for %.0f s: other ranks of this group have yet to ask for one", waited_s)
             except Refused as error:
                 # Who has the name may be about to fall silent.
@@ -156,7 +156,7 @@ class GroupClient:
             try:
                 return self.vote(vote, VOTE_S)
             except TimeoutError:
-                if self._server_is_there:
+                if self._waits_for_others:
                     continue
             except Stale as error:
                 raise GroupEnded(f"the group has gone on without this rank: {error}") from None
@@ -167,7 +167,7 @@ class GroupClient:
         raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
 
     @property
-    def _server_is_there(self) -> bool:
+    def _waits_for_others(self) -> bool:
         return time.monotonic() - self.message_s <= MESSAGE_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:

@@ -24,7 +24,7 @@ class Machine(Protocol):
 
 
 def now_s() -> float:
-    """Seconds on a clock that never runs back and, where there is such a one, goes on while the machine sleeps."""
+    """Seconds on a clock that never runs back and, where there is such a one, goes on while the host sleeps."""
     return time.clock_gettime(_CLOCK)
 
 

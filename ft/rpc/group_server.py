@@ -1,7 +1,7 @@
 """The server of one group: a child process of its rank 0, without torch, so that a trainer that holds the GIL does not look dead.
 
-    ranks (clients.GroupClient) -> pharos.Group           -> the machine of ft.protocol.group -> lighthouse_link.PharosConnection ->
-    lighthouse torchft's ManagerClient     -> torchft.ManagerService -> ft.compat.group.TorchftGroup -> lighthouse
+    ranks (clients.GroupClient) -> pharos.Group           -> ft.protocol.group's machine -> lighthouse_link.PharosConnection -> lighthouse
+    torchft's ManagerClient     -> torchft.ManagerService
 
 clients.GroupProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
 ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
@@ -166,7 +166,7 @@ class GroupService:
         self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the newest outcome, as a message
         self._last_report = pharos_pb2.Report()  # the newest that was sent
         self._dying_since_s: float | None = None  # a trainer was killed, and is not gone
-        self._rejoined_after = 0  # the quorum of the newest such order
+        self._rejoined_after = 0  # the quorum of the newest rejoin
         self.left = False  # or is about to end
         self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
         self.machine = GroupMachine(config, now_s())
@@ -358,7 +358,7 @@ class GroupService:
                 outbox.send(message)
 
     def obey(self, order: pharos_pb2.Order) -> None:
-        """On this machine: the ranks agree on what a signal asks one of them, so it is enough for a group of several machines."""
+        """Signals this host's trainers: ranks agree on a signal that one gets, so a group on several hosts obeys, too."""
         if order.kind == "kill":
             self.end(f"killed by an operator: {order.reason[:200]}")
         elif order.kind == "drain" and not self._drained:

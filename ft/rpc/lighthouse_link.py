@@ -126,12 +126,12 @@ class PharosConnection(LighthouseConnection):
         self._writing = asyncio.Lock()
 
     async def _ask(self, call: m.Call) -> None:
-        roster = self._static_quorum
-        request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=roster.id).SerializeToString()
+        static_quorum = self._static_quorum
+        request = pharos_pb2.QuorumRequest(call=codec.to_message(call), roster=static_quorum.id).SerializeToString()
         event: m.Event
         try:
             reply = await self._unary("/pharos.Lighthouse/Quorum", request, CALL_S)
-            event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), roster)
+            event = self._read(codec.parse(pharos_pb2.QuorumReply, reply), static_quorum)
         except grpc.RpcError as error:
             event = m.LighthouseFailed(status_of(error))
             if refusal := _REFUSALS.get(error.code()):
@@ -140,15 +140,18 @@ class PharosConnection(LighthouseConnection):
             event = m.LighthouseFailed(str(error))
         self._on_event(event)
 
-    def _read(self, reply: pharos_pb2.QuorumReply, roster: codec.StaticQuorum) -> m.Event:
+    def _read(self, reply: pharos_pb2.QuorumReply, static_quorum: codec.StaticQuorum) -> m.Event:
         which = reply.WhichOneof("answer")
         if which == "restore":
             return m.LighthouseRequiresRestore(reply.restore.settled)
         times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
         terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
-        quorum = roster.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
+        quorum = static_quorum.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
-            self._quorum, self._static_quorum = quorum, roster if which == "same" else codec.StaticQuorum.of(quorum)
+            self._quorum, self._static_quorum = (
+                quorum,
+                static_quorum if which == "same" else codec.StaticQuorum.of(quorum),
+            )
         return m.LighthouseAnswered(quorum, times, terms)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:

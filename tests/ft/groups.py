@@ -203,7 +203,7 @@ class Rank(Trained):
             for parameter in self.model.parameters():
                 parameter -= parameter.grad
         self.model.zero_grad()
-        self.progress.settle()
+        self.progress.commit()
         step = self.manager.step
         self.commits.append((step, commit.quorum_size, commit.contributors))
         self.weights[step] = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()]).clone()

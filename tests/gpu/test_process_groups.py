@@ -127,7 +127,7 @@ def test_a_child_is_killed_while_its_communicator_waits_for_a_rank_that_never_co
     other = Rendezvous(lambda it: pytest.fail("it builds nothing"), place, 1, 2, 120.0)
     with ThreadPoolExecutor(1) as threads:
         forming = threads.submit(group.configure, place, 0, 2)
-        other.gather(0)  # it says that it is there, and then nothing
+        other.all_gather(0)  # it says that it is there, and then nothing
         # A context: it is in the constructor, connects, or waits in its first sum, within the time of the rendezvous.
         assert in_time(lambda: group.child is not None and before - free_bytes() > SLACK_BYTES)
         assert group.child is not None

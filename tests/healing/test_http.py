@@ -71,8 +71,8 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
         offer = source.offer(large(1).snapshot(), quorum_id=3, step=7, readers=["j"])
         with ExitStack() as held:
             if comes:
-                offer.reader("j")
-                offer.wants("j", ())
+                offer.add_reader("j")
+                offer.set_wanted("j", ())
                 held.enter_context(offer.reading())
             fence = world.start(source.fence)
             while not offer.fencing:
@@ -389,14 +389,14 @@ def test_a_reader_that_is_done_makes_room_for_another():
     """At step 0 all groups but one heal from that one: hundreds, one after the other."""
     offer = StateOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
     for number in range(3 * MAX_READERS):
-        offer.reader(f"done-{number}")
-        offer.wants(f"done-{number}", ())
+        offer.add_reader(f"done-{number}")
+        offer.set_wanted(f"done-{number}", ())
     for number in range(MAX_READERS):
-        offer.reader(f"reads-{number}")
+        offer.add_reader(f"reads-{number}")
     with pytest.raises(Withdrawn, match="64 readers already"):
-        offer.reader("one-too-many")
-    offer.wants("reads-0", ())
-    offer.reader("one-too-many")
+        offer.add_reader("one-too-many")
+    offer.set_wanted("reads-0", ())
+    offer.add_reader("one-too-many")
 
 
 def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(world: World):

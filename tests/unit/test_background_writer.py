@@ -18,7 +18,7 @@ def test_storage_that_hangs_holds_up_nobody_and_is_told_once() -> None:
         began.set()
         assert goes_on.wait(WAIT_S)
 
-    background_writer.serve("figures", hangs)
+    background_writer.register("figures", hangs)
     background_writer.wake()
     assert began.wait(WAIT_S)
     background_writer.wake()
@@ -42,8 +42,8 @@ def test_a_failure_is_tried_again_and_holds_up_no_other_work() -> None:
         if tries[0] < 3:
             raise OSError(28, "No space left on device", "x/metrics.jsonl")
 
-    background_writer.serve("figures", fails_twice, lambda: 7 if tries[0] == 3 else 0)
-    background_writer.serve("events", done.set)
+    background_writer.register("figures", fails_twice, lambda: 7 if tries[0] == 3 else 0)
+    background_writer.register("events", done.set)
     background_writer.wake()
     assert done.wait(WAIT_S)
     assert background_writer.flush(WAIT_S, patient=True)
@@ -61,7 +61,7 @@ def test_an_end_says_what_it_takes_along() -> None:
     def fails() -> None:
         raise OSError(30, "Read-only file system", "x")
 
-    background_writer.serve("events", fails)
+    background_writer.register("events", fails)
     background_writer.wake()
     assert not background_writer.flush(WAIT_S)
     background_writer.close(WAIT_S)
@@ -79,7 +79,7 @@ def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
         if tries[0] == 1:
             raise TypeError("cannot unpack")
 
-    background_writer.serve("figures", fails_once)
+    background_writer.register("figures", fails_once)
     background_writer.wake()
     assert background_writer.flush(WAIT_S, patient=True)
     assert said == [

@@ -10,12 +10,12 @@ import pytest
 from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
 from training.config import TrainingConfig
-from training.data.dataset import Dataset, open_data, short
+from training.data.dataset import TrainingData, open_data, short
 from training.data.loader import MicrobatchSampler
 from training.tokenizer import ByteTokenizer
 
 
-def open_it(config: TrainingConfig, cache: Path) -> Dataset:
+def open_it(config: TrainingConfig, cache: Path) -> TrainingData:
     return open_data(config, ByteTokenizer(), cache, log=Lines())
 
 

@@ -125,7 +125,7 @@ def test_what_groups_do_is_charted_where_it_changes_and_what_they_cost_on_loggin
     for step in range(1, 9):
         run.spend("compute", 3.0)
         run.spend("waiting", 1.0)
-        run.progress.settle()
+        run.progress.commit()
         groups = {"quorum_size": 2 if step == 6 else 3}
         run.metrics_processor.step(step, loss=1.0, grad_norm=0.5, lr=3e-4, tokens=10, groups=groups)
     assert [row["quorum_size"] for _, row in run.journal.rows] == [3, 3, 3, 3, 3, 2, 3, 3]
@@ -268,7 +268,7 @@ def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
     run = Run()
     for phase, seconds in (("compute", 60), ("quorum", 5), ("rebuild", 4), ("heal", 3), ("waiting", 8)):
         run.spend(phase, seconds)
-    run.progress.settle()
+    run.progress.commit()
     run.spend("compute", 10)
     run.progress.lose()
     run.clock.now += 10

@@ -327,7 +327,7 @@ def test_a_member_of_another_fingerprint_knows_it_before_the_others_fail():
         def _build(self, rendezvous: Rendezvous) -> Engine:
             rendezvous.store = store = Store(rendezvous.arguments[0], 60.0)
             store.late = rendezvous.rank == 2
-            rendezvous.gather("")
+            rendezvous.all_gather("")
             return FakeEngine()
 
     def configure(rank: int) -> tuple[int, ...]:
@@ -347,10 +347,10 @@ def test_a_prefix_serves_once():
     for number in range(2):
         rendezvous = Rendezvous(lambda it: FakeEngine(), f"127.0.0.1:{store.port}/a", 0, 1, 60.0)
         if number == 0:
-            assert rendezvous.gather("first") == ["first"]
+            assert rendezvous.all_gather("first") == ["first"]
         else:
             with pytest.raises(RendezvousFailed, match="rank 0 has already joined under this prefix"):
-                rendezvous.gather("second")
+                rendezvous.all_gather("second")
         rendezvous.store.close()
 
 
@@ -359,7 +359,7 @@ def test_who_is_absent_is_named():
     while not absent:  # on a busy machine, the store is not reached in the first of these
         rendezvous = Rendezvous(lambda it: FakeEngine(), f"127.0.0.1:{store.port}/{limit_s}", 1, 3, limit_s)
         with contextlib.suppress(OSError), pytest.raises(RendezvousFailed, match=f"within {limit_s:g} s") as failure:
-            rendezvous.gather("here")
+            rendezvous.all_gather("here")
         absent, limit_s = rendezvous.absent, 2 * limit_s
         rendezvous.store.close()
     assert absent == failure.value.absent == (0, 2)

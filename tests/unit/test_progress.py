@@ -91,7 +91,7 @@ def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Cl
             clock.now += seconds
 
     spend("data", 1), spend("compute", 3), spend("reduce", 2), spend("optimizer", 1)
-    progress.settle()
+    progress.commit()
     spend("data", 0.5), spend("compute", 4), spend("waiting", 8)
     assert progress.goodput_s == 6
     progress.lose()
@@ -99,7 +99,7 @@ def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Cl
     progress.lose()
     assert progress.seconds["lost"] == 4.5, "once"
     spend("compute", 5)
-    progress.settle()
+    progress.commit()
     assert progress.goodput_s == 11 and progress.seconds["lost"] == 4.5
 
 

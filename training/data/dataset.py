@@ -1,4 +1,4 @@
-"""The entry point of the data: [training] in, a `Dataset` out, which gives one loader per split."""
+"""The entry point of the data: [training] in, a `TrainingData` out, which gives one loader per split."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class StreamedData(_Data):
         return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
 
 
-Dataset = StoredData | StreamedData
+TrainingData = StoredData | StreamedData
 
 
 def open_data(
     config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
-) -> Dataset:
+) -> TrainingData:
     """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer)
