@@ -87,7 +87,7 @@ def makes_room_first(real: Any) -> Any:
 
 
 def drops_rows(real: Any) -> Any:
-    def serve(self: background_writer.BackgroundWriter, name: str, do: Any, *args: Any) -> None:
+    def register(self: background_writer.BackgroundWriter, name: str, do: Any, *args: Any) -> None:
         def drops() -> None:
             try:
                 do()
@@ -98,7 +98,7 @@ def drops_rows(real: Any) -> Any:
 
         real(self, name, drops, *args)
 
-    return serve
+    return register
 
 
 def raises_into_the_loop(real: Any) -> Any:
@@ -136,7 +136,7 @@ BUGS = {
     "makes up for nobody": Bug(Checkpointer, "_find_newest", lambda _: lambda self: None, 56, "a save was due"),
     "names it too early": Bug(checkpoint_files, "publish", names_it_before_its_manifest, 3, "is torn"),
     "makes room first": Bug(checkpoint_files, "begin", makes_room_first, 5, "is gone"),
-    "drops rows": Bug(background_writer.BackgroundWriter, "serve", drops_rows, 45, "steps are committed"),
+    "drops rows": Bug(background_writer.BackgroundWriter, "register", drops_rows, 45, "steps are committed"),
     "raises into the loop": Bug(saver.Saver, "save", raises_into_the_loop, 62, "ends in its loop"),
     "looks in the step": Bug(
         writers.Trainer, "in_thread", lambda _: lambda self, work: work(), 0, "in the step's own thread"
