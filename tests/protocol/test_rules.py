@@ -52,6 +52,15 @@ def test_a_state_file_without_a_layout_gets_the_first_members():
     assert m.Refuse("d:1", "FAILED_PRECONDITION", "d:1 has another layout than the job") in again.effects
 
 
+def test_a_state_file_with_the_names_of_an_earlier_version_is_read():
+    saved = formed("ab", fingerprint=(("layout", "1"),)).machine.saved
+    data = asdict(saved)
+    data["quorum"]["shape"] = data["quorum"].pop("fingerprint")
+    for member in data["quorum"]["members"]:
+        member["dealt"], member["deal_id"] = member.pop("assigned"), member.pop("assignment_id")
+    assert m.PersistentState.from_dict(data) == saved
+
+
 # ------------------------------------------------------------------------------------------------ restarts
 
 
