@@ -221,11 +221,13 @@ def test_one_source_of_another_layout_is_not_all_of_them(world: World):
 
 
 def half_way(
-    world: World, config: HealConfig, chunks: int = 40
+    world: World, config: HealConfig, chunks: int = 40, send_buffer: int = 0
 ) -> tuple[Group, Group, HttpTransport, threading.Event, Future[Any]]:
-    """A joiner that has got 10 MiB and waits for the gate."""
+    """A joiner that has got 10 MiB and waits for the gate. `send_buffer`: bytes that the kernel takes at once; 0: as it likes."""
     group, joiner = large(1, chunks=chunks), large(2, chunks=chunks)
     source = world.source(group, config=config)
+    if send_buffer:  # connections inherit it
+        source._server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     gate, reached = world.event(), world.event()
     proxy = world.proxy(source, hold(10 * MIB, gate, reached))
     healing = world.start(heal, world.transport("j"), joiner, proxy)
@@ -233,8 +235,11 @@ def half_way(
     return group, joiner, source, gate, healing
 
 
-def test_a_commit_copies_aside_what_is_unsent(world: World):
-    group, joiner, source, gate, healing = half_way(world, HealConfig(heal_streams=1, heal_copy_bytes=40 * MIB))
+@pytest.mark.parametrize("send_buffer", [0, 100_000])
+def test_a_commit_copies_aside_what_is_unsent(world: World, caplog: pytest.LogCaptureFixture, send_buffer: int):
+    """Also the rest of a chunk that the kernel has not taken whole: no chunk arrives damaged."""
+    config = HealConfig(heal_streams=1, heal_copy_bytes=40 * MIB)
+    group, joiner, source, gate, healing = half_way(world, config, send_buffer=send_buffer)
     before = {name: tensor.clone() for name, tensor in group.values["model"].items()}
     assert source.fence() is Fenced.COPIED
     commit(group)
@@ -242,7 +247,7 @@ def test_a_commit_copies_aside_what_is_unsent(world: World):
     assert not source.is_fully_sent
     gate.set()
     healing.result(30)
-    assert equal(joiner.loaded["model"], before)
+    assert equal(joiner.loaded["model"], before) and "damaged" not in caplog.text
 
 
 def test_a_commit_while_several_streams_are_served(world: World):
