@@ -234,6 +234,8 @@ class CallCancelled(Event):
 
 
 class Beat(Event):
+    """A heartbeat of torchft's members; ours send Report."""
+
     replica_id: str
     kind: Kind = "pharos"
 
