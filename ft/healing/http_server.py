@@ -226,7 +226,7 @@ class _Connection:
             staging, digests = StagingBuffer(offer.body), bytearray()
             for i in range(offer.manifest.chunks):
                 with offer.reading():
-                    digests += offer.digests.get(i) or offer.digest_of(i, offer.read(i, staging))
+                    digests += offer.digests.get(i) or offer.digest_of(i, offer.direct(i, i) or offer.read(i, staging))
             self._send_checked(offer, bytes(digests))
         elif asked.what == "body":
             self._send_body(offer, asked)
@@ -245,7 +245,7 @@ class _Connection:
             self._wait_for_room()  # for a whole chunk, as a rule: then it is sent from where it lies, without a copy
             with offer.reading():
                 live = offer.direct(chunk, chunk)
-                memory = offer.read(chunk, staging) if live is None else live
+                memory = live or offer.read(chunk, staging)
                 rest = self._send_at_once([memory, memoryview(offer.digest_of(chunk, memory))])
                 if live is not None and len(rest) == 2:  # it may change once `reading` has ended
                     staging.view[: len(rest[0])] = rest[0]

@@ -3,9 +3,9 @@
 Each machine has one entry, `handle(event, now_s) -> Out`. It never waits, and never asks for the time: `now_s` is the driver's monotonic
 clock. The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes.
 
-    Trainer's rank:  step.StepMachine   <- begin, sums, quorum results, outcomes, notices        -> configure, reduce, vote, commit
-    Group's server:  group.GroupMachine <- its ranks' calls and votes, the lighthouse   -> the lighthouse, answers to ranks
-    Lighthouse:      lighthouse.LighthouseMachine <- calls, streams, beats, ticks       -> answers, refusals, notices
+    Trainer's rank:  step.StepMachine              <- begin, sums, quorum results, outcomes, notices -> configure, reduce, vote, commit
+    Group's server:  group.GroupMachine            <- its ranks' calls and votes, the lighthouse     -> the lighthouse, answers to ranks
+    Lighthouse:      lighthouse.LighthouseMachine  <- calls, streams, beats, ticks                   -> answers, refusals, notices
 
 Below are, after what all machines use, the events and then the effects of each.
 """
