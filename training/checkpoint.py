@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from training.progress import Clock
 from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import DefaultStager
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
     from torch.distributed.checkpoint.stateful import Stateful  # a second to import
 
     from training.checkpoint_dcp import Streamed
@@ -143,7 +143,7 @@ class Checkpointer:
         self._saved_step: int | None = None  # the newest that this group has saved
         self._saved_full_step: int | None = None  # in a full checkpoint of this run: no need to save it again
         self._damaged: dict[int, str] = {}
-        self._stager: DefaultStager | None = None
+        self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
         self._failed_at: float | None = None  # the last save; the same on all ranks
@@ -203,7 +203,7 @@ class Checkpointer:
                 self._write(step, "full", self._live_states(self._states))
             else:
                 stager, background = self._prepared()
-                states = cast("dict[str, Any]", stager.stage(self._live_states(self._states)))
+                states = self._staged(stager)
                 self.saving = background.submit(self._write, step, "full", states)
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
@@ -261,15 +261,23 @@ class Checkpointer:
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: values for name in names if (values := self._states[name].state_dict())}
 
-    def _prepared(self) -> tuple[DefaultStager, ThreadPoolExecutor]:
+    def _staged(self, stager: StateDictStager) -> dict[str, Any]:
+        """A copy of the states in the host's memory."""
+        accelerator = torch.accelerator.is_available()
+        states: dict[str, Any] = stager.stage(self._live_states(self._states), non_blocking=accelerator)
+        if accelerator:
+            torch.accelerator.synchronize()
+        return states
+
+    def _prepared(self) -> tuple[StateDictStager, ThreadPoolExecutor]:
         """Memory and a thread for saves in the background."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        # not torch's DefaultStager: that of torch 2.11 gives its memory up after each copy, and fails at the second
+        from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
         if self._stager is None or self._background is None:
-            accelerator = torch.accelerator.is_available()
-            pinned = accelerator and self._config.async_mode == "async_with_pinned_mem"
-            self._stager = DefaultStager(StagingOptions(pinned, False, False, accelerator))
-            self._stager.stage(self._live_states(self._states))  # allocates its memory, which later saves use again
+            pinned = torch.accelerator.is_available() and self._config.async_mode == "async_with_pinned_mem"
+            self._stager = StateDictStager(pin_memory=pinned)
+            self._staged(self._stager)  # allocates its memory, which later saves use again
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
             self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
         return self._stager, self._background
