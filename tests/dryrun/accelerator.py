@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,7 +132,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self._whole = whole
         self.paused = False
-        self._lock: Any = None
+        self._find_shapes: Any = None
         self.reads: Counter[str] = Counter()
         self.from_host: Counter[str] = Counter()
         self.gathered = 0
@@ -145,14 +145,23 @@ class Traffic(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Traffic:
-        # DTensor finds the shapes of results by tensors of the whole size, which nobody holds; this is what it enters then
-        self._lock, cast(Any, ShardingPropagator)._fake_mode_lock = ShardingPropagator._fake_mode_lock, _Pause(self)
+        # DTensor finds the shapes of results by tensors of the whole size, which nobody holds
+        self._find_shapes = find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*arguments: Any) -> Any:
+            self.paused = True
+            try:
+                return find_shapes(*arguments)
+            finally:
+                self.paused = False
+
+        cast(Any, ShardingPropagator)._propagate_tensor_meta_non_cached = unseen
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        cast(Any, ShardingPropagator)._fake_mode_lock = self._lock
+        cast(Any, ShardingPropagator)._propagate_tensor_meta_non_cached = self._find_shapes
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -184,19 +193,6 @@ class Traffic(TorchDispatchMode):
             self.products.update(str(x.dtype) for x in given[factors] if x.dtype != torch.bfloat16)
         if op is torch.ops.aten._to_copy.default and "to_accumulated_grad_if_needed" not in _callers(torch_too=True):
             self.wide += sum(x.dtype == torch.float32 and tuple(x.shape) in self._whole for x in made)
-
-
-class _Pause(AbstractContextManager[None]):
-    """Entered many times, one after the other."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def __enter__(self) -> None:
-        self._traffic.paused = True
-
-    def __exit__(self, *error: object) -> None:
-        self._traffic.paused = False
 
 
 def _callers(*, torch_too: bool = False) -> list[str]:

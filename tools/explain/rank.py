@@ -253,8 +253,14 @@ class MemoryTracker(TorchDispatchMode):
 
         # resize_ is no operation that a mode would see
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted))
-        # DTensor finds the shapes of results by FakeTensors of the whole size, which nobody holds; this is what it enters then
-        self._patches.enter_context(mock.patch.object(ShardingPropagator, "_fake_mode_lock", self._pause))
+        # DTensor finds the shapes of results by FakeTensors of the whole size, which nobody holds
+        find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(*arguments: Any) -> Any:
+            with self._pause:
+                return find_shapes(*arguments)
+
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, find_shapes.__name__, unseen))
         super().__enter__()
         return self
 
