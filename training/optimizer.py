@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -159,21 +159,31 @@ class OptimizerStep:
     def step(self, step: int, divisor: float) -> tuple[float, float]:
         """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
         mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
+        fused = self.config.implementation == "fused"
         with self.progress.phase("reduce"):
-            grad_norm = gradient_norm(self.parameters).cpu().item()  # it decides what comes next
-        if not (math.isfinite(grad_norm) and divisor):
-            return grad_norm, 0.0
+            norm = gradient_norm(self.parameters)
+            if not fused:
+                norm = norm.cpu()
+        if not (divisor and (fused or norm.isfinite())):
+            return norm.item(), 0.0
         with self.progress.phase("optimizer"):
-            grad_norm /= divisor
             lr = self.config.lr * learning_rate_factor(
                 self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
             )
-            max_norm = self.training.max_norm
-            clip_coef = min(1.0, max_norm / (grad_norm + 1e-6)) if max_norm > 0 else 1.0
-            gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, clip_coef / divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["lr_factor"]
+            max_norm = self.training.max_norm * divisor  # of the sums
+            grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
+            if fused:  # its kernel divides, and looks whether to, so that no device waits for the host
+                kernel: Any = self.optimizer
+                kernel.grad_scale, kernel.found_inf = grad_scale, norm.isfinite().logical_not().float()
+            else:
+                gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
+                torch._foreach_div_(gradients, grad_scale.item())
             self.optimizer.step()
-            self.optimizer.zero_grad()
-        return grad_norm, lr
+        with self.progress.phase("reduce"):
+            grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            return grad_norm, 0.0
+        self.optimizer.zero_grad()
+        return grad_norm / divisor, lr
