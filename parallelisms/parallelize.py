@@ -36,7 +36,7 @@ def parallelize(
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
     # Imported here: they take half as long to import as torch, and checking settings needs none of them.
     from parallelisms.context import apply_context_parallel
-    from parallelisms.fsdp import apply_fsdp
+    from parallelisms.fsdp import apply_fsdp, share_memory
     from parallelisms.loss import head_loss
     from parallelisms.pipeline import Pipeline, split
     from parallelisms.tensor import apply_tensor_parallel
@@ -63,6 +63,7 @@ def parallelize(
             parameter.data = parameter.data.to(layout.precision.master)
         apply_fsdp(part, mesh, config, precision=layout.precision, cpu_offload=layout.cpu_offload)
         part.to_empty(device=torch.device("cpu") if layout.cpu_offload else device)
+        share_memory(part)
         part.init_weights(seed)
         for buffer in part.buffers():  # offloading is for parameters alone
             buffer.data = buffer.data.to(device)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.fsdp import reshard_all
+from parallelisms.fsdp import OfOneRank, reshard_all
 from parallelisms.layout import CompileConfig, Layout, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
@@ -261,3 +261,30 @@ def test_weights_that_are_written_after_a_look_are_those_of_the_next_forward(
     case = Case(UNEVEN, layout(**NEVER, **axes))
     for before, after in pool.run(ranks, losses_around_a_write, case):
         assert before != pytest.approx(math.log(61), abs=1e-4) and after == pytest.approx(math.log(61), abs=1e-6)
+
+
+def copies(case: Case) -> tuple[int, int]:
+    """Of the parameters: how many a forward computes with that are another memory, and how many there are."""
+    parallel, seen = parallelized(case), list[int]()
+    [part] = parallel.parts
+    kept = {parameter.to_local().data_ptr() for parameter in part.parameters()}  # type: ignore[attr-defined]
+    for module in part.modules():
+        module.register_forward_pre_hook(
+            lambda module, _: seen.extend(p.data_ptr() for p in module.parameters(recurse=False))
+        )
+    tokens = torch.zeros(BATCH, T, dtype=torch.int64)
+    for _ in range(2):
+        parallel.forward_backward(tokens, tokens)
+    return len([address for address in seen if address not in kept]) // 2, len(kept)
+
+
+@pytest.mark.parametrize(("dtype", "copied"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_one_rank_computes_with_its_parameters_themselves(pool: Pool, dtype: torch.dtype, copied: bool) -> None:
+    [(others, parameters)] = pool.run(1, copies, Case(GROUPED, dtype=dtype))
+    assert others == (parameters if copied else 0)
+
+
+def test_what_one_rank_sums_is_where_it_was_put() -> None:
+    comm, form = OfOneRank(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    (first, its_sum), (second, _) = ([comm.allocate((4,), **form) for _ in range(2)] for _ in range(2))  # type: ignore[arg-type]
+    assert its_sum is first and second is not first
