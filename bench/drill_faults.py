@@ -447,7 +447,9 @@ def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
     gone_on: dict[tuple[int, int, int], str] = {}  # era, rank, step
     for name, diary in diaries.items():
         for rank in range(len(diary.ranks)):
-            lines, eras = _trusted(diary, rank, incidents), _eras(diary, rank, incidents)
+            lines, wiped = _trusted(diary, rank, incidents), [x.at_s for x in incidents if x.kind == "all"]
+            # New histories begin with the first life after all had been killed; until it dies a group goes on in the old one.
+            eras = [lives[0].at_s for at_s in wiped if (lives := diary.since(at_s, "start", rank=rank))]
             for line in lines:
                 compared += (state := (rank, line.step, line.commit_id)) in weights
                 if weights.setdefault(state, line.digest) != line.digest:
@@ -462,13 +464,6 @@ def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
         problems.append("after a fault no step was everybody's")
     words = f"{compared} digests beside another group's, {len(problems)} problems; {least} or more steps of all groups after each fault"
     return Verdict("replicas bitwise equal", compared > 0 and not problems, "; ".join([words, *problems[:10]]))
-
-
-def _eras(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[float]:
-    """Times at which new histories began for this group: with its first life after all had been killed. Until it dies it goes on in the
-    old one, however long that takes on a busy machine."""
-    starts = (diary.since(incident.at_s, "start", rank=rank) for incident in incidents if incident.kind == "all")
-    return [lives[0].at_s for lives in starts if lives]
 
 
 def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[DiaryLine]:

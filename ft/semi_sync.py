@@ -12,6 +12,7 @@ hand the mean to `step`. Groups agree on the *outer* weights, which change in `s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,7 +125,8 @@ def cut(named: Named, count: int) -> list[Named]:
     all groups. Raises ValueError where there are fewer blocks."""
     blocks: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        blocks.setdefault(_block(name), []).append((name, parameter))
+        block = re.sub(r"(?<![^.])(\d+)\..*", r"\1", name)  # up to the first number, as in layers.3
+        blocks.setdefault(block, []).append((name, parameter))
     if len(blocks) < count:
         raise ValueError(
             f"fault_tolerance.num_fragments = {count}: the model has {len(blocks)} blocks to share out; nearest: {len(blocks)}"
@@ -141,13 +143,6 @@ def cut(named: Named, count: int) -> list[Named]:
         fragments[-1] += blocks[block]
         filled += sizes[block]
     return list(fragments)
-
-
-def _block(name: str) -> str:
-    """Up to the first number, as in layers.3.attention.wq.weight; the whole name where there is none."""
-    words = name.split(".")
-    numbers = [place for place, word in enumerate(words) if word.isdecimal()]
-    return ".".join(words[: numbers[0] + 1]) if numbers else name
 
 
 def _shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

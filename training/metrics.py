@@ -140,8 +140,12 @@ class MetricsProcessor:
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
             }
-            times = self._group_times() if groups else {}
-            self._write("charts", step, {**scalars, **rates, **times, **events, **self._memory.scalars})
+            if groups:  # seconds per step spent on them, means since the last logging step; goodput: the share of all time without them
+                earlier, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
+                for name, now in self._group_s.items():
+                    scalars[f"time_metrics/{name}(s)"] = (now - earlier[name]) / self._interval["steps"]
+                scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
+            self._write("charts", step, {**scalars, **rates, **events, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
@@ -223,13 +227,6 @@ class MetricsProcessor:
             if self._peak_tflops:
                 rates["mfu(%)"] = 100 * rates["tflops"] / self._peak_tflops
         return rates
-
-    def _group_times(self) -> dict[str, float]:
-        """Seconds per step spent on other groups, means since the last logging step; and goodput, the share of all time without them."""
-        before, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
-        steps, progress = self._interval["steps"], self._progress
-        times = {f"time_metrics/{name}(s)": (now - before[name]) / steps for name, now in self._group_s.items()}
-        return {**times, "goodput(%)": 100 * _per(progress.goodput_s, progress.total())}
 
     def _line(self, step: int, loss: float, grad_norm: float, lr: float, rates: dict[str, float]) -> str:
         paint = self._log.paint
