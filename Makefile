@@ -15,7 +15,7 @@ help:
 	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
 	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
 	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
-	@echo "make gpu PART=1|2|3  what only a GPU can say, ten minutes each; goes on where it was; writes docs/gpu.md (PYTHON=python3 WHEELS=FOLDER)"
+	@echo "make gpu PART=1|2|3  what only a GPU can say, ten minutes each; goes on where it was; writes docs/gpu.md (PYTHON=python3)"
 	@echo "make starts  fifty starts with loader workers beside a live channel (10 minutes)"
 	@echo "make soak    10,000 membership changes, and what they leave behind; renews docs/soak.md (hours; goes on where it was)"
 	@echo "make sim     10,000 runs of the protocol"
@@ -86,8 +86,7 @@ goodput:
 	@.venv/bin/python bench/goodput.py $(if $(PEER),--peer $(PEER)) --mb 4 --minutes 4 --startup-s 30 --write docs/goodput.md
 
 gpu:
-	@$(or $(PYTHON),.venv/bin/python) bench/gpu.py --part $(or $(PART),1) --write docs/gpu.md \
-	  $(if $(WHEELS),--wheels $(WHEELS)) $(if $(PEER),--peer-python $(PEER)) $(GPU)
+	@$(or $(PYTHON),.venv/bin/python) bench/gpu.py --part $(or $(PART),1) --write docs/gpu.md $(if $(PEER),--peer-python $(PEER)) $(GPU)
 
 starts:
 	@.venv/bin/python bench/starts.py

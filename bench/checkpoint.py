@@ -67,8 +67,9 @@ class Bench:
     def __init__(self, folder: Path, megabytes: int, device: str = "cpu") -> None:
         """On "cuda" the copies, also the checkpoint's, are into pinned memory."""
         self.folder = folder
-        layers = max(1, round(megabytes * 1e6 / 3 / 4 / 1024**2))  # weights and two moments, four bytes each
-        self.model = nn.Sequential(*(nn.Linear(1024, 1024, device=device) for _ in range(layers)))
+        width = 4096 if device == "cuda" else 1024
+        layers = max(1, round(megabytes * 1e6 / 3 / 4 / width**2))  # weights and two moments, four bytes each
+        self.model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(layers)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         init_optim_state(self.optimizer)
         optimizer = OptimizerState([self.model], self.optimizer)

@@ -9,8 +9,8 @@ the fastest peer at its best setting, round by round. gpu.py starts the same sid
 
 A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the matmuls and all
 of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
-chunked=8192 (the logits of so many tokens exist at once). Our weights are drawn on the device: nothing here depends on their bits. A side
-runs under its own interpreter, so a peer's imports torch and that peer alone.
+chunked=8192 (the logits of so many tokens exist at once) and float8. Our weights are drawn on the device: nothing here depends on their
+bits. A side runs under its own interpreter, so a peer's imports torch and that peer alone.
 
 A CPU rank of ours has the C library keep freed memory (parallelisms/device.py). To give the peers the same:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
@@ -123,6 +123,7 @@ def pharos(
     """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
+    from parallelisms.float8 import Float8Config
     from parallelisms.layout import CompileConfig, Layout, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
@@ -137,6 +138,7 @@ def pharos(
         ParallelismConfig(),
         ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
         CompileConfig(enable=bool(backend), backend=backend or "inductor"),
+        Float8Config(enable="float8" in flags),
         precision=Precision(*(torch.bfloat16 if flag in flags else torch.float32 for flag in ("weights", "bf16"))),
         loss_chunk_tokens=int(flags.get("chunked", 0)),
     )
@@ -231,7 +233,7 @@ def _peer_step(
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
             loss = loss_of(logits_of(inputs), labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torchtitan reads it where it logs
         optimizer.step()
         optimizer.zero_grad()
 
@@ -259,6 +261,8 @@ class StepSide:
         linux = sys.platform == "linux"
         resident = memory_bytes("VmHWM") if linux else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
+        if cuda:
+            torch.cuda.empty_cache()  # sides that take turns share the device
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
 

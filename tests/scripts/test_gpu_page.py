@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import BACKENDS, BEST, SIDES, GpuTurn, main, page, part_1, part_2, part_3, run
+from bench.gpu import BACKENDS, BEST, MORE_SIDES, GpuTurn, main, page, part_1, part_2, part_3, run
 from bench.pairs import Failed
 
 VERSIONS = {
@@ -30,9 +30,17 @@ FIGURES: dict[str, dict[str, Any]] = {  # of each kind of turn
     "1 train": TRAINED,
     "2 ": {"tokens_per_s": 9.0, "memory_mib": 1.0, "graphs": 1},
     "3 kill": {"next step s": 0.1, "steps lost": 0, "bits equal": True, "MiB lost": 0, "watched s": 181, "a sum ms": 1},
+    "3 survivor": {
+        "next step s": 0.1,
+        "steps lost": 0,
+        "bits equal": True,
+        "MiB lost": 0,
+        "watched s": 181,
+        "a sum ms": 1,
+    },
     "3 steady": TRAINED,
-    "3 healing": {"http": [1.0], "raw": [1.0], "share": 1.0},
-    "3 stall": {"stall": [1.0], "copy": [1.0], "share": 1.0},
+    "3 healing": {"http": [1.0], "raw": [1.0]},
+    "3 stall": {"stall": [1.0], "copy": [1.0]},
 }
 
 
@@ -90,8 +98,8 @@ def test_a_turn_that_does_not_fit_is_left_to_the_next_call(tmp_path: Path) -> No
 def test_each_bound_has_a_verdict() -> None:
     ours = row(f"2 8b 0 pharos: {BEST['pharos']}", tokens_per_s=9000.0, memory_mib=60_000.0)
     theirs = row(f"2 8b 0 torchtitan: {BEST['torchtitan']}", tokens_per_s=8000.0, memory_mib=50_000.0)
-    killed = row("3 kill group, nccl", **FIGURES["3 kill"])
-    text = page([row("1 versions", device="NVIDIA H100 80GB HBM3"), ours, theirs, killed], "cuda")
+    killed = [row(key, **FIGURES["3 kill"]) for key in ("3 kill group, nccl", "3 survivor, nccl")]
+    text = page([row("1 versions", device="NVIDIA H100 80GB HBM3"), ours, theirs, *killed], "cuda")
     verdicts = {line[: line.index("  ")]: line.split("  ")[-1].strip() for line in lines(text, "Bounds")}
     assert verdicts["8b: 1.05x torchtitan's tokens/s"] == "reached"
     assert verdicts["8b: no more memory than torchtitan"] == "not"
@@ -108,8 +116,7 @@ def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fail
     turns = [turn for part in (part_1, part_2, part_3) for turn in part(options)]
     keys, sizes = [turn.key for turn in turns], options.sizes
     assert len(set(keys)) == len(keys) and all(turn.limit_s <= 9.5 * 60 for turn in turns)
-    measured = [key.split()[1] for key in keys if key.startswith("2 ")]
-    assert measured == sorted(measured)
+    assert list(dict.fromkeys(key.split()[1] for key in keys if key.startswith("2 "))) == sizes
     figures = (
         {"failed": "why"} if fails else next(f for kind, f in FIGURES.items() if key.startswith(kind)) for key in keys
     )
@@ -123,15 +130,17 @@ def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fail
     expandable = ("expandable_segments:True", "expandable_segments:False")
     assert rows(text, "Versions") == VERSIONS
     assert all(any(row.startswith("tests ") and row.endswith(e) for row in rows(text, "Tests")) for e in expandable)
-    repeats = range(3 if device == "cuda" else 1)
+    repeats = range(5 if device == "cuda" else 1)
     steady = {f"steady {kind} {n}" for kind in ("none", inline, child) for n in repeats}
     assert rows(text, "train.py to its end") == {f"train {sizes[0]} eager", f"train {sizes[0]} compiled", *steady}
-    sides = {f"{side}: {setting}".replace(" compile", f" compile{backend}") for side, setting in SIDES}
-    assert rows(text, "Throughput") == {f"{size} {side}" for size in sizes for side in sides}
-    kills = {f"kill child, {child}", f"kill group, {inline}", f"kill group, {child}"}
+    sides = [(size, f"{side}: {what}") for size in sizes for side, what in (*BEST.items(), *MORE_SIDES[size])]
+    assert rows(text, "Throughput") == {
+        f"{size} {side}".replace(" compile", f" compile{backend}") for size, side in sides
+    }
+    kills = {f"kill child, {child}", f"kill group, {inline}", f"kill group, {child}", f"survivor, {inline}"}
     assert rows(text, "Two members on one device") == kills
     assert rows(text, "Healing and checkpoints") == {
-        *(f"healing: {name}" for name in ("http", "raw", "share")), *(f"stall: {name}" for name in ("stall", "copy", "share")),
+        "healing: http", "healing: raw", "stall: stall", "stall: copy",
     }  # fmt: skip
 
 
@@ -139,7 +148,7 @@ def test_the_parts_list_their_turns_and_the_page_has_every_row(device: str, fail
 def test_without_a_device_turns_are_compiled_members_are_killed_and_a_missing_side_has_a_row(tmp_path: Path) -> None:
     """The cheapest turns of each part; `--device cpu --sizes tiny` takes every turn."""
     write = tmp_path / "gpu.md"
-    ours = f"pharos: bf16 weights checkpoint chunked=8192 compile={BACKENDS['cpu']}"
+    ours = f"pharos: bf16 weights chunked=8192 compile={BACKENDS['cpu']}"
     asked = f"--device cpu --sizes tiny --steps 1 --peer-python /bin/false --folder {tmp_path} --write {write}".split()
     for only in (
         "1 versions",
@@ -151,7 +160,9 @@ def test_without_a_device_turns_are_compiled_members_are_killed_and_a_missing_si
     ):
         assert main([*asked, "--part", only[0], "--only", only]) == 0
     text = write.read_text()
-    assert rows(text, "Versions") == VERSIONS and rows(text, "Left out") == {f"2 tiny 0 {': '.join(SIDES[-1])}"}, text
+    assert rows(text, "Versions") == VERSIONS and rows(text, "Left out") == {
+        f"2 tiny 0 {': '.join(MORE_SIDES['tiny'][-1])}"
+    }, text
     assert rows(text, "train.py to its end") == {"train tiny compiled", "steady none 0"}
     speed = next(line for line in text.splitlines() if line.startswith(f"tiny {ours}"))
     assert int(speed.split()[-1]) == 2, f"blocks and loss, a graph each: {speed}"
