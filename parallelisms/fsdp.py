@@ -84,9 +84,7 @@ def share_memory(part: nn.Module) -> None:
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group and group.mesh_info.mesh.size() == 1 else ():
             same_dtype = group.mp_policy.param_dtype in (None, parameter.sharded_param.dtype)
-            as_it_is = not hasattr(
-                parameter._sharded_local_tensor, "fsdp_pre_all_gather"
-            )  # float8 may be converted first
+            as_it_is = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # float8's
             if same_dtype and as_it_is and not parameter.offload_to_cpu:
                 parameter.all_gather_outputs = [parameter._sharded_param_data]
                 parameter.free_unsharded_param = lambda: None

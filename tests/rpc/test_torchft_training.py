@@ -32,7 +32,8 @@ def environment(torchft: Path) -> dict[str, str]:
 
 class OnOurLighthouse(JobSide):
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
-        return our_lighthouse(1, bind=bind, join_timeout_ms=60000, heartbeat_timeout_ms=2000)
+        # torchft's groups are silent for seconds on a busy machine, and would go on one without the other
+        return our_lighthouse(1, bind=bind, join_timeout_ms=60000, heartbeat_timeout_ms=10000)
 
 
 @pytest.mark.timeout(600)
@@ -63,7 +64,8 @@ def test_a_killed_group_heals_from_the_other(torchft: Path, monkeypatch: pytest.
     both = [
         {line.step: line.digest for line in lines if first.step <= line.step < last} for lines in (survivor, healed)
     ]
-    assert len(both[0]) >= 20 and both[0] == both[1], "bit for bit"
+    alone = [[line.step for line in lines if line.contributors != 2] for lines in (survivor, healed)]
+    assert len(both[0]) >= 20 and both[0] == both[1], f"bit for bit, steps of one group alone: {alone}"
 
 
 # ------------------------------------------------------------------------------------------------ its own tests
