@@ -26,7 +26,7 @@ STARTS, COMMAND = 50, [sys.executable, "examples/train_ddp.py", "--steps", "20"]
 
 
 def start(lighthouse: str, group: str) -> bool:
-    """Whether a group ended well."""
+    """Runs a group to its end; True if it ended well."""
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": group}
     done = subprocess.run(
         COMMAND, cwd=ROOT, env=env, timeout=180.0, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

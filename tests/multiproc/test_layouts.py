@@ -264,7 +264,7 @@ def test_weights_that_are_written_after_a_look_are_those_of_the_next_forward(
 
 
 def copies(case: Case) -> tuple[int, int]:
-    """Of the parameters: how many a forward computes with that are another memory, and how many there are."""
+    """Counts the parameters that a forward computes with in other memory than their own, and all of them."""
     parallel, seen = parallelized(case), list[int]()
     [part] = parallel.parts
     kept = {parameter.to_local().data_ptr() for parameter in part.parameters()}  # type: ignore[attr-defined]
