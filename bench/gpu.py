@@ -55,7 +55,7 @@ SIZES = {
     "tiny": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 192, "vocab": 512, "batch": 1, "seq": 64},
 }  # fmt: skip
 # All bf16, weights and optimizer included: so 8B fits on every side. BEST are those that the bounds compare, in PAIRS rounds; of 1B
-# all sides live through the rounds, of 8B each turn has a process of its own.
+# both live through the rounds. Of 8B, and of MORE_SIDES, each turn has a process of its own.
 BEST = {"pharos": "bf16 weights chunked=8192 compile", "torchtitan": "bf16 weights compile"}
 MORE_SIDES = {
     "1b": (
