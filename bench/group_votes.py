@@ -25,7 +25,7 @@ from bench.pairs import parser, table
 from ft.compat.lighthouse import LighthouseServer
 from ft.protocol import messages as m
 from ft.rpc import codec
-from ft.rpc.clients import GroupProcess
+from ft.rpc.clients import GroupServerProcess
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.group_server import Settings
 from ft.telemetry import SELDOM_S
@@ -58,7 +58,7 @@ async def report(ranks: Sequence[LoadStream], *, each: bool) -> None:
 async def measure(count: int, *, each: bool) -> tuple[float, float, float, float]:
     """Seconds of CPU and of the clock a step; of CPU a second without reports, and with them."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
-    server = GroupProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
+    server = GroupServerProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
     service = ("pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown)
     steps = max(20, VOTES // count) if each else STEPS
     ranks = [LoadStream(connect(server.address), *service) for _ in range(count)]

@@ -65,7 +65,7 @@ class HealingSide:
             tensor.fill_(turn + i / LAYERS)
         self.steady = reset_peak()
         if transport := self.transports.get(kind):
-            transport.offer(self.state.snapshot(), quorum_id=1, step=turn, readers=["joiner"])
+            transport.offer(self.state.snapshot(), quorum_id=1, step=turn, joiners=["joiner"])
             return {"address": transport.address}
         port = self.listener.getsockname()[1] if kind == "raw" else self.store.port
         bare = self._send_raw if kind == "raw" else partial(self._bare_gloo, 0, port, kind, turn)

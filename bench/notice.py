@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import LighthouseProcess, our_lighthouse
 from bench.pairs import machine, parser, spread
 from ft.protocol import messages as m
-from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.clients import GroupClient, GroupServerProcess
 from ft.rpc.group_server import Settings
 
 WAIT_S = 60.0
@@ -64,7 +64,7 @@ class NoticeGroup:
     """A group of one rank, which is in this process."""
 
     def __init__(self, replica_id: str, lighthouse: str) -> None:
-        self.server = GroupProcess(Settings(replica_id, 1, lighthouse))
+        self.server = GroupServerProcess(Settings(replica_id, 1, lighthouse))
         self.rank = GroupClient(self.server.address, 0)
 
     def until_both(self, known: int) -> int:

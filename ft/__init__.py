@@ -1,4 +1,4 @@
-"""Fault tolerance: the seam of the training loop and what stands behind it. Imports no sibling package, so it can be lifted out whole.
+"""Fault tolerance: the interface of the trainer (seam.py) and its implementation. Imports no sibling package, so it can be used alone.
 
 Names resolve on first use (PEP 562), so that importing `ft` costs nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_NAMES = {  # by the module that has them
+_NAMES = {  # public names, by module
     "ft.compat.lighthouse": ("LighthouseClient", "LighthouseServer"),
     "ft.compat.local_sgd": ("DiLoCo", "LocalSGD"),
     "ft.compat.manager": ("Manager", "WorldSizeMode"),
@@ -20,16 +20,16 @@ _NAMES = {  # by the module that has them
     "ft.seam": ("Commit", "DataAssignment", "Seam", "StepTotals"),
     "ft.start": ("SoloManager",),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-# Names before they were changed, which programs written then import.
+# Former names, for programs that still import them.
 _FORMER = {"Deal": "DataAssignment", "Sums": "StepTotals"}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     name = _FORMER.get(name, name)
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ft' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,7 +1,7 @@
-"""Agreement of the ranks of one group on a commit: an all-reduce of the votes on the host, then, if all are yes, one call of rank 0 to the
-group's server for all ranks, and a broadcast of its answer.
+"""Agreement of the ranks of one replica group on a commit: they all-reduce their votes on the host; if all vote yes, rank 0 sends one vote
+for all of them to the group server and broadcasts the outcome.
 
-Without a yes in time each rank votes at the server by itself: none is stuck in a collective while a commit is delayed or a no announced.
+If that does not give a yes, each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ log = logging.getLogger("pharos.manager")
 
 
 class Agreement:
-    """`group`: of gloo, with all ranks of this group in the order of their group_rank, and for this alone. Its timeout is longer than every
-    wait for other groups: ranks that have their sums wait in it for those that do not. All ranks make the same calls."""
+    """The commit votes of one replica group. `group`: a gloo process group of its ranks, in the order of group_rank, used for nothing else.
+    Its timeout must exceed every wait for other groups: ranks whose reductions are complete wait in it for the other ranks of their group.
+    All ranks make the same calls."""
 
-    whole_vote_s = 2.0  # limit of the server's answer to all ranks, which wait in a collective meanwhile
+    whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
-        """The group's outcome of a commit vote; all ranks call this for the same votes. None: each is to vote at the server. `able`: this
-        rank may wait here. Raises GroupEnded where ranks vote on different things, or one is gone."""
+        """Returns the group's outcome of a commit vote, which all ranks call this for. None: each rank must vote at the server by itself.
+        `able`: False makes it None, for a rank with other work. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
         outcome = None
-        if vote.verdict == "failed":  # the first decides, and ranks that still wait for sums are told
+        if vote.verdict == "failed":  # a single one decides, and the server interrupts ranks that still wait for a reduction
             outcome = client.outcome(vote)
         yes, vote_key = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)
         self._carry_out(self._group.allreduce, votes, dist.ReduceOp.MAX)
         some_no, change, highest, lowest = votes.tolist()
         if highest != -lowest:
-            raise GroupEnded(f"the ranks of this group vote on different things, this one on {vote.key}")
+            raise GroupEnded(f"the ranks of this group vote on different attempts, this one on {vote.key}")
         if some_no:
             return outcome
         if vote.group_rank == 0:
             try:
                 outcome = client.vote(replace(vote, change=bool(change), whole=True), self.whole_vote_s)
-            except RuntimeError as error:  # each rank's own vote meets it, too
+            except RuntimeError as error:  # each rank's own vote gets it, too
                 log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
-            except TimeoutError:  # the server delays the commit
+            except TimeoutError:  # the server delays the commit; each rank's own vote waits for it
                 pass
         agreed = torch.tensor([outcome is not None and outcome.verdict == "yes"], dtype=torch.int64)
         self._carry_out(self._group.broadcast, agreed, 0)

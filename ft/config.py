@@ -1,7 +1,7 @@
-"""Settings of fault tolerance: the section [fault_tolerance], and what the launcher says in the environment.
+"""Settings of fault tolerance: the section [fault_tolerance], and the environment variables that the launcher sets.
 
-Flow: ft/manager.py is built from both. The environment is read here, by the command lines, and in process_groups/shared.py. Importing it
-needs neither torch nor grpc, and starts nothing.
+Flow: start.py makes the manager from both. The environment is read only here, in command lines, and in process_groups/shared.py. Importing
+this module needs neither torch nor grpc, and starts nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ft.rpc.access import Endpoint, find_token
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two sums of one fragment.
+    """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two reductions of one fragment.
     `delay`: steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when its result is applied."""
 
     sync_steps: int
@@ -28,11 +28,11 @@ class Schedule:
 
     @property
     def inner_steps(self) -> int:
-        """Between two sums, of different fragments if there are several."""
+        """Optimizer steps between two reductions, of different fragments if there are several."""
         return self.sync_steps // self.fragments
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises ValueError, in the words of `names` for the four figures, for what cannot be."""
+        """Raises ValueError for an invalid schedule. `names`: the names of the four settings in its message."""
         steps, count, delay, alpha = names
         fragments = self.fragments
         if fragments < 1:
@@ -43,14 +43,14 @@ class Schedule:
             below = self.sync_steps // fragments * fragments
             nearest = f"{below} or {below + fragments}" if below else f"{fragments}"
             raise ValueError(
-                f"{steps} = {self.sync_steps}: must be a multiple of {count} = {fragments}, of which one is summed at a time; "
+                f"{steps} = {self.sync_steps}: must be a multiple of {count} = {fragments}, because one fragment is reduced at a time; "
                 f"nearest: {nearest}"
             )
         inner = self.inner_steps
         if not 0 <= self.delay < inner:
             every = f"{steps} / {count} = {inner}" if fragments > 1 else f"{steps} = {inner}"
             raise ValueError(
-                f"{delay} = {self.delay}: must be from 0 to {inner - 1}, since the next sum is due after {every} steps; "
+                f"{delay} = {self.delay}: must be from 0 to {inner - 1}, because the next reduction is due after {every} steps; "
                 f"nearest: {min(max(self.delay, 0), inner - 1)}"
             )
         if not 0 <= self.alpha <= 1:
@@ -59,16 +59,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class FaultTolerance:
-    """[fault_tolerance]: several replica groups that train together, and go on when some of them die.
+    """[fault_tolerance]: several replica groups that train together, and continue when some of them fail.
 
-    Which group this is, and where the lighthouse listens, the environment says: REPLICA_GROUP_ID, NUM_REPLICA_GROUPS, TORCHFT_LIGHTHOUSE.
+    The environment says which group this is and where the lighthouse is: REPLICA_GROUP_ID, NUM_REPLICA_GROUPS, TORCHFT_LIGHTHOUSE.
     """
 
     enable: Annotated[bool, "train together with other replica groups, in quorums that the lighthouse forms"] = False
     process_group: Annotated[
         Literal["auto", "gloo", "nccl", "baby_gloo", "baby_nccl"],
-        "transport of gradients between groups; auto: nccl where they are on a GPU, else gloo; baby: in a child process, which can be "
-        "killed when it hangs",
+        "process group that reduces gradients between replica groups; auto: nccl for gradients on a GPU, else gloo; baby_gloo, "
+        "baby_nccl: in a child process, which is killed if it hangs",
     ] = "auto"
     min_replica_size: Annotated[
         int,
@@ -77,16 +77,16 @@ class FaultTolerance:
     ] = 1
     quorum: Annotated[
         Literal["on_change", "every_step"],
-        "when the lighthouse is asked for a quorum: after a change, or before each step as torchft does",
+        "when a group requests a quorum from the lighthouse: after a change, or before each step as torchft does",
     ] = "on_change"
     keep_gradients: Annotated[
         bool,
-        "keep this group's gradients until the step holds, so that a death costs the others no step; false: less memory",
+        "keep this group's gradients until the step commits, so that the other groups lose no step when a group fails; false: less memory",
     ] = True
     keep_global_batch: Annotated[
         bool,
-        "every step trains on slots_per_step slots (batches of one group): the other groups compute the slots of a dead group in the "
-        "same step; false: a step has one slot for each group, and that of a dead group comes in a later step",
+        "every step trains on slots_per_step slots (batches of one group): the other groups compute the slots of a lost group in the "
+        "same step; false: a step has one slot for each group, and that of a lost group comes in a later step",
     ] = False
     slots_per_step: Annotated[
         int,
@@ -115,8 +115,8 @@ class FaultTolerance:
         "action of a group whose weights differ from those of most others: fetch theirs, or end with exit code 1 (a faulty "
         "machine stays faulty); without a majority, as with two groups, all end and resume from the newest checkpoint",
     ] = "heal"
-    max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
-    # The ladder: each length is below the next (heal_grace_s may equal takeover_s, takeover_s collective_s); stall_s is not of it.
+    max_retries: Annotated[int, "consecutive failed attempts after which a group stops; -1: no limit", ">= -1"] = -1
+    # Each timeout, except stall_s, must be below the next one (heal_grace_s may equal takeover_s, and takeover_s collective_s).
     beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
         float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
@@ -131,46 +131,47 @@ class FaultTolerance:
     ] = 30.0
     stall_s: Annotated[
         float,
-        "longest wait of any member, for a reduction or a quorum, before the members that do not wait are lost; if most members wait, "
-        "ten seconds or five median steps; the lighthouse's --stall_s",
+        "seconds that any member may wait for a reduction or a quorum before the stalled members, those that do not wait, count as lost; "
+        "if most members wait, ten seconds or five median steps; the lighthouse's --stall_s",
         "> 0",
     ] = 60.0
-    collective_s: Annotated[float, "seconds after which a reduction fails for any reason", "> 0"] = 600.0
+    collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
     heal_copy_bytes: Annotated[
         int,
-        "bytes for the part of the state that a joining group has not read when the step commits; beyond them the commit waits",
+        "most bytes that are copied for joining groups that have not received the whole state when the step commits; the commit waits "
+        "while more is missing",
         ">= 0",
     ] = 256 << 20
     heal_backlog: Annotated[int, "steps that a joining group may be behind while its state arrives", ">= 0"] = 2
-    # Groups with a low-bandwidth link between them step by themselves (docs/semi_sync.md).
+    # Semi-synchronous training, for groups with a low-bandwidth link between them (docs/semi_sync.md).
     semi_sync_method: Annotated[
         Literal["none", "local_sgd", "diloco"],
-        "none: groups sum gradients in every step; local_sgd: each steps by itself, and every sync_steps steps weights are averaged; "
-        "diloco: the mean of their changes is the gradient of an outer optimizer",
+        "none: groups reduce gradients in every step; local_sgd: each group steps by itself, and every sync_steps steps the weights are "
+        "averaged; diloco: the mean of their changes is the gradient of an outer optimizer",
     ] = "none"
     sync_steps: Annotated[
-        int, "with a semi_sync_method: optimizer steps between two sums of the same weights", ">= 1"
+        int, "with a semi_sync_method: optimizer steps between two reductions of the same weights", ">= 1"
     ] = 5
     num_fragments: Annotated[
         int,
-        "with diloco: pieces of the model, whole layers, of which one is summed every sync_steps / num_fragments steps",
+        "with diloco: fragments (of whole layers) that the model is split into; one is reduced every sync_steps / num_fragments steps",
         ">= 1",
     ] = 1
     fragment_sync_delay: Annotated[
-        int, "with diloco: optimizer steps that a sum may take while the groups continue", ">= 0"
+        int, "with diloco: optimizer steps that a reduction may overlap", ">= 0"
     ] = 0
     fragment_update_alpha: Annotated[
         float,
-        "with diloco: share of its own weights that a group keeps when a sum arrives; 0: it takes the agreed weights",
+        "with diloco: weight of a group's own weights when a reduction is complete; 0: it takes the agreed weights",
         ">= 0",
         "<= 1",
     ] = 0.0
     should_quantize: Annotated[
-        bool, "with diloco: sums in int8, a quarter of the bytes; the rounding error is added to the next sum"
+        bool, "with diloco: reductions in int8, a quarter of the bytes; the rounding error is added to the next reduction"
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
-    outer_nesterov: Annotated[bool, "with diloco: the outer optimizer's momentum is Nesterov's"] = True
+    outer_nesterov: Annotated[bool, "with diloco: the outer optimizer uses Nesterov momentum"] = True
 
     def check(self) -> None:
         for key, why in self._contradictions():
@@ -184,45 +185,45 @@ class FaultTolerance:
             )
 
     def _contradictions(self) -> Iterator[tuple[str, str]]:
-        """Keys that do not go with others, each with the reason. Raises ValueError for a schedule that cannot be."""
+        """Yields each key that conflicts with another one, with the reason. Raises ValueError for an invalid schedule."""
         method = self.semi_sync_method
         for key in _SEMI_SYNC:
             default, methods = getattr(type(self), key), ("local_sgd", "diloco") if key == "sync_steps" else ("diloco",)
             if getattr(self, key) != default and method not in methods:
                 legal = " or ".join(f'"{one}"' for one in methods)
-                unused = f'needs fault_tolerance.semi_sync_method = {legal}, and it is "{method}"'
+                unused = f'requires fault_tolerance.semi_sync_method = {legal}, but it is "{method}"'
                 yield key, f"{unused}; nearest: {str(default).lower()}"
         if method != "none":
             if not self.enable:
-                alone = "one group has no other to synchronise with"
-                yield "semi_sync_method", f'needs fault_tolerance.enable = true: {alone}; nearest: "none"'
+                alone = "a single group has no other group to synchronise with"
+                yield "semi_sync_method", f'requires fault_tolerance.enable = true: {alone}; nearest: "none"'
             for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
                 if getattr(self, key) != wanted:
-                    own = "a group keeps the changes of its own steps until they are summed, and no other group can compute them"
-                    yield key, f"not with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}"
+                    own = "the steps that a group makes by itself between two reductions cannot be computed by a different group"
+                    yield key, f"not supported with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}"
             if self.outer_nesterov and not self.outer_momentum:
-                yield "outer_nesterov", "needs fault_tolerance.outer_momentum above 0; nearest: false"
+                yield "outer_nesterov", "requires fault_tolerance.outer_momentum above 0; nearest: false"
             keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
             self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
         for key in ("slots_per_step", "deterministic_reduce"):
             if getattr(self, key) and not self.keep_global_batch:
-                needs = "needs fault_tolerance.keep_global_batch = true"
-                yield key, f"{needs}, without which a step has a slot for each group that is there"
+                requires = "requires fault_tolerance.keep_global_batch = true"
+                yield key, f"{requires}, without which a step has one slot for each group of the quorum"
 
     def group_kind(self, device_type: str) -> GroupKind:
-        """The process group for gradients on a device of that type, "cpu" or "cuda". Raises ValueError where `process_group` names one that
-        cannot sum them.
+        """Returns the kind of process group for gradients on a device of that type, "cpu" or "cuda". Raises ValueError if `process_group`
+        names one that does not support it.
 
-        "auto" on CUDA is NCCL in this process: unless MPS runs, a child and this process have the GPU by turns, and a sum that waits for
-        peers may take turns from the backward pass. A child by default needs a measurement first."""
+        "auto" on CUDA is NCCL in this process: without MPS a child process and this one share the GPU by time slices, and a reduction that
+        waits for peers may take slices from the backward. A child process as the default needs a measurement first."""
         kinds = _KINDS[device_type]
         for kind in kinds:
             if self.process_group in ("auto", kind):
                 return kind
-        sums, lie = ("host memory", "on a GPU") if device_type == "cuda" else ("the memory of GPUs", "in host memory")
+        reduces, are = ("host", "on a GPU") if device_type == "cuda" else ("GPU", "in host memory")
         legal = ", ".join(f'"{kind}"' for kind in ("auto", *kinds))
         raise ValueError(
-            f'fault_tolerance.process_group = "{self.process_group}": sums {sums} alone, and gradients lie {lie} here; '
+            f'fault_tolerance.process_group = "{self.process_group}": reduces only gradients in {reduces} memory, and here they are {are}; '
             f'legal here: {legal}; nearest: "{kinds[self.process_group.startswith("baby")]}"'
         )
 
@@ -237,13 +238,13 @@ class FaultTolerance:
 
     @property
     def times(self) -> Times:
-        """The lengths that all processes of the job must agree on."""
-        lengths = {length.name: getattr(self, length.name) for length in fields(Times)}
-        return Times(**{**lengths, "takeover_s": self.takeover_s or None})
+        """Timeouts, which must be equal in all processes of the job."""
+        timeouts = {timeout.name: getattr(self, timeout.name) for timeout in fields(Times)}
+        return Times(**{**timeouts, "takeover_s": self.takeover_s or None})
 
 
 GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]
-# By where gradients lie: in this process, in a child. torch's gloo is registered for the CPU alone.
+# By the gradients' device type: in this process, in a child process. gloo is registered for CPU tensors only (base.group_of).
 _KINDS: dict[str, tuple[GroupKind, GroupKind]] = {"cpu": ("gloo", "baby_gloo"), "cuda": ("nccl", "baby_nccl")}
 
 _SEMI_SYNC = [x.name for x in fields(FaultTolerance)]
@@ -263,7 +264,7 @@ def _whole(least: int, most: int = (1 << 31) - 1) -> Callable[[str], int]:
 
 
 def group_name(text: str) -> str:
-    """The part of a replica id before the colon; it names files and store keys, too."""
+    """Checks a replica group's name, the part of a replica ID before the colon. It is also part of file names and store keys."""
     if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
         nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]
         raise ValueError(f"must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
@@ -284,22 +285,22 @@ def _variable(name: str, rule: Callable[[str], object], default: Any = None) -> 
 
 @dataclass(frozen=True)
 class Environment:
-    """Settings that differ between groups and ranks, and the secret ones. Empty or None: the variable is not set."""
+    """Settings that differ between replica groups and ranks, and secrets. Empty or None: the variable is not set."""
 
     lighthouse: str = _variable("TORCHFT_LIGHTHOUSE", _address, "")  # http://host:port
-    replica_group_id: str = _variable("REPLICA_GROUP_ID", group_name, "")  # this group's name
+    replica_group_id: str = _variable("REPLICA_GROUP_ID", group_name, "")  # the group's name
     num_replica_groups: int | None = _variable("NUM_REPLICA_GROUPS", _whole(1))
     token: str = field(default="", repr=False)  # PHAROS_TOKEN, or in PHAROS_TOKEN_FILE
 
     group_rank: int = _variable("RANK", _whole(0), 0)
     world_size: int = _variable("WORLD_SIZE", _whole(1), 1)  # ranks of this group
     local_rank: int = _variable("LOCAL_RANK", _whole(0), 0)
-    master_addr: str = _variable("MASTER_ADDR", str, "")  # of the group's own store
+    master_addr: str = _variable("MASTER_ADDR", str, "")  # address of the group's own store
     master_port: int | None = _variable("MASTER_PORT", _whole(0, 65535))
-    # How often torchelastic has started this group's ranks again; its store lives through that.
+    # Restarts of this group's ranks by torchelastic so far; the group's store outlives them.
     restart_count: int = _variable("TORCHELASTIC_RESTART_COUNT", _whole(0), 0)
 
-    # torchft's: they override ft.Manager's arguments, except quorum_retries.
+    # torchft's variables: they override arguments of ft.Manager, except for quorum_retries.
     timeout_s: int | None = _variable("TORCHFT_TIMEOUT_SEC", _whole(1))
     quorum_timeout_s: int | None = _variable("TORCHFT_QUORUM_TIMEOUT_SEC", _whole(1))
     connect_timeout_s: int | None = _variable("TORCHFT_CONNECT_TIMEOUT_SEC", _whole(1))
@@ -314,7 +315,7 @@ class Environment:
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> Environment:
-        """Raises ValueError, which names the variable, its value and what is legal."""
+        """Reads the environment. Raises ValueError, which names the variable, its value and what is legal."""
         token, token_file = environ.get("PHAROS_TOKEN", ""), environ.get("PHAROS_TOKEN_FILE", "")
         if token and token_file:
             raise ValueError("PHAROS_TOKEN and PHAROS_TOKEN_FILE are both set: set one")
@@ -333,23 +334,23 @@ class Environment:
         return made
 
     def slots_per_step(self, settings: FaultTolerance) -> int:
-        """0: as many as groups are there. Raises ValueError where nobody says how many."""
+        """Slots of each step; 0: one for each group of the quorum. Raises ValueError if neither setting gives their number."""
         if not settings.keep_global_batch:
             return 0
         slots = settings.slots_per_step or self.num_replica_groups
         if not slots:
             raise ValueError(
-                "fault_tolerance.slots_per_step = 0: means NUM_REPLICA_GROUPS, which is not set; say how many slots a step has"
+                "fault_tolerance.slots_per_step = 0: means NUM_REPLICA_GROUPS, which is not set; set one of the two"
             )
         return slots
 
     def check(self, settings: FaultTolerance) -> None:
-        """Finds errors that show before anything is connected. Raises ValueError."""
+        """Raises ValueError for errors that can be found before anything is connected."""
         if not settings.enable:
             return
         if not self.lighthouse:
             raise ValueError(
-                "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true needs the lighthouse's address, such as "
+                "TORCHFT_LIGHTHOUSE is not set: fault_tolerance.enable = true requires the lighthouse's address, such as "
                 "http://localhost:29510; scripts/run_lighthouse.sh starts one"
             )
         self.slots_per_step(settings)
@@ -362,5 +363,5 @@ class Environment:
 
 
 def group_folder(run_folder: Path, settings: FaultTolerance, environment: Environment) -> Path:
-    """Folder of a group's own files: <run>/groups/<id>; <run> where there are no groups."""
+    """Returns the folder of a group's own files: <run>/groups/<id>; <run> without replica groups."""
     return run_folder / "groups" / environment.name if settings.enable else run_folder

@@ -9,7 +9,7 @@
     try:
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
-    except GroupError as error:                         # the originals are still there
+    except ProcessGroupError as error:                         # the originals are still there
         group.abandon(str(error), then=gradients.abandon())
         ...                                             # form again, begin_attempt, launch_tail, wait
 
@@ -290,7 +290,7 @@ class Gradients:
             step.is_kept = step.is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
-        """The summed tail, once all sums are there. Raises GroupError if one failed."""
+        """The summed tail, once all sums are there. Raises ProcessGroupError if one failed."""
         attempt = self._attempt
         assert attempt is not None, "begin_attempt comes first"
         assert attempt.tail is not None, "launch_tail comes first"

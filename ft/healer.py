@@ -56,7 +56,7 @@ class Healer:
         if quorum.recover_dst_replica_ranks:
             readers = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
-            self.transport.offer(snapshot, quorum_id=quorum.quorum_id, step=quorum.reference[0], readers=readers)
+            self.transport.offer(snapshot, quorum_id=quorum.quorum_id, step=quorum.reference[0], joiners=readers)
             if quorum.quorum_id <= self._ended_quorum:  # its end came before the offer
                 self.transport.end_offer(quorum.quorum_id, "its quorum is over")
         else:

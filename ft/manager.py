@@ -34,7 +34,7 @@ from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import HealConfig, Transport
 from ft.membership import ReplicaGroupConfig, join
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import in_tail
@@ -609,7 +609,7 @@ class Manager:
                 began_s = time.monotonic()  # and no earlier: no more may be moved than was counted
                 tail = self.gradients.wait()
                 telemetry.waits.append(time.monotonic() - began_s)
-        except GroupError as error:
+        except ProcessGroupError as error:
             return m.ReduceFailed(*attempt, str(error))
         finally:
             telemetry.current_wait = ""

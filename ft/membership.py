@@ -1,6 +1,6 @@
-"""Start of one group: rank 0 starts the group's server, a child process, and a store for rendezvous with other groups, and writes their
-addresses to the group's own store (the launcher's, or torch.distributed's), which outlives restarts: keys contain
-their count.
+"""Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups, and writes
+their addresses to the group's own store (the launcher's or torch.distributed's). That store outlives restarts of the group, so its keys
+contain their number.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ft.process_groups.store import serve, sweep
 from ft.protocol.messages import Times
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.clients import GroupProcess, is_torchfts
+from ft.rpc.clients import GroupServerProcess, is_torchfts
 from ft.rpc.group_server import Settings
 
-START_S = 60.0  # that ranks give rank 0 to start the server
+START_S = 60.0  # time for rank 0 to start the server
 
 
 @dataclass(frozen=True)
 class ReplicaGroupConfig:
-    """Settings of a group; the same in all its ranks, but for group_rank."""
+    """Settings of a replica group; the same in all its ranks except for group_rank."""
 
     name: str  # REPLICA_GROUP_ID
     group_rank: int
     world_size: int
     lighthouse: str  # http://host:port
-    host: str  # of this machine, as other groups reach it
+    host: str  # address at which other groups reach this machine
     access: Access
     times: Times
     restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
-    spares_above: int | None = None
-    retries: int | None = None
-    every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
-    port: int = 0  # of the group's server
-    contact_s: float = 60.0  # limit of the wait for a lighthouse that does not answer
+    spares_above: int | None = None  # most groups that are assigned slots; None: no limit
+    retries: int | None = None  # failed lighthouse calls that are repeated; None: no limit
+    every_step: bool = False  # request a quorum before each step; required by torchft's lighthouse
+    port: int = 0  # port of the group server; 0: any free one
+    contact_s: float = 60.0  # longest wait for a lighthouse that does not answer
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's place in its group. `server` and `rendezvous` are rank 0's to close."""
+    """A rank's membership in its group. Rank 0 closes `server` and `rendezvous`; other ranks have neither."""
 
     replica_id: str
-    address: str  # of the group's server
-    server: GroupProcess | None = None
+    address: str  # address of the group server
+    server: GroupServerProcess | None = None
     rendezvous: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
-        """Removes from the store, in a thread, the keys of generations before this one, which is formed or was abandoned."""
+        """Deletes the keys of generations before this quorum's from the rendezvous store, in a thread; this one has formed or failed."""
         if self.rendezvous is not None:
             threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 
 
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
-    """`store`: the group's own, if it has several ranks. Raises RuntimeError where the server does not start; ValueError for a lighthouse
-    that lacks a feature, or refuses the token; ConnectionError where there is none."""
+    """Starts the group server on rank 0, or reads its address from `store`, the group's own, on any other rank. Raises RuntimeError if the
+    server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse."""
     key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
-        made = _start(config)
+        membership = _start(config)
         if store is not None and config.world_size > 1:
-            PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
-        return made
+            PrefixStore(key, store).set("group", json.dumps({"replica_id": membership.replica_id, "address": membership.address}))
+        return membership
     if store is None:
         raise RuntimeError(
-            f"rank {config.group_rank} of {config.world_size} has no store to find its group's server by"
+            f"rank {config.group_rank} of {config.world_size} has no store with the address of its group's server"
         )
     limit_s, own = config.contact_s + START_S, PrefixStore(key, store)
     try:
@@ -78,10 +78,10 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
-    if torchfts and not config.every_step:
+    is_torchft = is_torchfts(config.lighthouse, config.access, config.contact_s)
+    if is_torchft and not config.every_step:
         raise ValueError(
-            'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
+            'fault_tolerance.quorum = "on_change": torchft\'s lighthouse announces no changes; nearest: "every_step"'
         )
     rendezvous = serve(config.host)
     settings = Settings(
@@ -89,7 +89,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         world_size=config.world_size,
         lighthouse=config.lighthouse,
         store_address=str(Endpoint(config.host, rendezvous.port)),
-        wire="torchft" if torchfts else "pharos",
+        wire="torchft" if is_torchft else "pharos",
         host=config.host,
         port=config.port,
         access=config.access,
@@ -97,5 +97,5 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         retries=config.retries,
         spares_above=config.spares_above,
     )
-    server = GroupProcess(settings)
+    server = GroupServerProcess(settings)
     return Membership(settings.replica_id, server.address, server, rendezvous)

@@ -1,7 +1,7 @@
-"""Memory that fault tolerance takes of a rank, on top of the same training without it: a formula, for --explain and for docs.
+"""Memory that fault tolerance adds to that of the same training without it, per rank, as a formula for --explain and the docs.
 
-Flow: tools/explain/command.py asks, with the parameters as tensors without memory; gradients.py then takes it. Tensors that autograd makes
-are not in it: kept gradients are those, and live until the step holds, else until the optimizer has run."""
+Flow: tools/explain/command.py calls `memory` with meta tensors; gradients.py allocates that memory during training. Gradients as autograd
+allocates them are not counted: kept gradients are these tensors themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ft.config import FaultTolerance
 
 
 def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: bool, slots: int = 0) -> dict[str, int]:
-    """Bytes, each with what they are for. `tensors`: what the rank holds of each parameter, in the order of registration, on any device.
-    `in_child`: the process group lives in a child. `slots`: of a step, where their sums are apart (deterministic_reduce)."""
+    """Returns bytes by purpose. `tensors`: the rank's shard of each parameter, in the order of registration, on any device. `in_child`: the
+    process group runs in a child process. `slots`: slots of a step if each is reduced separately (deterministic_reduce), else 0."""
     keep, quantized = settings.keep_gradients, settings.should_quantize
     momentum = settings.semi_sync_method == "diloco" and settings.outer_momentum > 0
     layout = BucketLayout(
@@ -28,18 +28,18 @@ def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: boo
     one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())
     gradients = sum(tensor.nbytes for tensor in tensors)
     left_out = 4 * sum(tensor.numel() for tensor in tensors) * quantized
-    own = {  # of groups that step by themselves; a weight is as large as its gradient
-        "always: the weights that groups agree on": gradients,
+    own = {  # with a semi_sync_method; a weight is as large as its gradient
+        "always: the outer weights": gradients,
         "always: the outer optimizer's momentum": gradients * momentum,
-        "while a fragment is summed: what this group gives to it": -(-gradients // settings.num_fragments),
-        "always: what sums in int8 left out, in fp32": left_out,
-        "while a fragment is summed: what its sum left out": -(-left_out // settings.num_fragments),
+        "while a fragment is reduced: this group's pseudo-gradients": -(-gradients // settings.num_fragments),
+        "always: rounding errors of reductions in int8, kept in fp32": left_out,
+        "while a fragment is reduced: rounding errors of its reduction": -(-left_out // settings.num_fragments),
     }
     return {
-        "always: two sets of sums, in turns": KEPT_SETS * one_set,
-        "while an abandoned generation has not ended: one set more": one_set,
-        f"while it heals: sums of {settings.heal_backlog} steps, held": settings.heal_backlog * one_set,
-        "while others heal from it, at most": settings.heal_copy_bytes,
-        f"alone with all {slots} slots: the gradients of each, kept": max(0, slots - 1) * gradients * keep,
+        f"always: {KEPT_SETS} sets of reduction buffers, used in turn": KEPT_SETS * one_set,
+        "while an abandoned process group has not ended: one more set": one_set,
+        f"while this group heals: reduced gradients of {settings.heal_backlog} steps": settings.heal_backlog * one_set,
+        "while other groups heal from this one, at most": settings.heal_copy_bytes,
+        f"if this group computes all {slots} slots: the kept gradients of each": max(0, slots - 1) * gradients * keep,
         **(own if settings.semi_sync_method != "none" else {}),
     }

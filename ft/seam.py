@@ -1,7 +1,7 @@
-"""The seam between the training loop and fault tolerance: one interface, with replica groups and without.
+"""The Seam: the interface between the trainer and its Manager, the same with replica groups and without them.
 
-The loop asks for its data (`begin_step`), hands over the results (`reduce`), and changes nothing until the step is committed (`commit`). A
-step that is not committed is run again.
+The trainer requests its data (`begin_step`), hands over the results (`reduce`), and changes no state until the step is committed
+(`commit`). A step that is not committed is run again.
 
 A *slot* is the batch of one replica group in one step, named by the position of its first sequence in the data order.
 """
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class DataAssignment:
-    """This group's slots of the coming step's assignment (protocol/step.py)."""
+    """The slots of the next step that are assigned to this replica group (protocol/step.py)."""
 
     step: int  # committed steps so far
     slots: tuple[int, ...]
@@ -25,27 +25,28 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all groups that contributed."""
+    """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager, which
+    leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
 
     tokens_per_slot: Sequence[float]  # valid tokens; 0: that slot contributed nothing
     loss_sum: float  # nats over those tokens
-    finite: bool  # no group saw a loss that is not a number
+    finite: bool
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed step: the gradients are to be divided by `divisor` and applied."""
+    """A committed step: the trainer divides the gradients by `divisor` and applies them."""
 
     divisor: float  # valid tokens over all contributors
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float  # nats per token, the same in every group
     quorum_size: int
-    slots: tuple[tuple[int, str], ...]  # that contributed: slot and replica id, "solo" where there are no groups
-    holes: tuple[int, ...]  # all slots that were assigned and have yet to be trained on
+    slots: tuple[tuple[int, str], ...]  # that contributed: slot and replica ID, "solo" without replica groups
+    holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
 
 
 class Stopped(RuntimeError):
-    """The job cannot go on. `slots`: the batches that are to blame, if any are."""
+    """The job cannot continue. `slots`: the batches that are the cause, if there are any."""
 
     def __init__(self, reason: str, slots: Sequence[int] = ()) -> None:
         super().__init__(reason)
@@ -53,16 +54,17 @@ class Stopped(RuntimeError):
 
 
 class BadInput(ValueError):
-    """An error in the input that shows only at run time: reported in one line, without a retry."""
+    """An error in the input that is found only at run time. It is reported in one line, and a retry would not help."""
 
 
 class GroupEnded(RuntimeError):
-    """This group's server has ended, or has ended the group. The rank exits, and its launcher starts the group again."""
+    """The server of this replica group has exited or has ended the group, or the group's ranks cannot agree on a step. The rank exits, and
+    its launcher restarts the group."""
 
 
 class GroupReleased(RuntimeError):
-    """This group was asked to leave while it waited for others: all its ranks end now. `has_state`: it has committed a state that no other
-    group may have; else it was about to receive one."""
+    """This group was asked to leave while it waited for other groups: all its ranks exit now. `has_state`: it holds a committed state, which
+    may exist nowhere else; False: it has no complete state."""
 
     def __init__(self, *, has_state: bool) -> None:
         super().__init__("asked to leave while it waited for other groups")
@@ -70,88 +72,91 @@ class GroupReleased(RuntimeError):
 
 
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with its ledger, whose form varies, as one JSON text: the keys of a checkpoint are always the same."""
+    """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not."""
     return {**state, "ledger": json.dumps(state["ledger"])}
 
 
 def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """step, commit_id, commit_quorum_id and ledger, as StepMachine.state_dict returns them."""
+    """Returns step, commit_id, commit_quorum_id and ledger, as StepMachine.state_dict does: undoes `to_checkpoint`."""
     return {**state, "ledger": json.loads(state["ledger"])}
 
 
 class Seam(Protocol):
-    """Interface of all managers; each passes tests/unit/test_seam.py."""
+    """The interface that the trainer uses: of Manager and SemiSyncManager, and of SoloManager, which has no replica groups. Each of them passes
+    tests/unit/test_seam.py."""
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps. Moved by commit, load_state_dict, and a heal, which begin_step, reduce or commit may complete."""
+        """Committed optimizer steps. Changed by commit, load_state_dict, and a heal, which may complete in begin_step, reduce or commit."""
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
-        """Registers state that a group must receive to equal the others: read and written at step boundaries. A name is used once."""
+        """Registers state that a joining group receives to equal the others: read and written at step boundaries. Each name only once."""
 
     @property
     def writer_quorum(self) -> tuple[str, int] | None:
-        """Epoch and id of the quorum in which this group is the one that writes checkpoints and shared metrics; None: another group is. A
-        stopped group keeps the value until it hears of a newer quorum."""
+        """Epoch and ID of the newest quorum if this group is its writer, which writes checkpoints and shared metrics; else None. A group
+        that is suspended (SIGSTOP) keeps the value until it hears of a newer quorum."""
 
     @property
     def may_exit(self) -> bool:
-        """True when the loop may end: after `leave`, once the others know, or where nothing is left to train."""
+        """True when the loop may end: after `leave`, once the other groups know of it, or when no step is left to train."""
 
     def attach(self, model_parts: Sequence[Any]) -> None:
-        """Registers modules whose gradients are summed with other groups'. Called once, before the first step."""
+        """Registers the modules whose gradients are reduced over all groups. Called once, before the first step."""
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
-        """Wraps the last backward of each slot, in the assignment's order: complete gradients are reduced while it runs. Until `commit`
-        .grad is the manager's; backwards of the next slot may add to it, or start from None."""
+        """Wraps the last backward of each slot, in the order of the assignment, and reduces gradients as they become complete. Until
+        `commit` only the manager may change .grad, except for backwards of the next slot, which accumulate into it or start from None."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """Joins the quorum if one is due, and returns this group's slots; the same ones until `commit`. No slots: nothing is computed, and
-        the sums of the others are applied. After a failed attempt: the slots that are still to be computed, as the gradients of the others
-        are kept. `until`: this group leaves with the commit of that step."""
+        """Joins a new quorum if one is due, and returns this group's slots; the same ones until `commit`. Without slots this group computes
+        nothing, and applies the sums of the others. After a failed attempt it returns only slots that are still to be computed: gradients
+        that this group has computed are kept. `until`: number of the last step; this group leaves with its commit."""
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        """Sums this group's figures (already summed over its ranks) and its gradients with the other groups'."""
+        """Reduces this group's token counts and loss sum (already summed over its ranks) and its gradients over all groups. `finite`: this
+        group's loss is neither NaN nor infinite."""
 
     def commit(self, totals: StepTotals) -> Commit | None:
-        """Commits the step, after which gradients are the sums over all groups. None: the step failed, no state has changed, call
-        begin_step again. Each group decides for itself, by votes of its ranks on the summed tail. Raises, as `reduce` and `begin_step` do,
-        Stopped, GroupEnded and GroupReleased."""
+        """Commits the step; .grad is then the sum over all groups. None: the step has failed and no state has changed; call begin_step
+        again. `totals`: the result of `reduce`; only SoloManager decides by it: a Manager keeps the reduced values itself, and its ranks
+        vote on them. Raises Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
 
     def announce(self, lane: str, text: str) -> None:
-        """Shows people a message, on the live page if there is one (rpc.codec.LANES). From any thread; it may get lost."""
+        """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and ledger, for the checkpoint; of one form for all managers. The open assignment is in it, and is not loaded."""
+        """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores its open assignment."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     @property
     def last_waiting_for_others_s(self) -> float:
-        """time.monotonic() of the group server's last message saying that this group waits for other groups or the lighthouse, not for one
-        of its own ranks; -inf: none yet."""
+        """time.monotonic() of the newest message in which the group server said that this group waits for other groups or the lighthouse,
+        not for one of its own ranks; -inf: there was none."""
 
     def want_to_leave(self) -> None:
-        """Notes a SIGTERM; from any thread, on one rank or several. Where the group waits for others, all its ranks get GroupReleased; else
-        the loop calls `leave`."""
+        """Notes a SIGTERM; from any thread, on one rank or several. If the group is waiting for others, all its ranks get GroupReleased; else
+        the trainer calls `leave`."""
 
     def leave(self) -> None:
         """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop
-        goes on until `may_exit`: others may have to be told in a step."""
+        continues until `may_exit`: the other groups may learn of it only in a step."""
 
     @property
     def needs_new_quorum(self) -> bool:
-        """True when a member of the newest quorum is lost, or the writer's weights went wrong: a new quorum decides which group writes."""
+        """True when a member of the newest quorum is lost, or the writer's weights are corrupt: a new quorum decides which group writes."""
 
     @property
     def finished(self) -> bool:
-        """True when another group has announced that the run's last step is saved."""
+        """True when a different group has announced that the run's last step is saved."""
 
     def regroup(self, until: int) -> None:
-        """Forms a quorum after step `until`, the last, which decides which group writes. By all ranks. Raises GroupReleased."""
+        """Forms a quorum after `until`, the last step, to decide which group writes. Called by all ranks. Raises GroupReleased."""
 
     def finish(self, *, saved: bool) -> None:
-        """Sets whether the run's last step is saved, as `close` tells the other groups."""
+        """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`), or that this
+        group has failed; without this call it tells neither."""
 
     def close(self) -> None:
-        """Releases everything. May be called twice."""
+        """Leaves the job and releases all resources. May be called twice."""

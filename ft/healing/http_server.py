@@ -159,7 +159,7 @@ class HealServer:
                     raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
                 without_token.end()
                 del self.connections[without_token]
-            thread = self.make_thread(target=new.run, name="heal-reader", daemon=True)
+            thread = self.make_thread(target=new.run, name="heal-joiner", daemon=True)
             thread.start()  # its end waits for the lock
             self.connections[new] = thread
 
@@ -213,7 +213,7 @@ class _Connection:
             if asked.lacks[1] >= offer.manifest.chunks:
                 raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
             offer.check()
-            offer.add_reader(asked.reader)
+            offer.add_joiner(asked.reader)
         except (BadRequest, Withdrawn) as error:
             status, text = getattr(error, "status", 410), f"{error}\n".encode()
             with contextlib.suppress(OSError):

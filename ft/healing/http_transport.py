@@ -65,7 +65,7 @@ class HttpTransport(Transport):
         self.address = self._server.address
 
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
+        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=readers)
         return self._shown
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:

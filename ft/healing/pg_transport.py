@@ -46,7 +46,7 @@ class PgTransport(Transport):
         self._senders: list[_Sender] = []
 
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, readers=readers)
+        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=readers)
         for reader in readers:
             store = _store(self.address, self.replica_id, reader, quorum_id, step)
             self._senders.append(_Sender(self.make(), store, offer, reader))
@@ -208,7 +208,7 @@ class _Sender:
         """Withdrawn ends it, too: the group is dropped then, and the joiner told by its connection."""
         offer = self._offer
         try:
-            offer.add_reader(self._name)
+            offer.add_joiner(self._name)
             self.group.configure(self._store, 0, 2)
             self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
             staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)

@@ -30,7 +30,7 @@ from ft.healing.capture import StagingBuffer, StateSnapshot
 from ft.healing.format import CHUNK_BYTES, digest
 
 SEAL_BYTES = 16  # an offer's random token, sent last in a reply: proof that the offer was still valid
-MAX_READERS = 64  # that are not done
+MAX_JOINERS = 64  # that are not done
 MAX_NAMES = 4096  # of readers in all
 
 
@@ -140,7 +140,7 @@ class Transport(ABC):
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
         """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
         self.withdraw("the source has a newer offer")
-        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, readers=len(readers))
+        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, joiners=len(readers))
         return self._offer
 
     @property
@@ -190,12 +190,12 @@ class StateOffer:
 
     # -------------------------------------------------------------------------------------------- a reader's thread
 
-    def add_reader(self, name: str) -> None:
+    def add_joiner(self, name: str) -> None:
         """Notes a joiner. Raises Withdrawn where there are too many."""
         with self._changed:
             if name not in self._wants:
                 reading = sum(map(bool, self._wants.values()))
-                if reading >= MAX_READERS or len(self._wants) >= MAX_NAMES:
+                if reading >= MAX_JOINERS or len(self._wants) >= MAX_NAMES:
                     raise Withdrawn(f"{reading} readers already, of {len(self._wants)}")
                 self._wants[name] = set(range(self.manifest.chunks))
 

@@ -23,7 +23,7 @@ import torch
 from ft.device import current_device, device_thread
 from ft.process_groups import shared
 from ft.process_groups.base import SIGNATURES, Operation, ProcessGroup
-from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import Channel, Child, ForkServer, fork_server_of_this_process
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import form_gloo
@@ -55,7 +55,7 @@ class ProcessGroupBaby(ProcessGroup):
         engine = ChildEngine(child, self.device)
         try:
             engine.form(self.NATIVE, self.device, *rendezvous.arguments)
-        except GroupError as error:
+        except ProcessGroupError as error:
             if isinstance(error, RendezvousFailed):
                 rendezvous.absent = error.absent
                 if error.mismatched:
@@ -110,7 +110,7 @@ class ChildEngine:
             )
             with self._lock:
                 if self._gone:
-                    raise GroupError("the child process is gone")
+                    raise ProcessGroupError("the child process is gone")
                 self._count += 1
                 number = self._count
                 self._under_way[number] = (ended, lease, operation)
@@ -128,7 +128,7 @@ class ChildEngine:
         try:
             self._child.channel.send(pickle.dumps((command, arguments)), descriptors)
         except OSError as error:
-            raise GroupError(f"the child process is gone: {error}") from None
+            raise ProcessGroupError(f"the child process is gone: {error}") from None
 
     def _receive(self) -> None:
         while (message := self._child.channel.receive()) is not None:
@@ -144,7 +144,7 @@ class ChildEngine:
             self._gone = True
             left, self._under_way = list(self._under_way.values()), {}
         for ended, _, operation in left:
-            ended(GroupError(f"{SIGNATURES[operation.method].name}: the child process is gone"), -1)
+            ended(ProcessGroupError(f"{SIGNATURES[operation.method].name}: the child process is gone"), -1)
         if not self._formed.is_set():
             self._problem = RendezvousFailed("the child process is gone")
             self._formed.set()
@@ -156,7 +156,7 @@ class ChildEngine:
             self._memory.give_back(lease, complete=error is None)
         except RuntimeError as problem:  # of torch: a tensor that cannot be written into
             error = str(problem)
-        ended(None if error is None else GroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
+        ended(None if error is None else ProcessGroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
 
 
 def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:

@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import Abandoned, ProcessGroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Fingerprint
@@ -227,7 +227,7 @@ class GroupWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True at the end. Raises GroupError with the cause, or TimeoutError after `timeout` (0: the group's limit). False: reported."""
+        """True at the end. Raises ProcessGroupError with the cause, or TimeoutError after `timeout` (0: the group's limit). False: reported."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
             late = TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
@@ -283,8 +283,8 @@ class Generation:
         self._watch.start()
 
     def ended(self, work: GroupWork, error: Exception | None, source: int = -1) -> None:
-        if error is not None and not isinstance(error, GroupError):
-            error = GroupError(f"{work.name}: {error}")  # without the traceback, which would keep the group alive
+        if error is not None and not isinstance(error, ProcessGroupError):
+            error = ProcessGroupError(f"{work.name}: {error}")  # without the traceback, which would keep the group alive
         with self.lock:
             self.works.pop(work, None)
             self.error = self.error or error
@@ -320,7 +320,7 @@ class Generation:
                     self.first_work.wait(left_s)
                     continue
             # The engine is woken, too: this process may wait for it itself, as a child that is stopped takes no more commands.
-            self.interrupt(GroupError(f"{oldest.name} did not complete within {self._limit_s:g} s"))
+            self.interrupt(ProcessGroupError(f"{oldest.name} did not complete within {self._limit_s:g} s"))
             del oldest
 
 
@@ -400,7 +400,7 @@ class ProcessGroup(Collectives):
         self._forming: Rendezvous | None = None
         self._generation: Generation | None = None
         self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` named
-        self._why_none: Exception = GroupError("the group was never configured")
+        self._why_none: Exception = ProcessGroupError("the group was never configured")
         self._rank, self._size = 0, 1
         self._registered = self._torch_name = self._torch_text = ""
 
@@ -585,7 +585,7 @@ def failure_of(wait: Callable[[], Any]) -> Exception | None:
         wait()
     except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
         message = str(error).split("\nException raised from", 1)[0].split(" This is typically caused", 1)[0]
-        return GroupError(re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", message))
+        return ProcessGroupError(re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", message))
     return None
 
 

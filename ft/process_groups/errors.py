@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-class GroupError(RuntimeError):
+class ProcessGroupError(RuntimeError):
     """An operation or a group failed; the group is of no use until it is configured again."""
 
 
-class Abandoned(GroupError):
+class Abandoned(ProcessGroupError):
     """Ended by this member itself: by `abandon`, `shutdown`, `configure`, or `interrupt` after a notice."""
 
 
-class RendezvousFailed(GroupError):
+class RendezvousFailed(ProcessGroupError):
     """The group did not form. `absent`: the ranks that had not come, as far as is known. `mismatched`: those whose fingerprint is not the
     job's; the same at all members, none of which has connected to any other."""
 
@@ -20,5 +20,5 @@ class RendezvousFailed(GroupError):
         self.absent, self.mismatched = absent, mismatched
 
 
-class MustExit(GroupError):
+class MustExit(ProcessGroupError):
     """Too many generations of the past have not ended: this process cannot be trusted to form another one, and has to exit."""

@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ft.children import unsignalled
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.sockets import exactly
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
@@ -135,7 +135,7 @@ class ForkServer:
             self._start()
 
     def prepare(self) -> None:
-        """Returns when torch is imported there. Raises GroupError."""
+        """Returns when torch is imported there. Raises ProcessGroupError."""
         with self._lock:
             for _ in range(2):
                 if self._ready:
@@ -145,10 +145,10 @@ class ForkServer:
                 self._ready = message is not None and message[0] == READY
                 if not self._ready:
                     self._stop()
-            raise GroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
+            raise ProcessGroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
 
     def child(self) -> Child:
-        """A new child: the standby, or one that is forked now. Raises GroupError."""
+        """A new child: the standby, or one that is forked now. Raises ProcessGroupError."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()
@@ -162,7 +162,7 @@ class ForkServer:
                         return Child(int(answer[0]), ours, self)
                     self._stop()
             ours.close()
-        raise GroupError("no child process: the fork server dies at once, or does not answer")
+        raise ProcessGroupError("no child process: the fork server dies at once, or does not answer")
 
     def reap(self) -> None:
         """Has the fork server wait for children that have ended."""

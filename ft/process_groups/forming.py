@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import PREPARE_S
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Fingerprint
@@ -137,7 +137,7 @@ class Rendezvous:
             self._prepared.set()
             engine = build(self)
         except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to who waits)
-            self._error = error if isinstance(error, GroupError) else GroupError(str(error))
+            self._error = error if isinstance(error, ProcessGroupError) else ProcessGroupError(str(error))
         else:
             with self._lock:
                 self._engine = engine

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups import sockets
 from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
-from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.sockets import Address
 
@@ -121,7 +121,7 @@ class GlooEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise GroupError("the group was abandoned")
+            raise ProcessGroupError("the group was abandoned")
 
         def has_ended(error: Exception | None, source: int) -> None:
             self._count_down()

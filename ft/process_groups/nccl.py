@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.device import current_device, device_thread
 from ft.process_groups.base import NEVER, GroupWork, Operation, ProcessGroup, failure_of, group_of, source_of
-from ft.process_groups.errors import GroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go
@@ -90,7 +90,7 @@ def form_nccl(
 ) -> Engine:
     """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
     if number is None or kind is None:
-        raise GroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
+        raise ProcessGroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     rendezvous.all_gather(device.index)
@@ -115,14 +115,14 @@ def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> N
     """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too: so in this thread,
     which no other waits for. On a stream of its own: others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
-    rendezvous.on_cancel(lambda: work.end(GroupError("cancelled")))
+    rendezvous.on_cancel(lambda: work.end(ProcessGroupError("cancelled")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
         engine.start(Operation("allreduce", ([torch.ones(1, device=device)],)), work.end)
     try:
         work.wait(timedelta(seconds=rendezvous.left_s()))
     except TimeoutError:
         raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s") from None
-    except GroupError as error:
+    except ProcessGroupError as error:
         raise RendezvousFailed(f"the first sum failed: {error}") from None
 
 
@@ -139,7 +139,7 @@ class NcclEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise GroupError("the group was abandoned")
+            raise ProcessGroupError("the group was abandoned")
         self._started.put((operation.start(native), operation, ended))
 
     def interrupt(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing import reductions
 
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 
 MIN_BYTES = 4096
 _map: Any = UntypedStorage  # its stubs miss what torch.multiprocessing calls
@@ -100,7 +100,7 @@ class SharedPoolOwner:
         self._closed = False
 
     def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
-        """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises GroupError."""
+        """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises ProcessGroupError."""
         shape = tuple(tensor.shape)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number = self._number(tensor.untyped_storage()) if tensor.numel() else 0
@@ -158,12 +158,12 @@ class SharedPoolOwner:
 
     def _introduce(self, storage: UntypedStorage) -> int:
         if self._closed:
-            raise GroupError("the child process is gone")
+            raise ProcessGroupError("the child process is gone")
         self._count += 1
         if storage.is_cuda:
             export = self._exports[self._count] = storage._share_cuda_()
             if export[1][1:2] != _PLAIN:
-                raise GroupError(
+                raise ProcessGroupError(
                     "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or turn these off "
                     "(PYTORCH_ALLOC_CONF=expandable_segments:False)"
                 )

@@ -60,7 +60,7 @@ class Stale(RuntimeError):
     """A vote about a generation or attempt that the group has left."""
 
 
-class GroupProcess:
+class GroupServerProcess:
     """A group's server as a child of this process, the group's rank 0. Raises RuntimeError if it cannot start. It dies with this process,
     by two ways: the pipe of its stdin, which no other process has, and, if it was started from the main thread, the kernel's parent-death
     signal (that of the *thread* that started it, which is why no other thread may ask for it)."""

@@ -3,7 +3,7 @@
     ranks (clients.GroupClient) -> pharos.Group           -> ft.protocol.group's machine -> lighthouse_link.PharosConnection -> lighthouse
     torchft's ManagerClient     -> torchft.ManagerService
 
-clients.GroupProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
+clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
 ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
 """
 
@@ -471,7 +471,7 @@ def main() -> int:
         access, times = given["access"], m.Times(**given["times"])
         tls = access["tls"] and Tls(**{name: path and Path(path) for name, path in access["tls"].items()})
         settings = Settings(**{**given, "times": times, "access": Access(**{**access, "tls": tls})})
-        if settings.parent:  # said only by a main thread: clients.GroupProcess
+        if settings.parent:  # said only by a main thread: clients.GroupServerProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0
     except ValueError as error:

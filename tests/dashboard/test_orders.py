@@ -18,7 +18,7 @@ from aiohttp import web
 from ft.dashboard.server import BURST, Orders
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.clients import GroupClient, GroupServerProcess
 from ft.rpc.group_server import Process, Settings
 from tests.dashboard.house import TOKEN, WAIT_S, House, Houses, Jobs
 from tests.waiting import in_time
@@ -39,7 +39,7 @@ class Group:
         self._of, self._id = of, f"{name}:1"
         self.process = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
         assert self.line() == "trains"
-        self.server = GroupProcess(
+        self.server = GroupServerProcess(
             Settings(self._id, 1, of.address, f"{name}:29500", access=Access(of.token), times=of.service.config.times)
         )
         self.client = GroupClient(self.server.address, 0, Access(of.token))

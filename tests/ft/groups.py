@@ -25,7 +25,7 @@ from ft.healing.transport import Transport
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -220,7 +220,7 @@ def lose_the_sums(rank: Rank) -> None:
     def torn() -> tuple[float, ...]:
         wait()
         gradients.wait = wait  # type: ignore[method-assign]
-        raise GroupError("the connection broke behind the others' last byte")
+        raise ProcessGroupError("the connection broke behind the others' last byte")
 
     gradients.wait = torn  # type: ignore[method-assign]
 

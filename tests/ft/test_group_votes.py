@@ -111,4 +111,4 @@ def test_ranks_that_vote_on_different_things_end():
     with job(min_replicas=1) as made:
         for rank in made.group("a", size=2, steps=4, agrees=True, agree=Another):
             error = rank.join().error
-            assert isinstance(error, GroupEnded) and "vote on different things" in str(error)
+            assert isinstance(error, GroupEnded) and "vote on different attempts" in str(error)

@@ -42,7 +42,7 @@ def over_group() -> Iterator[Heal]:
             transport = PgTransport(lambda: QueueGroup(wires), f"queues/{id(wires)}-j", "j")
             for end in (source, transport):
                 stack.callback(end.close)
-            source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+            source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
             heal_over_group(source, transport, joiner)
 
         yield over

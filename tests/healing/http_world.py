@@ -37,7 +37,7 @@ class World:
 
     def source(self, group: Group, name: str = "a", config: HealConfig | None = None, **offer: Any) -> HttpTransport:
         transport = self.transport(name, config=config)
-        transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "readers": ["j"]} | offer))
+        transport.offer(group.snapshot(), **({"quorum_id": 3, "step": 7, "joiners": ["j"]} | offer))
         return transport
 
     def proxy(self, to: Any, spoil: Spoil, asked: Callable[[bytes], Any] = lambda data: None) -> Proxy:

@@ -18,7 +18,7 @@ import torch
 from ft.healing.format import CHUNK_BYTES
 from ft.healing.http_server import MAX_CONNECTIONS, HealServer
 from ft.healing.http_transport import HttpTransport
-from ft.healing.transport import MAX_READERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, Withdrawn
+from ft.healing.transport import MAX_JOINERS, Fenced, HealConfig, HealFailed, StateOffer, StateSource, Withdrawn
 from ft.rpc.access import Access
 from tests.healing.http_world import MIB, QUICK, TOKEN, World, commit, heal
 from tests.healing.proxy import as_it_is, cut, flip, hold
@@ -68,10 +68,10 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     for comes in (False, True):
         source = world.transport("a", config=config)
-        offer = source.offer(large(1).snapshot(), quorum_id=3, step=7, readers=["j"])
+        offer = source.offer(large(1).snapshot(), quorum_id=3, step=7, joiners=["j"])
         with ExitStack() as held:
             if comes:
-                offer.add_reader("j")
+                offer.add_joiner("j")
                 offer.set_wanted("j", ())
                 held.enter_context(offer.reading())
             fence = world.start(source.fence)
@@ -86,7 +86,7 @@ def test_a_fence_does_not_outlast_its_quorum(world: World):
 def test_an_offer_that_is_over_keeps_no_copies(world: World):
     source = world.transport("a", config=HealConfig(heal_grace_s=600.0))
     group = large(1)
-    offer = source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    offer = source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
     assert not offer.aside
     assert source.fence() is Fenced.COPIED and offer.aside
     assert sum(map(len, offer.aside.values())) == group.snapshot().manifest.total_bytes
@@ -109,7 +109,7 @@ def test_a_truncated_stream_is_noticed(world: World, truncated_by: int):
     source = world.source(group)
     whole = world.proxy(source, as_it_is)
     heal(world.transport("j"), large(3, chunks=3), whole)
-    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
     with pytest.raises(HealFailed, match="closed the connection before the end") as failed:
         heal(world.transport("j"), joiner, world.proxy(source, cut(whole.passed - len(DONE) - truncated_by)))
     assert failed.value.touched and failed.value.blame == ("source-0",) and not joiner.loaded
@@ -164,7 +164,7 @@ def test_an_offer_that_comes_later_is_waited_for_until_a_stop(world: World, come
     healing = world.start(heal, transport, joiner, proxy)
     assert asked.wait(30)
     if comes:
-        source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+        source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
         healing.result(30)
         assert equal(joiner.loaded, group.values)
     else:
@@ -291,7 +291,7 @@ def test_a_reader_slower_than_the_grace_is_left_behind(world: World):
 def test_a_withdrawn_source_is_replaced_by_the_other(world: World):
     group, _, source, gate, healing = half_way(world, QUICK)
     other = world.transport("b")
-    other.offer(large(1).snapshot(), quorum_id=3, step=7, readers=["j"])
+    other.offer(large(1).snapshot(), quorum_id=3, step=7, joiners=["j"])
     expected = {name: tensor.clone() for name, tensor in group.values["model"].items()}
     source.withdraw("the test says so")
     commit(group)
@@ -305,7 +305,7 @@ def test_a_withdrawn_source_is_replaced_by_the_other(world: World):
 
 def test_a_joiner_that_never_comes(world: World):
     group = large(1, chunks=2)
-    assert world.source(group, readers=[]).fence() is Fenced.FREE and world.transport("b").fence() is Fenced.FREE
+    assert world.source(group, joiners=[]).fence() is Fenced.FREE and world.transport("b").fence() is Fenced.FREE
     assert world.source(group, config=QUICK).fence() is Fenced.WITHDRAWN
     roomy = world.source(group, name="b")
     assert roomy.fence() is Fenced.COPIED
@@ -319,7 +319,7 @@ def test_a_joiner_that_never_comes(world: World):
 def test_a_newer_offer_ends_the_older(world: World):
     group, joiner = large(1, chunks=2), large(2, chunks=2)
     source = world.source(group)
-    source.offer(group.snapshot(), quorum_id=3, step=8, readers=["j"])
+    source.offer(group.snapshot(), quorum_id=3, step=8, joiners=["j"])
     with pytest.raises(HealFailed, match="410 on offer is step 8"):
         heal(world.transport("j"), joiner, source)
     heal(world.transport("j"), joiner, source, step=8)
@@ -333,7 +333,7 @@ def test_a_source_that_offers_anew_under_the_same_number(world: World):
 
     def progress(done: int, total: int) -> None:
         commit(group)
-        source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+        source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
 
     with pytest.raises(HealFailed, match="the source changed its offer during the transfer"):
         heal(world.transport("j"), joiner, source, progress=progress)
@@ -365,8 +365,8 @@ def test_a_silent_source_is_given_up(world: World):
 
 def test_close_leaves_no_thread(world: World):
     _, _, source, gate, healing = half_way(world, HealConfig())
-    ours = [thread for thread in threading.enumerate() if thread.name in ("heal-fetch", "heal-reader")]
-    assert {thread.name for thread in ours} == {"heal-fetch", "heal-reader"}
+    ours = [thread for thread in threading.enumerate() if thread.name in ("heal-fetch", "heal-joiner")]
+    assert {thread.name for thread in ours} == {"heal-fetch", "heal-joiner"}
     source.close()
     source.close()
     gate.set()
@@ -380,7 +380,7 @@ def test_close_leaves_no_thread(world: World):
 def test_strangers_keep_nobody_out(world: World):
     """Whoever holds all connections without a token makes room for those who have one."""
     group, joiner = large(1, chunks=2), large(2, chunks=2)
-    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, joiners=1)
     with ExitStack() as held:
         server = held.enter_context(closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)))
         at = ("127.0.0.1", int(server.address.rpartition(":")[2]))
@@ -392,16 +392,16 @@ def test_strangers_keep_nobody_out(world: World):
 
 def test_a_reader_that_is_done_makes_room_for_another():
     """At step 0 all groups but one heal from that one: hundreds, one after the other."""
-    offer = StateOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, readers=200)
-    for number in range(3 * MAX_READERS):
-        offer.add_reader(f"done-{number}")
+    offer = StateOffer(large(1, chunks=2).snapshot(), quorum_id=1, step=0, joiners=200)
+    for number in range(3 * MAX_JOINERS):
+        offer.add_joiner(f"done-{number}")
         offer.set_wanted(f"done-{number}", ())
-    for number in range(MAX_READERS):
-        offer.add_reader(f"reads-{number}")
-    with pytest.raises(Withdrawn, match="64 readers already"):
-        offer.add_reader("one-too-many")
+    for number in range(MAX_JOINERS):
+        offer.add_joiner(f"reads-{number}")
+    with pytest.raises(Withdrawn, match="64 joiners already"):
+        offer.add_joiner("one-too-many")
     offer.set_wanted("reads-0", ())
-    offer.add_reader("one-too-many")
+    offer.add_joiner("one-too-many")
 
 
 def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(world: World):
@@ -413,7 +413,7 @@ def test_a_connection_without_a_thread_is_turned_away_and_the_next_one_served(wo
             raise RuntimeError("can't start new thread")
         return threading.Thread(name=name, **more)
 
-    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, readers=1)
+    offer = StateOffer(group.snapshot(), quorum_id=3, step=7, joiners=1)
     with closing(HealServer("127.0.0.1", TOKEN, lambda: offer, silence_s=30.0)) as server:
         server.make_thread = thread
         for _ in range(2):

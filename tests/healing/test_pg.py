@@ -103,7 +103,7 @@ def pair(
     wires: dict[str, Wire] = {}
     source = PgTransport(lambda: QueueGroup(wires), "queues/x", "a", config)
     joiner = PgTransport(lambda: QueueGroup(wires, spoil, patience_s), "queues/y", "j", config)
-    source.offer(group.snapshot(), quorum_id=3, step=7, readers=["j"])
+    source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
     return source, joiner
 
 
@@ -233,7 +233,7 @@ def over_gloo(address: str, leaves: bool) -> Any:
     transport = PgTransport(lambda: ProcessGroupGloo(30.0), address, "aj"[dist.get_rank()])
     try:
         if dist.get_rank() == 0:
-            transport.offer(source.snapshot(), quorum_id=3, step=7, readers=["j"])
+            transport.offer(source.snapshot(), quorum_id=3, step=7, joiners=["j"])
             if leaves:
                 dist.barrier()
                 transport.close()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ft.compat.process_groups import ProcessGroupDummy
 from ft.gradients import Gradients
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_process_groups import make, server
 
@@ -78,7 +78,7 @@ def lose(group: ProcessGroup, gradients: Gradients, *, launches: bool) -> None:
     try:
         gradients.wait()
         raise AssertionError("the sums of a lost member came")
-    except GroupError:
+    except ProcessGroupError:
         group.abandon("a member is lost", then=gradients.abandon())
 
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft.compat.process_groups import ErrorSwallowingProcessGroup
 from ft.process_groups.baby import ChildEngine, ProcessGroupBabyGloo, ProcessGroupBabyNCCL
 from ft.process_groups.base import Generation, GroupWork, ProcessGroup
-from ft.process_groups.errors import GroupError, RendezvousFailed
+from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import Child, fork_server_of_this_process
 from ft.process_groups.forming import Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo
@@ -292,11 +292,11 @@ def waiter_is_woken(kind: str) -> None:
         abandons = threading.Timer(0.2, group.abandon, ("member c is lost", freed.set))
         abandons.start()
         waits = work.wait if rank == 0 else work.get_future().wait
-        assert "member c is lost" in raised(GroupError, waits) or "Connection" in str(work.exception())
+        assert "member c is lost" in raised(ProcessGroupError, waits) or "Connection" in str(work.exception())
         assert freed.wait(LIMIT_S), "torch still holds the tensor"
         abandons.join()
         assert group.errored() is not None
-        assert raised(GroupError, group.barrier().wait)
+        assert raised(ProcessGroupError, group.barrier().wait)
     dist.barrier()
     group.configure(address + "second", rank, SIZE)
     group.allreduce([value := torch.ones(2, device=device(kind))]).wait()
@@ -347,7 +347,7 @@ def test_who_never_comes_holds_nobody(pool: Pool, kind: str):
 def own_limit(kind: str) -> None:
     group, _ = formed(kind, limit_s=0.3)
     if dist.get_rank() < 2:
-        problem = raised(GroupError, group.allreduce([torch.ones(4, device=device(kind))]).wait)
+        problem = raised(ProcessGroupError, group.allreduce([torch.ones(4, device=device(kind))]).wait)
         assert "AllReduce did not complete within 0.3 s" in problem and problem == str(group.errored())
     dist.barrier()
     group.shutdown(LIMIT_S)

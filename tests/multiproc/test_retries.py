@@ -17,7 +17,7 @@ from ft.buckets import to_local
 from ft.gradients import Gradients
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
@@ -139,7 +139,7 @@ def fail(manager: Manager, how: str, *, first: bool) -> None:
         manager.gradients.wait = wait  # type: ignore[method-assign]
         tail = wait()
         if manager.machine.attempt_id == attempt:  # else others failed first, and this rank voted no without a wait
-            raise GroupError("the connection broke behind the last byte")
+            raise ProcessGroupError("the connection broke behind the last byte")
         return tail
 
     if how == "behind the last bucket":

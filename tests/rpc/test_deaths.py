@@ -16,7 +16,7 @@ import pytest
 from bench import notice
 from ft import LighthouseServer
 from ft.protocol import messages as m
-from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.clients import GroupClient, GroupServerProcess
 from ft.rpc.group_server import Process, Settings
 from tests.rpc.test_abuse import Running
 from tests.rpc.test_group_server import together
@@ -50,7 +50,7 @@ def test_a_trainer_that_is_stopped_counts_as_silent():
     """Its server lives and would beat: only the trainer does not run. When it goes on, its group is under another id."""
     times = m.Times(beat_s=0.1, heartbeat_timeout_s=4)
     server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, heartbeat_timeout_ms=4000)
-    groups = [GroupProcess(Settings(f"{name}:1", 1, server.address(), times=times)) for name in "ab"]
+    groups = [GroupServerProcess(Settings(f"{name}:1", 1, server.address(), times=times)) for name in "ab"]
     ranks = [GroupClient(group.address, 0) for group in groups]
     told: list[m.Notice] = []
     heard = threading.Event()
@@ -90,7 +90,7 @@ def test_a_lighthouse_that_is_killed_and_comes_back_stops_nobody(tmp_path: Path)
     flags = ["--min_replicas", "3", "--quorum_tick_ms", "10", "--state_file", "state.json"]
     one = Running(tmp_path, *flags)
     port = one.address.rpartition(":")[2]
-    groups = [GroupProcess(Settings(f"{name}:1", 1, one.address)) for name in "abc"]
+    groups = [GroupServerProcess(Settings(f"{name}:1", 1, one.address)) for name in "abc"]
     ranks = [GroupClient(group.address, 0) for group in groups]
     for rank in ranks:
         rank.watch(print, print, pid=0)

@@ -26,7 +26,7 @@ from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig
 from ft.rpc import codec
 from ft.rpc.access import Access
-from ft.rpc.clients import GroupClient, GroupProcess, Stale
+from ft.rpc.clients import GroupClient, GroupServerProcess, Stale
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import PharosConnection
@@ -54,7 +54,7 @@ class Team:
     """One group: its server and a client for each rank, which notes what its stream says."""
 
     def __init__(self, lighthouse: str, name: str, **settings: Any) -> None:
-        self.server = GroupProcess(Settings(f"{name}:1", RANKS, lighthouse, f"{name}:29500", **settings))
+        self.server = GroupServerProcess(Settings(f"{name}:1", RANKS, lighthouse, f"{name}:29500", **settings))
         self.ranks = [Client(self.server.address, rank) for rank in range(RANKS)]
         self.heard: queue.Queue[m.Notice | str] = queue.Queue()
 
@@ -399,10 +399,10 @@ def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
     """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
     program = f"""
 import os, sys, threading, time; sys.path.insert(0, {str(ROOT)!r})
-from ft.rpc.clients import GroupProcess
+from ft.rpc.clients import GroupServerProcess
 from ft.rpc.group_server import Settings
 def start():
-    server = GroupProcess(Settings('a:1', 1, {lighthouse.address()!r}))
+    server = GroupServerProcess(Settings('a:1', 1, {lighthouse.address()!r}))
     worker = os.fork() if sys.argv[1] == 'main' else os.getpid()
     if worker == 0:
         os.close(1)

@@ -52,12 +52,12 @@ sys.path.insert(0, {str(ROOT)!r})
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient
-from ft.rpc.clients import GroupProcess
+from ft.rpc.clients import GroupServerProcess
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.group_server import Settings
 from ft.rpc.lighthouse_link import channel
 how, lighthouse = sys.argv[1:]
-group = GroupProcess(Settings("g:1", 2, lighthouse))
+group = GroupServerProcess(Settings("g:1", 2, lighthouse))
 ranks = [GroupClient(group.address, rank) for rank in range(2)]
 ended = threading.Event()
 for rank in ranks:

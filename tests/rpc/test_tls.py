@@ -14,7 +14,7 @@ import pytest
 
 from ft.protocol import messages as m
 from ft.rpc.access import Access, Tls
-from ft.rpc.clients import GroupClient, GroupProcess
+from ft.rpc.clients import GroupClient, GroupServerProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.test_abuse import Running
 from tests.rpc.wire import WAIT_S, Wire, quorum_of, refused
@@ -109,7 +109,7 @@ def test_without_tls_nobody_is_heard(lighthouse: Any):
 def test_a_group_and_its_ranks_under_mutual_tls(papers: Papers):
     """One certificate for both ends: the group's server asks the lighthouse with the one that it shows its ranks."""
     one = Running(papers.folder, *papers.flags(mutual=True))
-    group = GroupProcess(Settings("g:1", 1, one.address, access=Access(tls=papers.tls("server"))))
+    group = GroupServerProcess(Settings("g:1", 1, one.address, access=Access(tls=papers.tls("server"))))
     assert group.address.startswith("https://127.0.0.1:")
     rank = GroupClient(group.address, 0, Access(tls=papers.tls("client")))
     assert rank.quorum(m.RankCall(0, m.Member("")), WAIT_S).members == ("g:1",)

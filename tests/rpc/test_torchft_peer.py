@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import ft
-from ft.rpc.clients import GroupProcess
+from ft.rpc.clients import GroupServerProcess
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import SOON, Peer, install
 from tests.system_packages import Unavailable
@@ -120,7 +120,7 @@ def test_their_groups_and_our_lighthouse(peer: Peer, cleanup: ExitStack):
 def test_their_ranks_and_our_group_server(peer: Peer, cleanup: ExitStack):
     """One of our groups beside one of theirs, under our lighthouse: quorum, metadata, votes."""
     address = our_lighthouse(cleanup, 2)
-    ours = GroupProcess(Settings("a", 2, address, "a:1", wire="torchft"))
+    ours = GroupServerProcess(Settings("a", 2, address, "a:1", wire="torchft"))
     cleanup.callback(ours.close)
     servers = [ours.address, cleanup.enter_context(peer.group("b", address))]
     answers = peer.run(quorum, servers, (4, 0))
@@ -139,7 +139,7 @@ def test_a_rank_that_waits_in_vain(whose: str, peer: Peer, cleanup: ExitStack):
     """For the other rank of its group, in a quorum or a vote: their client raises TimeoutError, in the words that theirs look for."""
     address = our_lighthouse(cleanup, 1)
     if whose == "ours":
-        ours = GroupProcess(Settings("a", 2, address, "a:1", wire="torchft"))
+        ours = GroupServerProcess(Settings("a", 2, address, "a:1", wire="torchft"))
         cleanup.callback(ours.close)
         server = ours.address
     else:
@@ -150,7 +150,7 @@ def test_a_rank_that_waits_in_vain(whose: str, peer: Peer, cleanup: ExitStack):
 
 def test_our_group_server_and_their_lighthouse(peer: Peer, cleanup: ExitStack):
     address = cleanup.enter_context(peer.lighthouse(2))
-    servers = [GroupProcess(Settings(name, 1, address, f"{name}:1", wire="torchft")) for name in ("a", "b")]
+    servers = [GroupServerProcess(Settings(name, 1, address, f"{name}:1", wire="torchft")) for name in ("a", "b")]
     for server in servers:
         cleanup.callback(server.close)
     answers = peer.run(quorum, [server.address for server in servers], (5, 2), 1)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ft import LighthouseServer
-from ft.rpc.clients import GroupProcess
+from ft.rpc.clients import GroupServerProcess
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.group_server import Settings
 from tests.rpc.peer import Peer, ScriptedLighthouse
@@ -197,7 +197,7 @@ def one_group(whose: str, request: pytest.FixtureRequest, retries: int = 0) -> I
             peer: Peer = request.getfixturevalue("peer")
             address = stack.enter_context(peer.group("me", lighthouse.address, retries=retries))
         else:
-            ours = GroupProcess(Settings("me", 2, lighthouse.address, "me:1", wire="torchft", retries=retries))
+            ours = GroupServerProcess(Settings("me", 2, lighthouse.address, "me:1", wire="torchft", retries=retries))
             stack.callback(ours.close)
             address = ours.address
         wire = Wire(address)

@@ -133,7 +133,7 @@ CASES = [
     Case("ring without CUDA", '--parallelism.context_parallel_rotate_method = "ring": torch implements it for CUDA\'s attention kernels alone, and there is no CUDA device here; nearest: "allgather"', ("--parallelism.context_parallel_rotate_method=ring",)),
     Case(
         "NCCL without CUDA",
-        '--fault_tolerance.process_group = "nccl": sums the memory of GPUs alone, and gradients lie in host memory here; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"',
+        '--fault_tolerance.process_group = "nccl": reduces only gradients in GPU memory, and here they are in host memory; legal here: "auto", "gloo", "baby_gloo"; nearest: "gloo"',
         ("--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"),
     ),
     Case("offloading without CUDA", "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false", ("--training.enable_cpu_offload",)),

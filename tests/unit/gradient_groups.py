@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ft.gradients import Gradients
 from ft.process_groups.base import GroupWork
-from ft.process_groups.errors import GroupError
+from ft.process_groups.errors import ProcessGroupError
 
 
 class World:
@@ -31,7 +31,7 @@ class World:
                 continue
             if self._last is not None and index >= self._last:
                 for work in works:
-                    work.end(GroupError("a member is lost"))
+                    work.end(ProcessGroupError("a member is lost"))
                 continue
             assert len({one.kind for one in started}) == 1, "the members do different things"
             given = [one.given for one in started]
@@ -171,6 +171,6 @@ def fail(team: list[Member], world: World) -> list[Callable[[], None]]:
     for member in team:
         member.gradients.launch_tail([1.0])
     for member in team:
-        with pytest.raises(GroupError, match="a member is lost"):
+        with pytest.raises(ProcessGroupError, match="a member is lost"):
             member.gradients.wait()
     return [member.gradients.abandon() for member in team]

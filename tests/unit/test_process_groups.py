@@ -28,7 +28,7 @@ from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDu
 from ft.process_groups import shared, sockets
 from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
-from ft.process_groups.errors import Abandoned, GroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import Abandoned, ProcessGroupError, MustExit, RendezvousFailed
 from ft.process_groups.fork_server import Channel
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo
@@ -211,7 +211,7 @@ def test_the_first_failure_is_the_generations_and_what_is_complete_counts():
     engine.finish(0)
     assert first.wait() and first.is_success()
     for late in (second, group.barrier()):
-        with pytest.raises(GroupError, match="AllReduce: connection reset"):
+        with pytest.raises(ProcessGroupError, match="AllReduce: connection reset"):
             late.wait()
     assert not third.is_completed() and group.waits_since_s is not None and len(engine.started) == 3
     group.abandon("enough")
@@ -238,7 +238,7 @@ def test_an_interrupted_generation_still_owns_its_buffers():
 
 def test_what_cannot_be_started_is_a_failed_work():
     group = FakeGroup()
-    with pytest.raises(GroupError, match="Send: no such rank"):
+    with pytest.raises(ProcessGroupError, match="Send: no such rank"):
         group.send([torch.zeros(1)], 99).get_future().wait()
     group.shutdown()
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_started_is_a_failed_work():
 def test_the_limit_wakes_who_waits():
     """And the engine: a child that is stopped takes no commands, and who gives it one waits, too."""
     group = FakeGroup(limit_s=0.05)
-    with pytest.raises(GroupError, match=r"AllReduce did not complete within 0.05 s"):
+    with pytest.raises(ProcessGroupError, match=r"AllReduce did not complete within 0.05 s"):
         group.allreduce([torch.zeros(1)]).wait(timedelta(seconds=20))
     group.shutdown(10)
     assert group.engine.woken == 2, "by the limit, and by who gave it up"
@@ -450,7 +450,7 @@ def test_a_result_that_cannot_be_written_is_that_operations_failure():
     for number, tensor in enumerate((torch.ones(1).expand(4), torch.ones(4)), 1):
         engine.start(Operation("allreduce", ([tensor],)), lambda error, source: answers.put(error))
         child.theirs.send(json.dumps([ENDED, number, None, -1]).encode())
-    with pytest.raises(GroupError, match="AllReduce: unsupported operation: more than one element"):
+    with pytest.raises(ProcessGroupError, match="AllReduce: unsupported operation: more than one element"):
         raise answers.get(timeout=20) or AssertionError("it has been written")
     assert answers.get(timeout=20) is None
     engine.interrupt()
@@ -512,7 +512,7 @@ def test_the_memory_of_a_gpu_is_exported_once_for_each_child():
         assert [(what, arguments[0]) for what, arguments in gpu.told] == [("map_device", 1), ("map_device", 2)] * child
         owner.close()  # the child was killed
         assert [(offset, device) for _, offset, device in gpu.released] == [(n, 2) for n in range(1, 2 * child + 1)]
-        with pytest.raises(GroupError, match="gone"):
+        with pytest.raises(ProcessGroupError, match="gone"):
             owner.lend(gpu.tensor(scratch[0]), True, True, shared.PoolLease())
 
 
@@ -532,7 +532,7 @@ def test_a_child_gives_back_itself_what_it_is_told_to_drop():
 def test_an_expandable_segment_is_not_lent():
     gpu = Gpu()
     owner = gpu.owner()
-    with pytest.raises(GroupError, match="lies in an expandable segment"):
+    with pytest.raises(ProcessGroupError, match="lies in an expandable segment"):
         owner.lend(gpu.tensor(torch.zeros(10), b"e"), True, True, shared.PoolLease())
     owner.close()
     assert not gpu.told and len(gpu.released) == 1
@@ -642,7 +642,7 @@ def _sum_until_it_ends(group: ProcessGroupGloo, address: str, rank: int, begun: 
     group.configure(address, rank, 3)
     group.allreduce([torch.ones(64)]).wait()
     begun.wait(60)
-    with contextlib.suppress(GroupError):
+    with contextlib.suppress(ProcessGroupError):
         while True:
             for work in [group.allreduce([torch.ones(64)]) for _ in range(8)]:
                 work.wait()
@@ -824,12 +824,12 @@ def test_a_stray_connection_in_a_members_place_costs_one_forming():
         groups[rank].configure(f"127.0.0.1:{store.port}/{groups[0].rendezvous_s}", rank, 2)
         try:
             groups[rank].allreduce([torch.ones(1)]).wait()
-        except GroupError:
+        except ProcessGroupError:
             groups[rank].abandon("it failed")
             raise
 
     problems = together(form_and_sum)
-    assert all(isinstance(problem, GroupError) for problem in problems), problems
+    assert all(isinstance(problem, ProcessGroupError) for problem in problems), problems
     assert any(isinstance(problem, RendezvousFailed) for problem in problems), problems
     for group in groups:
         group.rendezvous_s = 120.0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ft.process_groups.errors import Abandoned, GroupError
+from ft.process_groups.errors import Abandoned, ProcessGroupError
 from ft.quantized import BLOCK, LEVELS, CollectiveQueue, ErrorFeedback, dequantize, message_bytes, quantize
 from tests.unit.gradient_groups import Member, World, finish, linear, members, open_all
 from tests.waiting import in_time
@@ -172,7 +172,7 @@ def test_a_failure_ends_all_that_comes_after_it(last: int):
         lane.allreduce([torch.ones(2)]) for lane in lanes
     ]
     for work in works:
-        with pytest.raises(GroupError, match="a member is lost"):
+        with pytest.raises(ProcessGroupError, match="a member is lost"):
             work.wait()
     own.commit()
     assert own.residual is None
@@ -231,7 +231,7 @@ def summed_once(team: list[Member], seed: int) -> None:
 
 def lost(team: Sequence[Member], world: World) -> None:
     for member in team:
-        with pytest.raises(GroupError, match="a member is lost"):
+        with pytest.raises(ProcessGroupError, match="a member is lost"):
             member.gradients.wait()
     for member, group in zip(team, world.groups, strict=True):
         back = member.gradients.abandon()
@@ -297,7 +297,7 @@ def test_memory_is_given_back_when_the_lane_has_ended():
     given_back.join(0.2)
     assert given_back.is_alive(), "its lane still waits for an exchange, whose result it writes"
     for one in world.groups[0].started:
-        one.work.end(GroupError("a member is lost"))
+        one.work.end(ProcessGroupError("a member is lost"))
     given_back.join(LIMIT_S)
     assert not given_back.is_alive()
 
