@@ -239,9 +239,9 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
     """In semi-synchronous training checkpoints, validations and the last step fall on a synchronisation."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
-        from ft.semi_sync import cut
+        from ft.semi_sync import split
 
-        cut(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
+        split(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
     if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:

@@ -1,6 +1,6 @@
-"""The address by which other groups reach this machine. A number, never a name: it need not be resolved.
+"""The address at which other replica groups reach this machine: a numeric one, never a name that needs to be resolved.
 
-Flow: the Manager asks once at its start; the group's server, its store, the heal server and the process groups all advertise the answer.
+Flow: start.py calls `advertised` once; the group server, its store, the heal server and the process groups all advertise the result.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _IFF_UP = 1
 
 
 class _IfAddrs(ctypes.Structure):
-    """struct ifaddrs of getifaddrs(3), which Python does not have; the same on Linux and macOS as far as it is read."""
+    """The struct ifaddrs of getifaddrs(3), which Python does not have; its first fields are the same on Linux and macOS."""
 
     _fields_ = (("next", c_void_p), ("name", c_char_p), ("flags", c_uint), ("addr", c_void_p))
 
 
 def _address(sockaddr: int) -> Address | None:
-    """Reads a struct sockaddr; None: of another kind than IPv4 and IPv6."""
+    """Reads a struct sockaddr; None: it is neither IPv4 nor IPv6."""
     head = ctypes.string_at(sockaddr, 2)
-    # BSD has the struct's length in the first byte
+    # on BSD the first byte is the struct's length
     family = int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]
     if family == socket.AF_INET:
         return ipaddress.IPv4Address(ctypes.string_at(sockaddr + 4, 4))
@@ -42,7 +42,8 @@ def _address(sockaddr: int) -> Address | None:
 
 
 def interfaces() -> dict[str, list[Address]]:
-    """The addresses of this machine by interface; of one that is down none, nor link-local ones, which mean nothing without a scope."""
+    """Returns this machine's addresses by interface, without those of interfaces that are down, and without link-local IPv6 addresses, which
+    need a scope."""
     there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
     libc = ctypes.CDLL(None, use_errno=True)
     head = c_void_p()
@@ -64,9 +65,9 @@ def interfaces() -> dict[str, list[Address]]:
 def advertised(
     interface: str, lighthouse: str, interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces
 ) -> str:
-    """`interface`: the name of one ("eth0"), a network ("10.0.0.0/8"), one address, or "" for the address with which this machine would
-    speak to `lighthouse` ("http://host:port"; no packet is sent). Of several, one that is not loopback, and of the family of the
-    lighthouse's address, wins; IPv4 where it is a name. Raises ValueError, which names what there is and the nearest."""
+    """Returns the address to advertise. `interface`: the name of an interface ("eth0"), a network ("10.0.0.0/8"), one address, or "" for the
+    source address of connections to `lighthouse` ("http://host:port"; no packet is sent). Of several addresses it prefers those that are
+    not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
         try:
@@ -100,7 +101,7 @@ def advertised(
 
 
 def _closeness(network: Network, address: Address) -> tuple[bool, int]:
-    """Order of addresses by their nearness to a network: not loopback, then the leading bits that both share; -1: of another family."""
+    """Sort key of addresses, by nearness to a network: not loopback, then the number of common leading bits; -1: a different family."""
     bits = address.max_prefixlen - (int(address) ^ int(network.network_address)).bit_length()
     return not address.is_loopback, bits if address.version == network.version else -1
 

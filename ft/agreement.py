@@ -38,7 +38,9 @@ class Agreement:
         """Returns the group's outcome of a commit vote, which all ranks call this for. None: each rank must vote at the server by itself.
         `able`: False makes it None, for a rank with other work. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
         outcome = None
-        if vote.verdict == "failed":  # a single one decides, and the server interrupts ranks that still wait for a reduction
+        if (
+            vote.verdict == "failed"
+        ):  # a single one decides, and the server interrupts ranks that still wait for a reduction
             outcome = client.outcome(vote)
         yes, vote_key = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)

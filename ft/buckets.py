@@ -1,11 +1,12 @@
-"""Layout of gradients while they are summed: buckets, the order in which they are sent, and their memory.
+"""Layout of gradients while they are reduced over replica groups: buckets, the order in which they are sent, and their memory.
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
-one dtype on one device. The last one is fp32 and ends in the tail, which is known only after all others are sent; before it are parameters
-so small that their wait costs nothing. `fingerprint`: digests of the layout, which groups compare in the first quorum.
+one dtype on one device. The last one is fp32 and ends in the tail (gradients.py), whose values are known only after all other buckets are
+sent; before the tail it has gradients that are so small that sending them late costs nothing. `fingerprint`: digests of the layout, which
+groups compare when they join a quorum.
 
-Sets of buffers are touched when they are made, so that no step waits for page faults, and taken in turns: a step's sums are in `.grad`
-while the next one is summed into the other set. The thread that ends a process group may return memory, too.
+Buffer sets are touched when they are made, so that no step waits for page faults, and used in turn: while a step's sums are in `.grad`, the
+next step's are written into the other set. The thread that ends a process group may return buffers, too.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from torch import Tensor, nn
 
 from ft.process_groups import shared as shared_memory
 
-ALIGN_BYTES = 64  # of a gradient's begin: a cache line, and enough for vector instructions and NCCL
+ALIGN_BYTES = 64  # alignment of a gradient in its bucket: a cache line, and enough for vector instructions and NCCL
 TAIL_ELEMENTS = 1 << 14  # most elements of the tail, which has one per slot, and a few more
 BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
-LAST_BUCKET_BYTES = 1 << 20  # and of all of them
+LAST_BUCKET_BYTES = 1 << 20  # most bytes of all gradients in it
 QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantised
-IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place; else a message costs more than the copy
+IN_PLACE_BYTES = (
+    1 << 20
+)  # fewest bytes of a gradient that is reduced in place; below it a message costs more than the copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
 Kind = tuple[torch.dtype, torch.device]
@@ -35,7 +38,8 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the memory of its kind; `members`: indices of gradients. `in_place`: one gradient, reduced in place."""
+    """Elements `start` to `stop` of the buffer of its kind. `members`: indices of its gradients. `in_place`: has one gradient, which is reduced
+    in place."""
 
     kind: Kind
     members: tuple[int, ...]
@@ -45,10 +49,11 @@ class Bucket:
 
 
 class BucketLayout:
-    """`tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: large gradients are reduced in place.
-    `device`: of the tail if there are no parameters. `quantized`: all buckets but the last are (quantized.py).
+    """The split of gradients into buckets. `tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: reduce
+    large gradients in place. `device`: that of the tail if there are no parameters. `quantized`: quantise all buckets except for the last.
 
-    `buckets`: the last one ends in the tail. `starts`: of parameters' gradients, in the memory of their kind. `sizes`: elements by kind."""
+    `buckets`: in the order in which they are sent; the last one ends in the tail. `starts`: offset of each gradient in the buffer of its
+    kind. `sizes`: elements of each kind's buffer."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool
@@ -58,7 +63,7 @@ class BucketLayout:
         self.starts: dict[int, int] = {}
         self.sizes: dict[Kind, int] = {}
         device = tensors[0].device if tensors else device
-        last_bucket_params: list[int] = []  # small ones, whose gradients are complete last
+        last_bucket_params: list[int] = []  # small parameters, preferably those whose gradients are complete last
         most_bytes = QUANTIZED_GRADIENT_BYTES if quantized else LAST_BUCKET_GRADIENT_BYTES
         left_bytes = LAST_BUCKET_BYTES
         for index, tensor in enumerate(tensors):
@@ -112,8 +117,8 @@ def short_digest(what: object) -> str:
 
 
 class GradBuffers:
-    """One set. `buckets`: each bucket's memory, the last one's with the whole tail. `sums`, by a gradient's index: its sum; `gradients`:
-    the same memory as its `.grad` (a DTensor, if the parameter is one). Neither has those that are reduced in place."""
+    """One buffer set. `buckets`: the memory of each bucket, that of the last one with the whole tail. `sums`: by a gradient's index, its sum;
+    `gradients`: the same memory in the form of `.grad` (a DTensor if the parameter is one). Neither has gradients reduced in place."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}
@@ -130,7 +135,7 @@ class GradBuffers:
 
 
 class BufferPool:
-    """Single buffers by size. Those that a whole step does not take are freed. Thread-safe."""
+    """A pool of single buffers by size. A buffer that is not taken for a whole step is freed. Thread-safe."""
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
@@ -139,7 +144,7 @@ class BufferPool:
         self._returned_last_step: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """A contiguous, uninitialised tensor of its shape, dtype and device."""
+        """Returns a contiguous, uninitialised tensor of the shape, dtype and device of `like`."""
         key = (like.numel(), like.dtype, like.device)
         with self._lock:
             for free in (self._returned_last_step, self._returned_this_step):
@@ -157,7 +162,7 @@ class BufferPool:
 
 
 def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool) -> Tensor:
-    """Zeroed memory. `shared`: a child process may map it."""
+    """Returns a tensor of `count` zeros. `shared`: in memory that a child process can map."""
     if shared:
         return shared_memory.empty(count, dtype, device).zero_()
     return torch.zeros(count, dtype=dtype, device=device)
@@ -165,7 +170,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool)
 
 def to_local(tensor: Tensor) -> Tensor:
     """Returns this rank's shard."""
-    if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
+    if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
         with torch.no_grad():
             return tensor.to_local()
     return tensor

@@ -157,9 +157,7 @@ class FaultTolerance:
         "with diloco: fragments (of whole layers) that the model is split into; one is reduced every sync_steps / num_fragments steps",
         ">= 1",
     ] = 1
-    fragment_sync_delay: Annotated[
-        int, "with diloco: optimizer steps that a reduction may overlap", ">= 0"
-    ] = 0
+    fragment_sync_delay: Annotated[int, "with diloco: optimizer steps that a reduction may overlap", ">= 0"] = 0
     fragment_update_alpha: Annotated[
         float,
         "with diloco: weight of a group's own weights when a reduction is complete; 0: it takes the agreed weights",
@@ -167,7 +165,8 @@ class FaultTolerance:
         "<= 1",
     ] = 0.0
     should_quantize: Annotated[
-        bool, "with diloco: reductions in int8, a quarter of the bytes; the rounding error is added to the next reduction"
+        bool,
+        "with diloco: reductions in int8, a quarter of the bytes; the rounding error is added to the next reduction",
     ] = False
     outer_lr: Annotated[float, "with diloco: learning rate of the outer optimizer, SGD", "> 0"] = 0.7
     outer_momentum: Annotated[float, "with diloco: momentum of the outer optimizer", ">= 0", "< 1"] = 0.9
@@ -200,7 +199,10 @@ class FaultTolerance:
             for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
                 if getattr(self, key) != wanted:
                     own = "the steps that a group makes by itself between two reductions cannot be computed by a different group"
-                    yield key, f"not supported with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}"
+                    yield (
+                        key,
+                        f"not supported with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}",
+                    )
             if self.outer_nesterov and not self.outer_momentum:
                 yield "outer_nesterov", "requires fault_tolerance.outer_momentum above 0; nearest: false"
             keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")

@@ -1,6 +1,4 @@
-"""Devices that queue their work on streams, and threads that may touch one. Memory and events that processes share, and NCCL, are in
-process_groups.
-"""
+"""Streams of devices, and threads that use a device. NCCL, and memory and events that processes share, are in process_groups."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ from typing import Any
 
 import torch
 
-HAVE_STREAMS = {"cuda"}  # kinds of devices
+HAVE_STREAMS = {"cuda"}  # device types
 
 
 def streams_of(device: torch.device) -> Any:
-    """The torch module with the streams and events of a device, such as torch.cuda: what is written on one stream is read on others only
-    after an event. None for a device without streams (the CPU)."""
+    """Returns the torch module with the streams and events of a device, such as torch.cuda; None for a device without streams (the CPU).
+    Data that is written on one stream may be read on a different one only after an event."""
     return torch.get_device_module(device) if device.type in HAVE_STREAMS else None
 
 
 def device_thread(target: Callable[..., object], *args: Any, name: str, device: int | None) -> threading.Thread:
-    """A daemon thread, not yet started, that calls `target` with `args` on the CUDA device of that number; None: it touches none.
+    """Returns a daemon thread, not started, that calls `target` with `args` on the CUDA device of that index; None: without a device.
 
-    CUDA begins every thread with device 0, where pinned memory, an event or a guard would make a context, in another rank's memory."""
+    CUDA begins every thread on device 0, where pinned memory, an event or a guard would create a context, in a different rank's memory."""
 
     def run() -> None:
         if device is not None:
@@ -33,5 +31,5 @@ def device_thread(target: Callable[..., object], *args: Any, name: str, device: 
 
 
 def current_device() -> int | None:
-    """This thread's CUDA device, where there is any."""
+    """Returns the index of this thread's current CUDA device; None without CUDA."""
     return torch.cuda.current_device() if torch.cuda.is_available() else None

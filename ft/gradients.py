@@ -1,31 +1,33 @@
-"""Gradients, summed over replica groups out of place, and kept until the step commits.
+"""Gradients, reduced over replica groups out of place, and kept until the step commits.
 
     gradients = Gradients()
     gradients.attach(model.parameters())
     gradients.begin_attempt(group, participants=3)      # a process group is formed: an attempt begins
     with gradients.last_backward():
         loss.backward()                                 # hooks send what is complete while the backward goes on
-    gradients.launch_tail(tail)                         # the rest, with the tail: figures of protocol/step.py
+    gradients.launch_tail(tail)                         # the rest, with the tail
     try:
         tail = gradients.wait()
         gradients.deliver()                             # .grad of every parameter is the sum
-    except ProcessGroupError as error:                         # the originals are still there
+    except ProcessGroupError as error:                  # this group's own gradients are still kept
         group.abandon(str(error), then=gradients.abandon())
-        ...                                             # form again, begin_attempt, launch_tail, wait
+        ...                                             # form a new one, begin_attempt, launch_tail, wait
+
+The *tail* is the last elements of the last bucket: numbers of the step, such as tokens per slot and loss (protocol/step.py).
 
 The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (buckets.py), on the CPU while it is in the cache, on an
-accelerator with all of the bucket at once, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
+accelerator together with the whole bucket, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
 Memory, on top of autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of tensors that a user
-hands over, and three buckets while a quantised one is summed.
-With keep=False gradients from 1 MiB on are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
+hands over, and three buckets while a quantised one is reduced.
+With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
 
-Sums per slot (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
+Separate slots (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
 slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
 which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the memory.
 
-Quantised (`quantized`): buckets are summed in int8 with error feedback (quantized.py), except the last one, which has the tail.
+Quantised (`quantized`): buckets are reduced in int8 with error feedback (quantized.py), except for the last one, which has the tail.
 """
 
 from __future__ import annotations
@@ -60,23 +62,23 @@ from ft.user_sums import ManagedAllreduce
 
 @dataclass
 class _Attempt:
-    """One try to sum a step's gradients, on one generation."""
+    """One try to reduce a step's gradients, on one generation of the process group."""
 
     group: dist.ProcessGroup
     participants: int
     contributes: bool
     buffers: GradBuffers
-    missing: list[int]  # by bucket: gradients whose hooks have not been called
-    ready: set[int] = field(default_factory=set)  # gradients whose hooks have been called
-    copied: set[int] = field(default_factory=set)  # gradients that are in their buckets
-    in_place: dict[int, Tensor] = field(default_factory=dict)  # what is reduced where it is
-    streams: set[Any] = field(default_factory=set)  # of the device, that gradients came on
-    launched: int = 0  # buckets; they go in order
+    missing: list[int]  # by bucket: number of gradients whose hooks have not been called
+    ready: set[int] = field(default_factory=set)  # indices of gradients whose hooks have been called
+    copied: set[int] = field(default_factory=set)  # indices of gradients that are in their buckets
+    in_place: dict[int, Tensor] = field(default_factory=dict)  # gradients that are reduced in place, by index
+    streams: set[Any] = field(default_factory=set)  # device streams on which gradients were computed
+    launched: int = 0  # number of buckets that were sent; they are sent in order
     works: list[dist.Work] = field(default_factory=list)
-    tail: Tensor | None = None  # since it was launched
+    tail: Tensor | None = None  # None: not launched yet
     complete: bool = False
-    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # of the step, once it has ended
-    queue: CollectiveQueue | None = None  # all goes by it, from the first quantised sum on
+    allreduces: list[ManagedAllreduce] = field(default_factory=list)  # those of the step, once the step has ended
+    queue: CollectiveQueue | None = None  # used for every collective from the first quantised one on
 
 
 @dataclass
@@ -84,19 +86,20 @@ class _StepState:
     """State that all attempts of one step share."""
 
     kept: dict[int, Tensor] = field(default_factory=dict)  # gradients, by index
-    is_kept: bool = False  # they are all there: a launch had them
-    is_lost: bool = False  # an attempt has used them up
+    is_kept: bool = False  # `kept` is complete
+    is_lost: bool = False  # a failed attempt has overwritten or freed gradients
     after_last_backward: bool = False
-    problem: str = ""  # that a hook saw
+    problem: str = ""  # error that was found while gradients were sent; launch_tail raises it
     allreduces: list[ManagedAllreduce] = field(default_factory=list)  # in the order they were handed over
 
 
 class Gradients:
-    """`keep`: a failed attempt can be repeated. `shared`: sums lie in memory that a child process maps. `slots`: of each step, which are
-    summed one by one and added in their order; 0: a group adds up its slots first. `quantized`: sums in int8; with `keep`, without `slots`.
-    `bucket_bytes`: what travels together at most, unless a gradient is larger. `device`: of the tail where there are no parameters.
+    """The gradients of one rank. `keep`: a failed attempt can be repeated. `shared`: buffers are in memory that a child process maps.
+    `slots`: slots of a step, to be reduced separately and added in their order; 0: a group adds up its own slots first. `quantized`: reduce
+    in int8; requires `keep` and no `slots`. `bucket_bytes`: size limit of a bucket, unless a single gradient is larger. `device`: that of
+    the tail if there are no parameters.
 
-    For one thread only, except the hooks, which autograd may call from another, and the callable that `abandon` returns."""
+    For one thread only, except for the hooks, which autograd may call from a different one, and the callable that `abandon` returns."""
 
     def __init__(
         self,
@@ -113,29 +116,29 @@ class Gradients:
         self._quantized = quantized
         self._feedback: dict[int, ErrorFeedback] = {}  # by bucket
         self._per_slot, self._copies = slots > 0, max(1, slots)  # copies of each gradient in the layout
-        self._first_index = 0  # of the first parameter's gradient, in the copy of the slot that is computed
+        self._first_index = 0  # index of the first parameter's gradient in the slot's copy
         self._device = torch.device(device)
         self._parameters: list[nn.Parameter] = []
-        self._streams: dict[torch.device, Any] = {}  # of their devices (device.streams_of)
-        self._frozen: list[nn.Parameter] = []  # attached with them, and not trained
+        self._streams: dict[torch.device, Any] = {}  # device.streams_of, by device of a parameter
+        self._frozen: list[nn.Parameter] = []  # attached parameters that require no gradient
         self._hooks: list[Any] = []
         self._lock = threading.RLock()
-        self._buffers: BufferPool | None = None  # for tensors of users, once there are any
+        self._buffers: BufferPool | None = None  # buffers of users' tensors, once there are any
         self._attempt: _Attempt | None = None
         self._step = _StepState()
         self._in_last_backward = False
-        self._made = 0  # sets, those in use included
-        self._delivered: GradBuffers | None = None  # may be in .grad
-        self._held: dict[int, _Attempt] = {}
+        self._made = 0  # number of buffer sets, including those in use
+        self._delivered: GradBuffers | None = None  # set that .grad may point into
+        self._held: dict[int, _Attempt] = {}  # by step: attempts that `hold` has set aside
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Registers the parameters that are trained. Their order is part of the layout and must be the same in each group. Once per part of
-        the model, before `fingerprint` is asked for. Raises ValueError for a complex one where sums are quantised."""
+        """Registers the parameters that are trained. Their order is part of the layout and must be the same in each group. Called once for
+        each part of the model, before `fingerprint` is read. With `quantized` raises ValueError for a complex parameter."""
         assert "_layout" not in self.__dict__, "parameters are attached before the first step"
         known = {id(parameter) for parameter in self._parameters}
         for parameter in parameters:
             if self._quantized and parameter.is_complex():
-                raise ValueError(f"a parameter of {parameter.dtype}: sums in int8 are of real numbers alone")
+                raise ValueError(f"a parameter of {parameter.dtype}: reductions in int8 support only real numbers")
             if not parameter.requires_grad:
                 self._frozen.append(parameter)
             elif id(parameter) not in known:
@@ -147,7 +150,7 @@ class Gradients:
 
     @property
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
-        """Properties that all groups must have alike, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
+        """Properties that must be equal in all groups, each with its digest: (("gradient shapes", "5f0c..."), ...)."""
         return self._layout.fingerprint
 
     @cached_property
@@ -162,7 +165,7 @@ class Gradients:
 
     @cached_property
     def _free_sets(self) -> deque[GradBuffers]:
-        """Sets that nothing uses; the one that was returned first comes first."""
+        """Unused buffer sets, in the order in which they were returned."""
         return deque(self._make_set() for _ in range(KEPT_SETS))
 
     def _make_set(self) -> GradBuffers:
@@ -170,7 +173,7 @@ class Gradients:
         return GradBuffers(self._layout, self._parameters * self._copies, shared=self._shared)
 
     def _return_set(self, buffers: GradBuffers) -> None:
-        """Keeps KEPT_SETS sets at least, and frees what was made beyond them. From any thread."""
+        """Returns a set to the unused ones, or frees it if there are more than KEPT_SETS. From any thread."""
         with self._lock:
             if self._made > KEPT_SETS:
                 self._made -= 1
@@ -178,11 +181,11 @@ class Gradients:
                 self._free_sets.append(buffers)
 
     def prepare(self) -> None:
-        """Allocates and touches the sets that `begin_attempt` takes, so that no member of a generation waits for it. Free when repeated."""
+        """Allocates and touches the buffer sets that `begin_attempt` takes, so that no member of a generation waits for that later."""
         _ = self._free_sets
 
     def close(self) -> None:
-        """Takes the hooks away. Nothing is sent any more."""
+        """Removes the hooks. Nothing is sent any more."""
         if self._attempt is not None and self._attempt.queue is not None:
             self._attempt.queue.close()
         while self._hooks:
@@ -193,11 +196,11 @@ class Gradients:
     def begin_attempt(
         self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
     ) -> None:
-        """A new attempt on a process group that is formed. `participants`: the divisor of means. contributes=False: this group sends
-        zeros alone. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt is complete, or was abandoned."""
+        """Begins an attempt on a process group that has formed. `participants`: divisor of means. contributes=False: this group sends only
+        zeros. `step`: unused here; FragmentGradients chooses the fragment by it. An earlier attempt must be complete or abandoned."""
         with self._lock:
             if self._attempt is not None:
-                assert self._attempt.complete, "an attempt that has not ended is abandoned first"
+                assert self._attempt.complete, "an incomplete attempt must be abandoned first"
                 self.abandon()()
             if (delivered := self._delivered) is not None:
                 gradients = (*(parameter.grad for parameter in self._parameters), *self._step.kept.values())
@@ -210,8 +213,8 @@ class Gradients:
             self._attempt = _Attempt(group, participants, contributes, buffers, missing)
 
     def begin_backward(self, slot_indices: Sequence[int] = (0,)) -> None:
-        """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`:
-        of the slots that they are for, among the step's slots, where slots are summed one by one."""
+        """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
+        separate slots: indices, among the step's slots, of those that are computed."""
         attempt, step = self._attempt, self._step
         assert attempt is not None, "begin_attempt comes first"
         step.after_last_backward = step.is_kept = False
@@ -219,20 +222,20 @@ class Gradients:
             awaited = {index for slot_index in slot_indices for index in self._indices_of(slot_index)}
             attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
             return
-        for index, local in step.kept.items():  # autograd goes on from there
+        for index, local in step.kept.items():  # autograd accumulates into them
             self._parameters[index].grad = dtensor_like(self._parameters[index], local)
         step.kept = {}
 
     @contextmanager
     def last_backward(self, slot_index: int = 0) -> Iterator[None]:
-        """Wraps the backward that completes the gradients: inside, they are sent as they come, else all of them in `launch_tail`. Where
-        slots are summed one by one, wraps the last backward of each, with its index among the step's slots; .grad is None after it."""
+        """Wraps the backward that completes the gradients: inside it they are sent as they become complete; without it all are sent in
+        `launch_tail`. Separate slots: wraps the last backward of each slot, with its index in the step; .grad is None after it."""
         self._in_last_backward, self._first_index = True, self._indices_of(slot_index).start if self._per_slot else 0
         try:
             yield
         finally:
             self._in_last_backward = False
-        if self._per_slot:  # out of the way of the next slot's
+        if self._per_slot:  # the next slot's gradients must not be added to these
             with self._lock:
                 attempt = self._attempt
                 assert attempt is not None, "begin_attempt comes first"
@@ -242,7 +245,7 @@ class Gradients:
         self._step.after_last_backward = True
 
     def launch_buckets(self) -> None:
-        """Sends all buckets but the last: the gradients are complete, the tail's values are not known yet."""
+        """Sends all buckets except for the last: the gradients are complete, but the values of the tail are not known yet."""
         with self._lock:
             attempt = self._attempt
             assert attempt is not None, "begin_attempt comes first"
@@ -250,9 +253,9 @@ class Gradients:
             self._launch_all_but_last(attempt, zeros=not attempt.contributes)
 
     def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
-        """Sends what has not gone yet, in order; then the tail, in fp32, with the last bucket. A parameter without gradient sends zeros.
-        zeros: every parameter does. Buckets that were sent stay sent, so the tail must say that this contribution does not count. Returns
-        at once. Raises RuntimeError for gradients that cannot be summed, or that are lost (keep=False)."""
+        """Sends all buckets that were not sent yet, in order; the last one has the tail, in fp32. A parameter without gradient sends zeros;
+        `zeros`: every parameter does. Gradients may have been sent before, so the tail must then say that this contribution does not count.
+        Returns at once. Raises RuntimeError for gradients that cannot be reduced, or that are lost (keep=False)."""
         with self._lock:
             attempt, step = self._attempt, self._step
             assert attempt is not None, "begin_attempt comes first"
@@ -260,29 +263,29 @@ class Gradients:
             if step.problem:
                 raise RuntimeError(step.problem)
             if len(tail) > TAIL_ELEMENTS:
-                raise RuntimeError(f"a tail of {len(tail)} numbers: at most {TAIL_ELEMENTS}")
+                raise RuntimeError(f"the tail has {len(tail)} numbers: at most {TAIL_ELEMENTS} are supported")
             for parameter in self._frozen:
                 if parameter.requires_grad:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(parameter.shape)} requires a gradient now, and did not when it was attached: "
-                        "it would not be summed, and weights of the groups would differ"
+                        "it would not be reduced, and the groups' weights would differ"
                     )
             zeros = zeros or not attempt.contributes
             if step.is_lost and not zeros:
-                raise RuntimeError("the gradients were used up by an attempt that failed: they are not kept")
+                raise RuntimeError("the gradients were lost in an attempt that failed: keep_gradients is false")
             for user_allreduce in step.allreduces:
                 self._launch_user_allreduce(attempt, user_allreduce, after_buckets=False)
             self._launch_all_but_last(attempt, zeros=zeros)
             for user_allreduce in step.allreduces:
                 self._launch_user_allreduce(attempt, user_allreduce, after_buckets=True)
             bucket = self._layout.buckets[-1]
-            start = bucket.stop - bucket.start  # of the tail
+            start = bucket.stop - bucket.start  # start of the tail
             last = attempt.buffers.buckets[-1][: start + len(tail)]
             if zeros:
                 last.zero_()
             elif not attempt.copied.issuperset(bucket.members):
                 self._copy(attempt, bucket.members)
-            if step.problem:  # of what was sent just now
+            if step.problem:  # found in what was sent just now
                 raise RuntimeError(step.problem)
             attempt.tail = last[start:]
             attempt.tail.copy_(torch.tensor(tail, dtype=torch.float32), non_blocking=True)
@@ -290,7 +293,7 @@ class Gradients:
             step.is_kept = step.is_kept or (self._keep and not zeros)
 
     def wait(self) -> tuple[float, ...]:
-        """The summed tail, once all sums are there. Raises ProcessGroupError if one failed."""
+        """Returns the reduced tail when all reductions are complete. Raises ProcessGroupError if one has failed."""
         attempt = self._attempt
         assert attempt is not None, "begin_attempt comes first"
         assert attempt.tail is not None, "launch_tail comes first"
@@ -299,10 +302,11 @@ class Gradients:
         for user_allreduce in self._step.allreduces:
             user_allreduce.work.wait()
         attempt.complete = True
-        return tuple(attempt.tail.cpu().tolist())  # the host decides by it what comes next
+        return tuple(attempt.tail.cpu().tolist())  # on the host, which decides by it
 
     def abandon(self) -> Callable[[], None]:
-        """Abandons the attempt; kept gradients stay. Returns a callable that gives its memory back, once nothing writes to it any more."""
+        """Abandons the attempt; gradients stay kept. Returns a callable that releases its buffers, to be called when nothing writes to them
+        any more."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:
@@ -311,7 +315,7 @@ class Gradients:
                 attempt.queue.close()
             if self._keep and step.after_last_backward and not step.is_kept:
                 for index in range(len(self._parameters) * self._copies):
-                    self._gradient(index)  # the trainer may zero .grad before more is added
+                    self._gradient(index)  # the trainer may zero .grad before it adds more
                 step.is_kept = True
             buffers = [buffer for user_allreduce in step.allreduces if (buffer := user_allreduce.abandon()) is not None]
             if not self._keep and attempt.copied:
@@ -328,18 +332,18 @@ class Gradients:
 
         return give_back
 
-    # ------------------------------------------------------------------------------------------------ what becomes of it
+    # ------------------------------------------------------------------------------------------------ the end of a step
 
     def deliver(self, held: int | None = None) -> None:
         """Points .grad of every parameter at the sum (not the mean: the optimizer divides by Commit.divisor) until it is zeroed, writes the
-        results of users' tensors, drops the originals. `held`: delivers the sums that `hold` has set aside for this step."""
+        results of users' tensors, and drops the kept gradients. `held`: delivers the sums that `hold` has set aside for this step."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
             buffers = attempt.buffers
             if self._per_slot:
                 slots = [[buffers.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
-                if first := slots[0]:  # gets the sum of all, in the slots' order
-                    torch._foreach_add_(first, 0.0)  # -0.0 becomes 0.0, as it is beside others' zeros
+                if first := slots[0]:  # receives the sum of all slots, in their order
+                    torch._foreach_add_(first, 0.0)  # makes 0.0 of -0.0, as adding the zeros of other groups does
                     for added in slots[1:]:
                         torch._foreach_add_(first, added)
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
@@ -358,13 +362,14 @@ class Gradients:
                 self._buffers.step_done()
 
     def hold(self, step: int) -> None:
-        """The sums are put aside: the state that they belong to is still arriving."""
+        """Sets the sums aside for a later `deliver`: the state that they belong to is still arriving."""
         with self._lock:
             self._held[step] = attempt = self._end_step()
             for user_allreduce in attempt.allreduces:
                 user_allreduce.set_aside()
 
     def drop_held(self) -> None:
+        """Discards all sums that `hold` has set aside."""
         with self._lock:
             for attempt in self._held.values():
                 self._return_set(attempt.buffers)
@@ -373,7 +378,7 @@ class Gradients:
             self._held.clear()
 
     def drop(self) -> None:
-        """Discards the gradients, as their state no longer exists; .grad becomes None."""
+        """Discards the gradients, as the weights that they belong to no longer exist; .grad becomes None."""
         with self._lock:
             self._drop_gradients()
             for user_allreduce in self._step.allreduces:
@@ -383,48 +388,56 @@ class Gradients:
 
     @property
     def can_repeat(self) -> bool:
-        """True when another attempt would send the same values: gradients are kept, and no user_allreduce's tensor was written to since."""
+        """True when a further attempt would send the same values: gradients are kept, and the user has not written to a tensor since."""
         with self._lock:
             return self._keep and not any(user_allreduce.changed for user_allreduce in self._step.allreduces)
 
     def all_reduce(
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: ErrorFeedback | None = None
     ) -> GroupWork:
-        """A tensor beside the gradients: when the work ends it holds the mean over participants (or the sum). On failure it
-        keeps its own values, and Gradients.wait raises the error. A retry of the step reduces the values that it had when it came, and
+        """Reduces a tensor beside the gradients: when the work ends it has the mean over the participants (or the sum). On failure it
+        keeps its values, and Gradients.wait raises the error. A retry of the step reduces the values that it had at this call, and
         `deliver` writes the new result.
 
-        Each group hands over the same ones in the same order, before the last backward or after it. `quantized`: in int8; then `feedback`
-        receives the rounding error, and is updated when the result is delivered. Raises ValueError for the mean of integers and for a
-        tensor with overlapping memory, RuntimeError where no attempt is open for it, or slots are summed one by one."""
+        Each group calls it for the same tensors in the same order, before or after the last backward. `quantized`: in int8; `feedback`
+        then receives the rounding error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
+        overlapping memory, RuntimeError if there is no attempt that is not launched yet, or with separate slots."""
         if self._per_slot:
-            raise RuntimeError("fault_tolerance.deterministic_reduce sums gradients alone: no tensor beside them")
+            raise RuntimeError(
+                "fault_tolerance.deterministic_reduce = true: supports only gradients, and no all-reduce of a tensor"
+            )
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"the mean of a tensor of {tensor.dtype}: only of floating point numbers")
+            raise ValueError(f"the mean of a tensor of {tensor.dtype} is not supported: only of floating-point numbers")
         if quantized and not tensor.is_floating_point():
-            raise ValueError(f"a quantised sum of a tensor of {tensor.dtype}: only of real floating point numbers")
-        if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # as torch itself asks before it writes into one
             raise ValueError(
-                f"a sum of a tensor of shape {tuple(tensor.shape)}, with overlapping memory: nearest: its clone()"
+                f"a quantised sum of a tensor of {tensor.dtype} is not supported: only of real floating-point numbers"
+            )
+        if (
+            torch._debug_has_internal_overlap(to_local(tensor)) == 1
+        ):  # the check that torch itself makes before it writes
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} with overlapping memory is not supported; nearest: its clone()"
             )
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:
-                raise RuntimeError("a tensor is summed between begin_attempt and launch_tail, not inside last_backward")
+                raise RuntimeError(
+                    "a tensor can be reduced only between begin_attempt and launch_tail, and not inside last_backward"
+                )
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user_allreduce = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
             )
             self._step.allreduces.append(user_allreduce)
-            if after:  # the same order in each group, whatever gradients it lacks
+            if after:  # the same order in each group, whichever gradients it has
                 self._launch_all_but_last(attempt, zeros=not attempt.contributes)
             self._launch_user_allreduce(attempt, user_allreduce, after_buckets=after)
             return user_allreduce.work
 
     # ------------------------------------------------------------------------------------------------ sending
 
-    # A gradient's index counts parameters within a copy, and has the copy of the last slot first: a backward of the first slot, which is
-    # computed first, completes gradients from the highest index down, the order in which the layout sends them.
+    # A gradient's index counts parameters within a copy; the copies are in reverse order of the slots. So the backward of the first slot,
+    # which is computed first, completes gradients from the highest index down, the order in which the layout sends them.
 
     def _indices_of(self, slot_index: int) -> range:
         """Indices of a slot's gradients, in the order of the parameters."""
@@ -436,23 +449,27 @@ class Gradients:
         return self._parameters[index % len(self._parameters)]
 
     def _on_gradient(self, parameter_index: int, parameter: Tensor) -> None:
-        """The hook of one parameter: its gradient is complete. Never raises, never waits. Called once for each parameter in each step, so
-        that what is the same for most of them is done here without a further call."""
+        """Sends a bucket if this gradient completes it: the hook of one parameter. Never raises, never waits. Called once for each parameter
+        in each step, so the common case is inline."""
         with self._lock:
             attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:
                 return
             if not self._in_last_backward:
-                if step.after_last_backward and not self._per_slot and attempt.tail is None:  # else of another slot
-                    step.problem = f"{self._name(index)} got a gradient after last_backward: a retry would include it, the sums do not"
+                if (
+                    step.after_last_backward and not self._per_slot and attempt.tail is None
+                ):  # else it is a different slot's
+                    step.problem = f"{self._name(index)} got a gradient after last_backward: a retry would include it, but the sums do not"
                 return
             if index in attempt.ready:
-                step.problem = f"{self._name(index)} got a gradient twice: last_backward is for the last backward alone"
+                step.problem = (
+                    f"{self._name(index)} got a gradient twice: last_backward must wrap only the last backward"
+                )
                 return
             attempt.ready.add(index)
             attempt.missing[self._layout.bucket_of[index]] -= 1
             gradient = parameter.grad
-            if streams := self._streams[parameter.device]:  # one kernel for the whole bucket, later
+            if streams := self._streams[parameter.device]:  # copied later, with one kernel for the whole bucket
                 attempt.streams.add(streams.current_stream(parameter.device))
             elif (
                 self._keep
@@ -460,7 +477,7 @@ class Gradients:
                 and gradient.layout is torch.strided
                 and getattr(gradient, "placements", None) == getattr(parameter, "placements", None)  # no partial sum
             ):
-                # Copied while it is in the cache.
+                # copied while it is in the cache
                 step.kept[index] = local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
                 attempt.copied.add(index)
                 attempt.buffers.sums[index].copy_(local)
@@ -470,8 +487,8 @@ class Gradients:
                 self._launch_next_bucket(attempt)
 
     def _copy(self, attempt: _Attempt, members: Sequence[int]) -> None:
-        """Gradients into their buckets, unless they are there; zeros where there is none."""
-        into, given = [], []
+        """Copies gradients into their buckets, unless they are there already; zeros for a parameter without gradient."""
+        sums, gradients = [], []
         for index in members:
             if index in attempt.copied:
                 continue
@@ -483,30 +500,32 @@ class Gradients:
             elif gradient is None:
                 attempt.buffers.sums[index].zero_()
             else:
-                into.append(attempt.buffers.sums[index])
-                given.append(gradient)
+                sums.append(attempt.buffers.sums[index])
+                gradients.append(gradient)
                 if not self._keep:
                     self._parameter(index).grad = None
-        for stream in attempt.streams:  # that they came on
+        for stream in attempt.streams:  # on which the gradients were computed
             streams_of(stream.device).current_stream(stream.device).wait_stream(stream)
-        if into:
-            torch._foreach_copy_(into, given)
+        if sums:
+            torch._foreach_copy_(sums, gradients)
 
     def _gradient(self, index: int) -> Tensor | None:
-        """This rank's shard of a gradient: the one that is kept, else .grad, which is kept from now on."""
+        """Returns this rank's shard of a gradient: the kept one, else that of .grad, which is kept from now on; None: there is none."""
         step = self._step
-        computed = range(self._first_index, self._first_index + len(self._parameters))  # of the slot that is
+        computed = range(
+            self._first_index, self._first_index + len(self._parameters)
+        )  # indices of the slot that is being computed
         if step.is_kept or (self._per_slot and (index in step.kept or index not in computed)):
             return step.kept.get(index)
         gradient = self._parameter(index).grad
         if gradient is None:
             return None
         if gradient.layout != torch.strided:
-            step.problem = f"{self._name(index)}: a gradient of layout {gradient.layout} cannot be summed"
+            step.problem = f"{self._name(index)}: a gradient of layout {gradient.layout} cannot be reduced"
             return None
         if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
             step.problem = (
-                f"{self._name(index)}: a gradient that is a partial sum over ranks cannot be summed over groups"
+                f"{self._name(index)}: a gradient that is a partial sum over ranks cannot be reduced over groups"
             )
             return None
         local = to_local(gradient)
@@ -515,7 +534,7 @@ class Gradients:
         return local
 
     def _launch_next_bucket(self, attempt: _Attempt, *, zeros: bool = False) -> None:
-        """Sends the next bucket; never the last one, which `launch_tail` sends."""
+        """Sends the next bucket, but never the last one, which `launch_tail` sends."""
         bucket = self._layout.buckets[attempt.launched]
         if not zeros and not attempt.copied.issuperset(bucket.members):
             self._copy(attempt, bucket.members)
@@ -549,7 +568,7 @@ class Gradients:
 
     def _end_step(self) -> _Attempt:
         attempt, self._attempt = self._attempt, None
-        assert attempt is not None and attempt.complete, "sums are taken when wait has returned"
+        assert attempt is not None and attempt.complete, "wait must have returned"
         if attempt.queue is not None:
             attempt.queue.close()
         attempt.allreduces, self._step = self._step.allreduces, _StepState()

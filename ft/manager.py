@@ -1,13 +1,13 @@
-"""The manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
+"""The Manager of a rank: carries out the effects of its step machine (protocol/step.py), without rules of its own.
 
-    trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and summed
+    trainer ---begin_step, reduce, commit---> Manager ---events---> StepMachine ---effects---> Manager ---> Gradients     kept and reduced
                                                  ^                                               ---> ProcessGroup  other groups' ranks
-    group's server --notices, in a thread--------+                                               ---> Healer        offers, fetches state
-                                                                                                 ---> GroupClient   calls and votes
+    group server ---notices, in a thread---------+                                               ---> Healer        offers, fetches state
+                                                                                                 ---> GroupClient   quorum requests, votes
 
-Any thread may feed the machine an event: notices come from the stream's thread, a heal's end from the fetch's, the rest from the trainer's.
-The trainer's thread carries out every effect, in order, inside the three calls; a notice from another thread only interrupts its wait for
-peers. So forward, backward and optimizer never race with a rebuild or a heal.
+Any thread may feed the machine an event: notices come from the thread of the notice stream, the end of a heal from the fetch thread, all
+others from the trainer's. The trainer's thread carries out every effect, in order, inside the three calls; a notice only interrupts its
+wait for peers. So forward, backward and optimizer never race with a rebuild of the process group or with a heal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ft.healing.http_transport import HttpTransport
 from ft.healing.transport import HealConfig, Transport
 from ft.membership import ReplicaGroupConfig, join
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import in_tail
@@ -57,7 +57,7 @@ from ft.seam import (
 from ft.telemetry import ManagerTelemetry, NoPhaseTimer, OnEvent, PhaseTimer, Status, ignore_event
 
 HEAL_PHASES = (Phase.AWAITING_STATE, Phase.CLOSING_HEAL)  # phases whose only wait is for a heal
-PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase of telemetry.PhaseTimer
+PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase of telemetry.PhaseTimer
     m.AskQuorum: "quorum",
     m.Configure: "rebuild",
     m.AbandonGeneration: "rebuild",
@@ -66,44 +66,43 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts for a phase
     m.DropHeld: "heal",
 }
 TICK_S = 0.5  # between two Ticks of a wait
-MISMATCHED_KEPT = 64
-# Fraction of heartbeat_timeout_s: a peer that answers no probe for that long is unreachable; the rest allows for the probe's own delay.
+MISMATCHED_KEPT = 64  # most members that are remembered for their fingerprint
+# Fraction of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the rest allows for the probe's own delay.
 PROBE_FRACTION = 0.6
-# most that `close` waits for process groups: they take milliseconds, or gloo's timeout (gloo.form_gloo)
+# longest wait of `close` for process groups to end, which takes milliseconds, or gloo's timeout (gloo.form_gloo)
 CLOSE_S = 1.0
 log = logging.getLogger("pharos.manager")
 
 AttemptId = tuple[int, int, int]  # quorum_id, attempt, step
-TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, gives zeros, or commits
+TrainerEffect = m.Compute | m.LaunchTail | m.CommitStep  # the trainer computes, has zeros reduced, or commits
 
 
 @dataclass(frozen=True)
 class ManagerOptions(StepConfig):
-    """Settings of a manager and its machine. Its group's (membership.ReplicaGroupConfig) set group_rank, every_step, heal_grace_s."""
+    """Settings of a Manager and its machine; group_rank, every_step and heal_grace_s are taken from its ReplicaGroupConfig instead."""
 
     init_sync: bool = True
-    slot_size: int = 1  # sequences of one group's batch
+    slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each group
     deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_copy_bytes: int = 256 << 20
     long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: not reported
-    quorum_s: float | None = None  # limit of a call for a quorum; None: none
-    dies_with_group: bool = True  # the group's server may kill this process, which has no other group
+    quorum_s: float | None = None  # timeout of a quorum request; None: no limit
+    dies_with_group: bool = True  # the group server may kill this process; False: it has other groups, too
 
 
 class Manager:
-    """The Seam (seam.py) of a rank whose job has several replica groups.
+    """The Seam (seam.py) of one rank of a job with several replica groups.
 
-    `group`: the process group to the same rank of other replica groups; configured and closed here. `store`: of this replica group, if it
-    has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this manager's state (load_state_dict).
-    `agreement`: among the ranks of this group, if there are several; without it each rank votes on each step at the group's server.
-    `phase_timer`, `on_event`: receivers of times and events (telemetry.py). `observer`: receives every event of the machine with its
-    effects.
-    `connect`: makes the connection to the group's server, given its address and this rank's group_rank.
-    `machine`, `client`, `closed`: to be read from any thread.
+    `group`: process group of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
+    this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this Manager's
+    state (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes
+    on each step at the group server. `phase_timer`, `on_event`: receive durations and events (telemetry.py). `observer`: receives every
+    event of the machine with its effects. `connect`: connects to the group server, given its address, this rank's group_rank, and Access.
+    `machine`, `client` and `closed` may be read from any thread.
 
-    Raises RuntimeError where the group's server does not start."""
+    Raises RuntimeError if the group server does not start."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class Manager:
             shared=group.IN_CHILD,
             slots=options.slots_per_step if options.deterministic_reduce else 0,
         )
-        self.slot_size = options.slot_size  # sequences of one slot
+        self.slot_size = options.slot_size
         self.state = StateRegistry()
         self.register_state = self.state.register_state
         self.membership = join(config, store)
@@ -157,27 +156,29 @@ class Manager:
         self.closed = threading.Event()
         self.client = connect(self.membership.address, config.group_rank, config.access)
         self.want_to_leave = self.client.want_to_leave
-        self.step = 0  # of the trainer's state: the machine may be ahead by held steps
-        self.commit_id = ""  # of that state: equal ids, equal weights
-        self.quorum: m.QuorumResult | None = None  # this group's place in the newest quorum
-        self._launched = 0  # reductions in the newest quorum
+        self.step = 0  # step of the trainer's state; the machine may be ahead by held steps
+        self.commit_id = ""  # commit ID of that state: equal IDs mean equal weights
+        self.quorum: m.QuorumResult | None = None  # the newest quorum, as this rank has it
+        self._launched = 0  # attempts that were launched in the newest quorum
         self._has_formed = False  # True once a generation was formed
         self._has_committed = False  # True once a step was committed
-        self._mismatched: dict[str, None] = {}  # members whose fingerprint is not this group's
+        self._mismatched: dict[str, None] = {}  # members whose fingerprint differs from this group's
         self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
-        self._attempt: AttemptId | None = None  # that gradients.begin_attempt was called for
+        self._attempt: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
         self._weights: list[Tensor] = []
-        self._trainer_effect: TrainerEffect | None = None  # that is the trainer's to carry out
-        self._zeros_sent = (0, 0)  # quorum and step of the newest zeros that `reduce` has launched
-        self.quorum_s = options.quorum_s  # this and the next one may be changed between two steps
-        self.shrink_only = False  # True: no group is to join in the next quorum
-        self._until: int | None = None  # the last step, as the machine knows it
+        self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
+        self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
+        self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
+        self.shrink_only = False  # True: no further group may join in the next quorum
+        self._until: int | None = None  # number of the last step that the machine was told
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # the newest step that no restart can replace by another version
-        self._stopped: tuple[bool, str] | None = None  # clean and reason of Leave, once the machine has ended the job
-        self._saved: bool | None = None  # whether the last step is saved; None: the run is not over
-        self.may_exit = False  # the others know that this group leaves, and the step is committed: close
+        self.settled = 0  # newest step that no restart can replace by a different version
+        self._stopped: tuple[bool, str] | None = (
+            None  # `clean` and `reason` for client.leave, once the machine has stopped the job
+        )
+        self._saved: bool | None = None  # argument of `finish`; None: not called
+        self.may_exit = False
         step_config = replace(
             options,
             group_rank=config.group_rank,
@@ -186,25 +187,25 @@ class Manager:
             restores=restore is not None,
         )
         self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step))
-        self._news = threading.Condition()  # the machine's lock, too
+        self._news = threading.Condition()  # its lock also guards the machine
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
-        self._error: BaseException | None = None  # of another thread, for the trainer's
-        # the machine loads it by itself
+        self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's
+        # the machine takes its state from HealEnded
         self.state.register_state(MACHINE, self.machine.state_dict, lambda state: None)
         self._prober.start(lambda: group.waits_since_s, self._on_unreachable)
         self.client.watch(self._on_notice, self._ended, pid=None if options.dies_with_group else 0)
 
-        def news(status: Status) -> object:  # heal progress, the reduction that is waited for, unreachable members
+        def reported(status: Status) -> object:  # heal progress, the attempt that is waited for, unreachable members
             return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
-        given = (config.times.beat_s, self.closed, self._report, news)
+        given = (config.times.beat_s, self.closed, self._report, reported)
         threading.Thread(target=self._telemetry.report_for_ever, args=given, name="ft-report", daemon=True).start()
 
-    # ------------------------------------------------------------------------------------------------ the seam
+    # ------------------------------------------------------------------------------------------------ the Seam interface
 
     @property
     def writer_quorum(self) -> tuple[str, int] | None:
-        """Epoch and quorum id, if this group is the writer: the first that held the quorum's reference state, and still does."""
+        """Epoch and quorum ID if this group is the writer: the first of the quorum's participants, while its state is not void."""
         quorum = self.quorum
         if quorum is None or quorum.participants[:1] != (quorum.replica_id,) or self.machine.void:
             return None
@@ -216,7 +217,8 @@ class Manager:
             self._weights += part.parameters()
 
     def last_backward(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Wraps the last backward of a slot: gradients are sent as they get ready, else all of them in `reduce`. None: the only slot."""
+        """Wraps the last backward of a slot (None: of the only one). Inside it gradients are sent as they become complete; without it all
+        are sent in `reduce`."""
         if slot is None or self._assignment is None:
             return self.gradients.last_backward()
         if self._options.deterministic_reduce:
@@ -224,7 +226,7 @@ class Manager:
         return self.gradients.last_backward() if slot == self._assignment.slots[-1] else nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """`slots` is empty where this group has nothing to compute; it still applies the sums of the others."""
+        """Returns an assignment without slots if this group has nothing to compute; it still applies the sums of the others."""
         if self._assignment is None:
             if until is not None and until != self._until:
                 self._feed(m.Leaving(until))
@@ -241,17 +243,17 @@ class Manager:
                     self.gradients.begin_backward()
                 self._assignment = DataAssignment(effect.step, effect.slots)
             else:
-                committed = isinstance(effect, m.CommitStep)  # its step is the one after it
+                committed = isinstance(effect, m.CommitStep)  # whose step already counts the committed one
                 self._assignment = DataAssignment(effect.step - committed, ())
             if until is not None and self._assignment.step >= until:
-                self.may_exit = True  # nothing is left to train for any group
+                self.may_exit = True  # no group has a step left to train
         return self._assignment
 
     def reduce(
         self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool, *, kept: bool = True, failure: str = ""
     ) -> StepTotals:
-        """Returns when all sums have arrived. If a group dies meanwhile, a new generation repeats them; no step is lost. `kept`: another
-        attempt would send the same gradients. `failure`: the reason, if this attempt is to fail."""
+        """Returns when all reductions are complete. If a group fails meanwhile, they are repeated in a new generation, and no step is lost.
+        `kept`: a further attempt would send the same gradients. `failure`: the reason, if this attempt has to fail."""
         effect = self._trainer_effect
         if isinstance(effect, m.Compute | m.LaunchTail):
             assert self.quorum is not None
@@ -259,8 +261,8 @@ class Manager:
             if failure:
                 self._feed(m.ReduceFailed(self.quorum.quorum_id, effect.attempt, effect.step, failure))
             if isinstance(effect, m.Compute):
-                if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:  # in full
-                    # their own announcement comes a step later: they launched this one's zeros before they had the state
+                if self.quorum.recover_dst_replica_ranks and self.healer.transport.is_fully_sent:
+                    # announced here, a step before they do so themselves: they launched this step's zeros without the state
                     why = "the groups that heal from this one have received the state"
                     self._feed(m.ChangeAnnounced(self.quorum.quorum_id, why))
                 self._feed(m.Computed(tuple(tokens_per_slot), loss_sum, finite, kept))
@@ -270,11 +272,13 @@ class Manager:
             effect = self._carry_out_effects(before_vote=True)
         if effect is None:
             tail = self.machine.tail
-            assert tail is not None, "all sums have arrived"
+            assert tail is not None, "all reductions are complete"
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(effect, m.CommitStep):
             return StepTotals((effect.divisor,), effect.mean_loss * effect.divisor, True)
-        slots = effect.slots if isinstance(effect, m.Compute) else ()  # they were assigned anew
+        slots = (
+            effect.slots if isinstance(effect, m.Compute) else ()
+        )  # slots of a new assignment: the attempt has failed
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, totals: StepTotals) -> Commit | None:
@@ -318,7 +322,7 @@ class Manager:
         return self.machine.finished
 
     def regroup(self, until: int) -> None:
-        """Forms a new generation after the last step. A step that was begun beyond it is dropped."""
+        """Forms a new generation after the last step. If a further step was begun, it is dropped."""
         if self._assignment is not None:
             self.commit(self.reduce([0.0] * len(self._assignment.slots), 0.0, True))
         self.begin_step(until=until)
@@ -343,15 +347,15 @@ class Manager:
         self.healer.close()
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
-        self.gradients.close()  # its hooks on parameters that live on would keep it and its buffers
+        self.gradients.close()  # its hooks on parameters that are still in use would keep its buffers alive
         if self.membership.server:
             self.membership.server.close()
 
     # ------------------------------------------------------------------------------------------------ the machine
 
     def _feed(self, event: m.Event) -> None:
-        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except InterruptCollectives, which is carried
-        out here: the trainer's thread may be in the wait that it ends."""
+        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except for InterruptCollectives, which is carried
+        out here: the trainer's thread may be in the very wait that it interrupts."""
         with self._news:
             now_s = time.monotonic()
             out = self.machine.handle(event, now_s)
@@ -360,12 +364,12 @@ class Manager:
             self._effects += [effect for effect in out.effects if not isinstance(effect, m.InterruptCollectives)]
             self._news.notify_all()
         for effect in out.effects:
-            if isinstance(effect, m.InterruptCollectives):  # also of a generation that is not formed yet
+            if isinstance(effect, m.InterruptCollectives):  # it may name a generation that has not formed yet
                 self._interrupted_quorum = max(self._interrupted_quorum, effect.quorum_id)
                 self.group.interrupt(effect.reason, effect.quorum_id)
 
     def _feed_from_thread(self, event: m.Event) -> None:
-        """`_feed` for threads other than the trainer's, in which errors are raised."""
+        """Feeds the machine from a thread other than the trainer's, where errors are raised."""
         try:
             self._feed(event)
         except BaseException as error:  # noqa: BLE001 (raised by `_wait`)
@@ -378,7 +382,7 @@ class Manager:
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect, or until `enough` holds after an event; True: there is an effect. Raises the error of `_fail`."""
+        """Waits for an effect, or until `enough()` is True after an event. Returns True if there is an effect. Raises the error of `_fail`."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -391,8 +395,8 @@ class Manager:
     def _carry_out_effects(
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
-        """Carries out effects, and feeds the machine the event that answers each, until an effect is the trainer's; returns that one. None:
-        `until` holds and no effect is left, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped,
+        """Carries out effects, and feeds the machine the event that answers each, up to an effect for the trainer, and returns that. None:
+        `until()` is True and no effect is left, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped,
         GroupEnded, GroupReleased, MustExit."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
@@ -405,8 +409,8 @@ class Manager:
                     if not self._wait(until):
                         break
             effect, event, quorum = self._effects.popleft(), None, self.quorum
-            account = PHASE_OF.get(type(effect))
-            with phase_timer.phase(account) if account else nullcontext():
+            phase = PHASE_OF.get(type(effect))
+            with phase_timer.phase(phase) if phase else nullcontext():
                 match effect:
                     case m.Compute():
                         assert quorum is not None
@@ -425,7 +429,7 @@ class Manager:
                         self._attempt = self._attempt if effect.held else None
                         self._trainer_effect = effect
                     case m.AskQuorum(call):
-                        event = self._ask_quorum(call)
+                        event = self._request_quorum(call)
                     case m.Configure(new_quorum):
                         event = self._configure(new_quorum)
                     case m.AbandonGeneration(quorum_id):
@@ -438,7 +442,7 @@ class Manager:
                     case m.WeightsDiffer():
                         assert quorum is not None
                         self._telemetry.difference(effect, quorum.members)
-                    case m.Fence():  # blocks for up to 2 heal_grace_s (readers, then a copy): reported, or it would be taken for a hang
+                    case m.Fence():  # may block for 2 heal_grace_s (joiners, then a copy); reported, so that it is no stall
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
                             self.healer.fence()
                     case m.HoldSums(step):
@@ -461,7 +465,7 @@ class Manager:
                 self._feed(event)
         return self._trainer_effect
 
-    def _ask_quorum(self, call: m.RankCall) -> m.Event | None:
+    def _request_quorum(self, call: m.RankCall) -> m.Event | None:
         self.gradients.prepare()
         self.group.prepare()
         member = replace(
@@ -487,7 +491,7 @@ class Manager:
         return event
 
     def _configure(self, quorum: m.QuorumResult) -> m.Event:
-        """The fetch begins last: its start takes milliseconds, and the others wait for the process group, not for the state."""
+        """Offers the state, forms the process group, and only then starts a fetch, as the other members wait for the process group."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
         self._prober.watch(
@@ -519,7 +523,7 @@ class Manager:
             if error.mismatched:
                 self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
-            # unless some member is known to be unreachable, this rank probes all
+            # probe all members, unless one of them is known to be unreachable
             known = not set(quorum.members).isdisjoint(self._prober.unreachable)
             self._prober.probe(enough=lambda: known or self._interrupted_quorum >= quorum.quorum_id)
             return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
@@ -527,28 +531,32 @@ class Manager:
         return m.Configured(quorum.quorum_id, ok=True)
 
     def _exclude_mismatched(self, quorum: m.QuorumResult, mismatched: set[str], why: str) -> None:
-        """Blames the members of another fingerprint for good, so that they are not in one quorum again. Raises BadInput for a newcomer; a
-        former member waits until groups of its own fingerprint are back."""
+        """Blames the members with a different fingerprint from now on, so that they are in no quorum with this group again. Raises BadInput
+        in a newcomer; a group that has formed a generation before waits until groups with its fingerprint return."""
         others = set(quorum.members) - mismatched if quorum.replica_id in mismatched else mismatched
         self._mismatched = dict.fromkeys([*self._mismatched, *sorted(others)][-MISMATCHED_KEPT:])
         if quorum.replica_id not in mismatched:
-            log.warning("%s: they are left out (%s)", why, ", ".join(sorted(mismatched)))
+            log.warning("%s: left out of the next quorum: %s", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error("%s: this is rank %d, which waits until groups like it are back", why, quorum.replica_rank)
+            log.error(
+                "%s: this group, rank %d, waits until groups with its fingerprint return", why, quorum.replica_rank
+            )
         else:
-            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {quorum.replica_rank}")
+            raise BadInput(
+                f"group {self._config.name} cannot take part: {why}; this group is rank {quorum.replica_rank}"
+            )
 
     def _reject_mismatched_state(self, why: str) -> None:
-        """The state of all holders has another layout than this rank's. As `_exclude_mismatched`, but here a member is a rank that has
-        committed a step, since a newcomer forms a generation before it heals. In the fetch's thread."""
+        """Called in the fetch thread if the state of every source has a different layout than this rank's. Raises BadInput in the trainer's
+        thread, unless this rank has committed a step: a newcomer, too, has formed a generation before it heals."""
         if self._has_committed:
-            log.error("%s: this group waits until the others' state is like its own", why)
+            log.error("%s: this group waits until the state of the others has its layout", why)
         else:
-            self._fail(BadInput(f"group {self._config.name} cannot take part, its state is not the others': {why}"))
+            self._fail(BadInput(f"group {self._config.name} cannot take part: its state has a different layout: {why}"))
 
     @property
     def _job_fingerprint(self) -> m.Fingerprint:
-        """The fingerprint that must be equal in all groups."""
+        """Fingerprint that must be equal in all groups of the job."""
         return (*self._fingerprint, *self.gradients.fingerprint)
 
     @property
@@ -556,24 +564,24 @@ class Manager:
         return tuple(dict.fromkeys([*self._prober.unreachable, *self._mismatched]))
 
     def _on_unreachable(self, members: tuple[str, ...]) -> None:
-        """Interrupts a generation with unreachable members: no wait on it would end by itself. In the prober's thread."""
+        """Interrupts a generation with unreachable members, as a wait for them would last until its timeout. In the prober's thread."""
         quorum = self.quorum
         if quorum is not None and set(members) <= set(quorum.members):
-            why = f"{' and '.join(members)} cannot be connected"
+            why = f"{' and '.join(members)} cannot be reached"
             log.warning("%s", why)
             self.group.interrupt(why, quorum.quorum_id)
 
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
-        if self._attempt != attempt:  # any earlier attempt on this generation was complete, and was not committed
+        if self._attempt != attempt:  # an earlier attempt on this generation was complete, and was not committed
             self.gradients.begin_attempt(
                 self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2]
             )
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches at once, except zeros of a group that has computed nothing: once per quorum and step it awaits the heal, and leaves the
-        launch to `reduce`."""
+        """Launches the tail at once, except for zeros of a group that has computed nothing: once per quorum and step it waits for the heal
+        instead, and leaves the launch to `reduce`."""
         machine = self.machine
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
@@ -582,7 +590,7 @@ class Manager:
         with self._telemetry.phase_timer.phase("heal"):
             self._carry_out_effects(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
         if machine.void:
-            return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state did not come")
+            return m.ReduceFailed(effect.quorum_id, effect.attempt, effect.step, "the state has not arrived")
         self._trainer_effect = effect
         return None
 
@@ -593,20 +601,20 @@ class Manager:
         self._launched += 1
         try:
             tail = effect.tail
-            if at := effect.digest_at:  # of this rank's weights, which groups compare in this step
+            if at := effect.digest_at:  # place of the digest of this rank's weights, which groups compare in this step
                 values = in_tail(digest(self._weights), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch_tail(tail, zeros=effect.zeros)
-        except RuntimeError as error:  # for the caller to mend: nothing was launched, and the next step raises it again
+        except RuntimeError as error:  # an error of the caller: nothing was launched, and the next step raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
             raise
-        telemetry.sums_began_s = time.monotonic()
+        telemetry.wait_began_s = time.monotonic()
         telemetry.current_wait = "sums"
-        account = "heal" if self.machine.void else "waiting"
+        phase = "heal" if self.machine.void else "waiting"
         try:
-            with telemetry.phase_timer.phase(account):
-                began_s = time.monotonic()  # and no earlier: no more may be moved than was counted
+            with telemetry.phase_timer.phase(phase):
+                began_s = time.monotonic()  # inside the phase, so that `move` takes no more than was counted
                 tail = self.gradients.wait()
                 telemetry.waits.append(time.monotonic() - began_s)
         except ProcessGroupError as error:
@@ -614,7 +622,7 @@ class Manager:
         finally:
             telemetry.current_wait = ""
         # the shortest recent wait counts as the reduction itself, the excess as waiting for other groups
-        telemetry.phase_timer.move(min(telemetry.waits), account, "reduce")
+        telemetry.phase_timer.move(min(telemetry.waits), phase, "reduce")
         return m.Reduced(*attempt, tail)
 
     def _drop_gradients(self) -> None:
@@ -622,7 +630,8 @@ class Manager:
         self._telemetry.lost()
 
     def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
-        """Waits for the group's outcome; in another thread where StepMachine.votes_in_background, or where another effect is due."""
+        """Returns the group's outcome of a vote. None: a background thread waits for it, as StepMachine.votes_in_background says, or as a
+        further effect is due."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
             telemetry.current_wait = "vote"
@@ -657,16 +666,16 @@ class Manager:
             self._restore()
         return m.Restored(self._restored)
 
-    # ------------------------------------------------------------------------------------------------ beside the step
+    # ------------------------------------------------------------------------------------------------ other threads
 
     def _on_notice(self, event: m.Event) -> None:
-        """Feeds the machine. Ends the offer of a failed generation: a commit would wait for dead readers. In the stream's thread."""
+        """Feeds the machine, and first ends the offer of a failed generation, as a commit would wait for its joiners. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._feed_from_thread(event)
 
     def _ended(self, why: str) -> None:
-        """Ends every wait, as the server is gone or has ended the group. In the stream's thread."""
+        """Interrupts every wait, as the server is gone or has ended the group. In the thread of the notice stream."""
         if not self.closed.is_set():
             log.error("this rank ends: %s", why)
             if self.quorum is not None:
@@ -675,7 +684,7 @@ class Manager:
             self._fail(GroupEnded(why))
 
     def _report(self, metrics: dict[str, float], status: Status) -> None:
-        """Sends this rank's progress, by which the lighthouse finds stragglers."""
+        """Sends this rank's progress to the group server; the lighthouse finds stalled groups by it."""
         machine = self.machine
         report = m.Report(
             replica_id=self.replica_id,

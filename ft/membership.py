@@ -63,7 +63,9 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     if config.group_rank == 0:
         membership = _start(config)
         if store is not None and config.world_size > 1:
-            PrefixStore(key, store).set("group", json.dumps({"replica_id": membership.replica_id, "address": membership.address}))
+            PrefixStore(key, store).set(
+                "group", json.dumps({"replica_id": membership.replica_id, "address": membership.address})
+            )
         return membership
     if store is None:
         raise RuntimeError(

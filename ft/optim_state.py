@@ -1,4 +1,4 @@
-"""An optimizer's state before its first step: a heal receives into its tensors, checkpoints are saved from them and loaded into them."""
+"""The state of an optimizer before its first step, so that a heal or a checkpoint has tensors to load into."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor] | None = None) -> None:
-    """Gives an optimizer that has never stepped the state that its first step would begin with, so that there are tensors to receive
-    into; changes no bit of a weight. One that has stepped, or holds gradients, is left alone. `parameters`: these alone get a state, and
-    all gradients are put back.
+    """Creates the state that the optimizer's first step would begin with; changes no bit of a weight. Does nothing if there is a state
+    already, or, without `parameters`, a gradient. `parameters`: only these get a state, and all gradients are restored.
 
-    A step with zero gradients, rate 0 and no weight decay makes the tensors; its count goes back to 0, for Adam's bias correction."""
+    A step with zero gradients, learning rate 0 and no weight decay creates the tensors; its step count is set back to 0, for Adam's bias
+    correction."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     own = trained if parameters is None else parameters
     if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):
@@ -32,7 +32,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
 def step_with(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Steps with these gradients alone. Afterwards .grad of all parameters is what it was."""
+    """Steps these parameters only, with these gradients. Afterwards .grad of all parameters is restored."""
     before = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     try:
         optimizer.zero_grad(set_to_none=True)

@@ -1,15 +1,15 @@
-"""Sums in int8, with error feedback: a quarter of the bytes, and what rounding left out of one sum goes into the next.
+"""All-reduce in int8, with error feedback: a quarter of the bytes, and the rounding error of one reduction is added to the next.
 
-Flow: gradients.py and user_sums.py send through a CollectiveQueue where a sum is to be quantised; quantize and dequantize have the format.
+Flow: gradients.py and user_sums.py send through a CollectiveQueue if a reduction is quantised; quantize and dequantize define the format.
 
-A sum is two exchanges. Every rank owns a share of the tensor. First each sends to each owner that owner's share of its values, in
+A reduction is two exchanges. Each rank owns a share of the tensor. First every rank sends each owner that owner's share of its values, in
 int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank
-sends 2 (n - 1) / n bytes a value where a ring in fp32 sends 8 (n - 1) / n, and all decode the same bytes.
+sends 2 (n - 1) / n bytes per value where a ring in fp32 sends 8 (n - 1) / n, and all ranks decode the same bytes.
 
-Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): what a rank's own
-rounding left out it adds to its next values; what the owner's left out of a sum the owner adds to its own next values. So over many
-steps everything arrives: the sums that were delivered and all that is still held back are the sums of what was given. That does not depend
-on who is there, since an owner gives what it kept as values of its own, whichever rank owns them next time.
+Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): each rank adds its own
+rounding errors to its next values, and an owner does so with the rounding errors of its sums. So over many steps nothing is lost: the
+delivered sums and all residuals add up to the contributed values. That does not depend on the membership, since an owner contributes its
+residual as values of its own, whichever rank owns that share in the next reduction.
 """
 
 from __future__ import annotations
@@ -29,63 +29,64 @@ from ft.device import current_device, device_thread, streams_of
 from ft.process_groups.base import GroupWork
 from ft.process_groups.errors import Abandoned
 
-BLOCK = 256  # values with one scale: four bytes of it beside 256
+BLOCK = 256  # values that share a scale, of 4 bytes
 LEVELS = 127  # on either side of 0
-PIECE = (1 << 20) // BLOCK  # blocks that are turned at a time, so that what is in between stays in the cache
+PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that temporaries stay in the cache
 
 
 class ErrorFeedback:
-    """The error feedback of one tensor in one group: what its sums have left out so far, fp32, flat. It moves in `commit` alone, so an
-    attempt that fails and its retry send the same bits."""
+    """The error feedback of one tensor in one group. `residual`: rounding errors that are not in a sum yet, fp32, flat. Only `commit` changes
+    it, so a failed attempt and its retry send the same bits."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
-        self.pending: list[Tensor] = []  # the latest attempt's, once its sum is there, if this group gave anything
+        self.pending: list[Tensor] = []  # residual of the newest attempt, once it is reduced, if this group contributed
 
     def commit(self) -> None:
-        """Takes the last send's remainder over: it is in the sums."""
+        """Replaces the residual by that of the newest attempt, whose sums are delivered."""
         if self.pending:
             self.residual = self.pending.pop()
 
 
 class CollectiveQueue:
-    """Sums of one attempt over a group that has formed, one after the other in a thread of its own: a quantised sum has a second exchange
-    when the first has ended, and all ranks must ask for all of them in one order. Whoever uses one sends everything through it.
+    """Runs the reductions of one attempt on a process group that has formed, one after the other in a thread of its own: a quantised one has
+    a second exchange after its first, and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends
+    everything through it.
 
-    No wait is longer than one on the group itself: when that is abandoned, so are the works. `shared`: a child maps the messages, too."""
+    A wait ends no later than one on the process group: its abandonment ends the works. `shared`: a child process maps the messages."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
         self._rank, self._ranks = group.rank(), group.size()
-        self._lock = threading.Lock()  # around the start of an exchange: a group abandoned forms anew, for others
-        self._error: Exception | None = None  # the first one: what comes later fails with it
+        self._lock = threading.Lock()  # no exchange may start after `close`: the process group may have formed anew
+        self._error: Exception | None = None  # first error, with which all later works fail
         self._tasks = queue.SimpleQueue[tuple[GroupWork, torch.device, Any, Callable[[], None]] | None]()
         self._thread = device_thread(self._run, name="ft-quantized", device=current_device())
         self._thread.start()
 
     def allreduce(self, tensors: list[Tensor]) -> GroupWork:
-        """As it is."""
+        """Reduces one tensor in place, without quantisation."""
         [tensor] = tensors
         return self._put(tensor, lambda: self._exchange(lambda: self._group.allreduce([tensor])))
 
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
     ) -> GroupWork:
-        """In place, of any floating dtype. `feedback`: none, and what rounding leaves out is lost. contributes=False: this rank sends
-        zeros."""
+        """Reduces one tensor of any floating dtype in place, in int8. `feedback`: None: rounding errors are lost. contributes=False: this
+        rank sends zeros."""
         before, left_out = None, list[Tensor]()
         if feedback is not None:
             before, feedback.pending = feedback.residual if contributes else None, left_out
         return self._put(tensor, lambda: self._sum(tensor, before, left_out, contributes=contributes))
 
     def close(self) -> None:
-        """Nothing is sent any more: what has not ended fails. Ends the thread, but does not wait for it."""
+        """Fails all works that have not ended; nothing is sent any more. Ends the thread, but does not wait for it."""
         with self._lock:
             self._error = self._error or Abandoned("the attempt was abandoned")
         self._tasks.put(None)
 
     def join(self) -> None:
-        """After it nothing writes to any tensor. Comes when the queue is closed and the group has ended."""
+        """Returns when nothing writes to a tensor any more: after `close`, once the process group has ended."""
         self._thread.join()
 
     def _put(self, tensor: Tensor, task: Callable[[], None]) -> GroupWork:
@@ -96,7 +97,7 @@ class CollectiveQueue:
         return work
 
     def _run(self) -> None:
-        own: dict[torch.device, Any] = {}  # streams
+        own: dict[torch.device, Any] = {}  # streams of this queue
         while (item := self._tasks.get()) is not None:
             work, device, ready, task = item
             streams = streams_of(device)
@@ -110,7 +111,7 @@ class CollectiveQueue:
                         task()
                         if streams:
                             own[device].synchronize()  # a work ends when its tensors are complete in memory
-                except Exception as error:  # noqa: BLE001 (whatever it is, it is the work's)
+                except Exception as error:  # noqa: BLE001 (any error is the work's)
                     self._error = self._error or error.with_traceback(None)
             work.end(self._error)
             del work, task, item
@@ -123,7 +124,7 @@ class CollectiveQueue:
         work.wait()
 
     def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, contributes: bool) -> None:
-        """`before`: what earlier sums left out; what this one does goes to `left_out`."""
+        """Reduces `tensor` in place. `before`: residual of earlier reductions; that of this one is appended to `left_out`."""
         rank, ranks = self._rank, self._ranks
         if not tensor.numel():
             return
@@ -141,13 +142,13 @@ class CollectiveQueue:
             return
 
         def message(shares: int) -> Tensor:
-            """Room for so many ranks' shares."""
+            """Returns a buffer for that many ranks' shares."""
             count = shares * message_bytes(share)
             return zeros(count, torch.uint8, tensor.device, shared=self._shared).view(shares, -1)
 
         sent, received = message(ranks), message(ranks)
         for other in range(ranks):
-            quantize(given[other * share : (other + 1) * share], sent[other])  # leaves what rounding left out
+            quantize(given[other * share : (other + 1) * share], sent[other])  # leaves the rounding errors there
         self._exchange(lambda: self._group.alltoall_base(received, sent, [], []))
         total = torch.zeros(share, BLOCK, device=tensor.device)
         for other in range(ranks):
@@ -165,15 +166,17 @@ class CollectiveQueue:
 
 
 def message_bytes(blocks: int) -> int:
-    """Bytes of so many blocks: a signed byte for each value, block by block, and then their scales, in fp32."""
+    """Bytes of that many blocks: a signed byte for each value, block by block, then the blocks' scales, in fp32."""
     return blocks * (BLOCK + 4)
 
 
 def quantize(values: Tensor, message: Tensor) -> None:
-    """`values` (blocks, BLOCK), fp32, into `message` (bytes); what rounding left out stays in `values`. A block's scale is its largest
-    value over LEVELS, so no value is off by more than half of that. A block with an infinite value or NaN is read as all NaN."""
+    """Quantises `values` (blocks, BLOCK), fp32, into `message` (bytes), and leaves the rounding errors in `values`. A block's scale is its
+    largest absolute value / LEVELS, so no error exceeds half of the scale. A block with an infinite value or NaN is decoded as all NaN."""
     codes, scales = _parts(message, len(values))
-    levels = torch.tensor(float(LEVELS), device=values.device)  # CUDA turns a division by a number into a product
+    levels = torch.tensor(
+        float(LEVELS), device=values.device
+    )  # CUDA replaces the division by a Python number by a product
     for own, code, scale in zip(values.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         torch.div(own.abs().amax(dim=1), levels, out=scale)
         divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0).unsqueeze(1)
@@ -195,6 +198,6 @@ def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
 
 
 def _parts(message: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Its codes (blocks, BLOCK), and its scales (blocks)."""
+    """Returns a message's codes (blocks, BLOCK) and scales (blocks)."""
     codes = message[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
     return codes, message[blocks * BLOCK :].view(torch.float32)

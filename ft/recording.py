@@ -1,13 +1,13 @@
-"""A record of each step of a rank, for fault drills: with PHAROS_DRILL=1 start.py makes a RecordingManager in place of a Manager.
+"""A record of each step of a rank, for fault drills: with PHAROS_DRILL=1 start.py makes a RecordingManager instead of a Manager.
 
 bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `event`, `at_s` (the host's monotonic clock), `pid`, `step`:
 
-    start                    a life of this rank begins
-    quorum                   its place in one: quorum_id, participants (names), and whether it heals; a fetch has begun then
-    commit                   commit_id, contributors (groups), and `digest`: of this rank's weights at the begin of the next step
-    refused                  a step failed, and its gradients were dropped
-    extended                 a step goes on, with kept gradients, and slots of a dead group
-    healed, restored         the state came from other groups, or from a checkpoint
+    start                    a process of this rank has started
+    quorum                   it is in a quorum: quorum_id, participants (names), and `heals`: it has begun to fetch state
+    commit                   commit_id, contributors (how many groups), `digest` of this rank's weights at the begin of the next step
+    refused                  a step has failed, and its gradients were dropped
+    extended                 a step continues with kept gradients, and slots of a lost group were added to it
+    healed, restored         the state was loaded from other groups, or from a checkpoint
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
+    """A Manager that writes the diary. `folder`: of the diary; all further arguments are the Manager's."""
+
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"diary.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
-        self._untold: dict[str, Any] | None = None  # a commit whose weights are not there yet
-        self._dropped = False  # gradients that were computed for the step
+        self._pending_commit: dict[str, Any] | None = (
+            None  # fields of a commit line that waits for the optimizer's step
+        )
+        self._dropped = False  # True: gradients of this step were dropped
         self._write_line("start")
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
@@ -42,15 +46,15 @@ class RecordingManager(Manager):
 
     def commit(self, totals: StepTotals) -> Commit | None:
         commit = super().commit(totals)
-        if commit is None:  # with keep_global_batch also where a dead group's slots are to be added
+        if commit is None:  # with keep_global_batch also if slots of a lost group were added
             self._write_line("refused" if self._dropped else "extended")
         else:
-            self._untold = {"at_s": time.monotonic(), "contributors": len(commit.contributors)}
+            self._pending_commit = {"at_s": time.monotonic(), "contributors": len(commit.contributors)}
         self._dropped = False
         return commit
 
     def close(self) -> None:
-        if self.may_exit:  # else it may have stopped before the optimizer did
+        if self.may_exit:  # else the optimizer may not have stepped after the commit
             self._write_commit()
         super().close()
         self._file.close()
@@ -75,17 +79,17 @@ class RecordingManager(Manager):
         return event
 
     def _write_commit(self) -> None:
-        if self._untold is not None:
-            figures, self._untold = self._untold, None
+        if self._pending_commit is not None:
+            fields, self._pending_commit = self._pending_commit, None
             digest = hashlib.blake2b(digest_size=16)
             for weight in self._weights:
                 shard = to_local(weight.detach()).contiguous().view(-1).view(torch.uint8)
                 digest.update(shard.cpu().numpy().data)
-            self._write_line("commit", **figures, commit_id=self.commit_id, digest=digest.hexdigest())
+            self._write_line("commit", **fields, commit_id=self.commit_id, digest=digest.hexdigest())
 
-    def _write_line(self, event: str, **figures: Any) -> None:
+    def _write_line(self, event: str, **fields: Any) -> None:
         if self._file.closed:
             return
-        line = {"event": event, "at_s": time.monotonic(), "pid": os.getpid(), "step": self.step, **figures}
+        line = {"event": event, "at_s": time.monotonic(), "pid": os.getpid(), "step": self.step, **fields}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

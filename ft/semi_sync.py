@@ -1,14 +1,14 @@
-"""Semi-synchronous training: groups step by themselves, and agree now and then on what they have come to.
+"""Semi-synchronous training: replica groups step by themselves, and reduce their weights, or changes of weights, only now and then.
 
     Local SGD             every H steps the weights are averaged                                  Stich, arXiv 1805.09767
-    DiLoCo                what a group has moved away from the agreed weights is a gradient; the mean of the groups' is given to an
-                          outer optimizer                                                         Douillard et al., arXiv 2311.08105
-    Streaming DiLoCo      the model is split into fragments, synchronised one at a time, in turn; the all-reduce overlaps the next steps
-                          (delay), and on arrival each group blends in its local weights (alpha)  Douillard et al., arXiv 2501.18512
+    DiLoCo                outer minus local weights are a group's pseudo-gradient; an outer optimizer steps with the mean of those of
+                          all groups                                                              Douillard et al., arXiv 2311.08105
+    Streaming DiLoCo      the model is split into fragments, reduced one at a time, in turn; the all-reduce overlaps the next steps
+                          (delay), and then each group blends in its local weights (alpha)        Douillard et al., arXiv 2501.18512
 
-Flow: semi_sync_manager.py does this for train.py, local_sgd.py for loops that are written for torchft; both sum `pseudo_gradients` and
-hand the mean to `step`. Groups agree on the *outer* weights, which change in `step` alone, by the same bits in every group. The model has
-*local* weights, each group's own until a `step` of their fragment."""
+Flow: semi_sync_manager.py does this for train.py, compat/local_sgd.py for loops that are written for torchft; both reduce `pseudo_gradients`
+and pass the mean to `step`. The *outer* weights are those that groups agree on; only `step` changes them, to the same bits in every group.
+The model has the *local* weights, which differ between groups until a `step` of their fragment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
-    """Weights that are agreed on together: `named`, of the model. `optimizer`: the outer one, over these weights (and maybe others); None:
-    the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for
-    a weight that the optimizer does not have."""
+    """The weights that are reduced together: `named`, of the model. `optimizer`: the outer optimizer of these weights (and maybe of others);
+    None: the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a
+    weight that the optimizer does not have."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]
@@ -38,17 +38,17 @@ class Fragment:
         if optimizer is not None:
             known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if missing := [name for name, parameter in named if id(parameter) not in known]:
-                raise ValueError(f"the outer optimizer does not have {missing[0]}, which is to be summed")
+                raise ValueError(f"the outer optimizer does not have {missing[0]}, a weight of the fragment")
             init_optim_state(optimizer, self.local)
-            self.reset()  # a step at rate 0 may make 0.0 of -0.0
+            self.reset()  # a step at learning rate 0 may make 0.0 of -0.0
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The outer weights, as a module has parameters: what a manager sums the gradients of, and compares."""
+        """Returns the outer weights, like a module's parameters: the manager reduces their gradients and compares their digests."""
         return iter(self.outer)
 
     @torch.no_grad()
     def pseudo_gradients(self) -> list[Tensor]:
-        """This group's share of the mean, by local shard: outer minus local weights; without an outer optimizer the local ones."""
+        """Returns this group's share of the mean, in local shards: outer minus local weights; without outer optimizer the local weights."""
         local = _shards(self.local)
         if self._optimizer is None:
             return [shard.clone() for shard in local]
@@ -56,53 +56,53 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, means: Sequence[Tensor]) -> None:
-        """The outer step: `means` of all groups' pseudo-gradients, by parameter. Then local = (1 - alpha) * outer + alpha * local."""
+        """Makes the outer step with the means of all groups' pseudo-gradients, by parameter; local = (1 - alpha) * outer + alpha * local."""
         local, outer = _shards(self.local), _shards(self.outer)
-        went = [shard.clone() for shard in local] if self._alpha else []
+        before = [shard.clone() for shard in local] if self._alpha else []
         if self._optimizer is None:
             torch._foreach_copy_(outer, list(means))
             torch._foreach_copy_(local, outer)
         else:
             torch._foreach_copy_(local, outer)
             gradients = [dtensor_like(parameter, mean) for parameter, mean in zip(self.local, means, strict=True)]
-            step_with(self._optimizer, self.local, gradients)  # the inner steps' gradients, for the user to read, stay
+            step_with(self._optimizer, self.local, gradients)  # restores .grad of the inner steps
             torch._foreach_copy_(outer, local)
-        if went:
-            torch._foreach_lerp_(local, went, self._alpha)
+        if before:
+            torch._foreach_lerp_(local, before, self._alpha)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Local and outer weights change places. Twice is nothing."""
+        """Exchanges local and outer weights; a second call undoes that."""
         local, outer = _shards(self.local), _shards(self.outer)
-        went = [shard.clone() for shard in local]
+        before = [shard.clone() for shard in local]
         torch._foreach_copy_(local, outer)
-        torch._foreach_copy_(outer, went)
+        torch._foreach_copy_(outer, before)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The local weights are the outer ones: what this group did by itself is undone."""
+        """Sets the local weights to the outer ones, which undoes this group's own steps."""
         torch._foreach_copy_(_shards(self.local), _shards(self.outer))
 
     def weights(self) -> dict[str, Tensor]:
-        """The outer ones, live (DTensors where sharded)."""
+        """Returns the outer weights by name, not copied (DTensors where sharded)."""
         return {name: outer.detach() for name, outer in zip(self.names, self.outer, strict=True)}
 
     def optimizer_state(self) -> dict[str, Any]:
-        """State of the outer optimizer: NAME.momentum_buffer, ...; live."""
+        """Returns the outer optimizer's state, not copied: NAME.momentum_buffer, ..."""
         return {f"{name}.{key}": value for name, own in self._optimizer_states() for key, value in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that groups agree on."""
+        """Returns all state of the fragment that groups agree on."""
         return {"weights": self.weights(), "optimizer": self.optimizer_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The local weights stay as they are."""
+        """Loads what `state_dict` returned. Does not change the local weights."""
         self.load_weights(state["weights"])
         self.load_optimizer_state(state["optimizer"])
 
     @torch.no_grad()
     def load_weights(self, state: dict[str, Tensor]) -> None:
-        """Takes over what is there; so does load_optimizer_state."""
+        """Loads the outer weights that `state` has, and leaves the others; load_optimizer_state does likewise."""
         for name, outer in zip(self.names, self.outer, strict=True):
             if name in state:
                 outer.copy_(state[name])
@@ -120,22 +120,22 @@ class Fragment:
                 yield name, self._optimizer.state.get(parameter, {})
 
 
-def cut(named: Named, count: int) -> list[Named]:
-    """A model in `count` fragments: whole blocks (a layer, with all its weights) in their order, as even as that allows; the same in
-    all groups. Raises ValueError where there are fewer blocks."""
+def split(named: Named, count: int) -> list[Named]:
+    """Splits a model into `count` fragments of whole blocks (a layer, with all its weights) in their order, as even as that allows; the
+    result is the same in all groups. Raises ValueError if there are fewer blocks."""
     blocks: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         block = re.sub(r"(?<![^.])(\d+)\..*", r"\1", name)  # up to the first number, as in layers.3
         blocks.setdefault(block, []).append((name, parameter))
     if len(blocks) < count:
         raise ValueError(
-            f"fault_tolerance.num_fragments = {count}: the model has {len(blocks)} blocks to share out; nearest: {len(blocks)}"
+            f"fault_tolerance.num_fragments = {count}: must be at most {len(blocks)}, the blocks of the model; nearest: {len(blocks)}"
         )
     sizes = {block: sum(parameter.numel() for _, parameter in members) for block, members in blocks.items()}
     fragments: list[list[tuple[str, nn.Parameter]]] = [[]]
     left, filled, names = sum(sizes.values()), 0, list(blocks)
     for place, block in enumerate(names):
-        more = count - len(fragments)  # fragments that are still to be begun
+        more = count - len(fragments)  # fragments that are still empty
         full = filled + sizes[block] / 2 > left / (more + 1)
         if fragments[-1] and more and (full or len(names) - place <= more):
             left, filled = left - filled, 0

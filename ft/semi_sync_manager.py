@@ -1,21 +1,21 @@
-"""Semi-synchronous training behind the seam: a step of the protocol is a *round*, of many optimizer steps that a group makes by itself.
+"""Semi-synchronous training behind the Seam (seam.py): a step of the protocol is a *round* of several optimizer steps of each replica group.
 
-    assignment = rounds.begin_step()     # a window of the data: slots for rounds.inner_steps optimizer steps
+    assignment = rounds.begin_step()     # a *window* of the data: slots for rounds.inner_steps optimizer steps
     for slot in assignment.slots:
-        ...                              # forward, backward, clipping, inner optimizer: of this group alone
-        rounds.on_inner_step()           # sends the pseudo-gradients of the round's fragment when it is their time
+        ...                              # forward, backward, clipping and inner optimizer of this group only
+        rounds.on_inner_step()           # sends the pseudo-gradients of the round's fragment when they are due
     commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))  # the outer step, if the round is committed
 
-A round has all guarantees of a step: its sums are kept and tried again when a group dies, it is voted on, and until its commit nothing of
-it is visible elsewhere. The ledger assigns a window of inner_steps batches, whose samples count as trained on when, and only when, the
+A round has all guarantees of a step: its pseudo-gradients are kept and reduced again if a group fails, ranks vote on it, and it has no
+effect elsewhere before its commit. The ledger assigns a window of inner_steps batches; its samples count as trained on if and only if the
 group's pseudo-gradients were in the sums.
 
-Where the rules leave a choice:
-- Groups agree on the outer weights alone. A group that heals receives these and the outer optimizer's state, which do not change during a
-  round; its local weights begin from there, and its inner optimizer anew.
-- A window that does not count (its loss is NaN, or it was assigned anew) leaves no trace: the local weights go back to the outer ones, so
-  no sample is in the weights twice. Steps in fragments that were not summed since are lost with it.
-- Means are over the groups that contributed, one share each, as in the papers.
+Choices that the papers leave open:
+- Groups agree only on the outer weights. A group that heals receives these and the outer optimizer's state, which do not change during a
+  round; its local weights start from them, and its inner optimizer starts anew.
+- A window that does not count (its loss is NaN, or it was assigned anew) has no effect: the local weights are set back to the outer ones, so
+  no sample is in the weights twice. Steps of other fragments since their last reduction are lost with it.
+- Means are over the groups that contributed, with equal weights, as in the papers.
 - `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
 """
 
@@ -36,28 +36,29 @@ from ft.config import Schedule
 from ft.gradients import Gradients
 from ft.manager import Manager
 from ft.seam import Commit, DataAssignment, StepTotals
-from ft.semi_sync import Fragment, cut
+from ft.semi_sync import Fragment, split
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.checkpoint.stateful import Stateful  # takes a second to import
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
 
 
 def _of_turn(name: str) -> Any:
-    """Forwards to the method of that name of the fragment whose turn it is."""
+    """Forwards to that method of the current fragment."""
     return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
 
 
 def _of_all(name: str) -> Any:
-    """Forwards to the method of that name of all fragments."""
+    """Forwards to that method of all fragments."""
     return lambda self: [getattr(fragment, name)() for fragment in self._fragments]
 
 
 class FragmentGradients(Gradients):
-    """Gradients of fragments (semi_sync.py), of which each step sums one, in turns. Each has Gradients of its own, with its own buckets and
-    memory; the step alone determines whose turn it is, so all groups send the same. `attach` is called once for each fragment, in their
-    order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and can_repeat are not for it."""
+    """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each fragment has Gradients of its own, with its
+    own buckets and memory; the round's number determines the current fragment, so all groups send the same one. `attach` is called once for
+    each fragment, in their order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and
+    can_repeat are not supported."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -72,7 +73,9 @@ class FragmentGradients(Gradients):
 
     @property
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
-        pairs_by_name = zip(*(fragment.fingerprint for fragment in self._fragments), strict=True)  # pairs of one name
+        pairs_by_name = zip(
+            *(fragment.fingerprint for fragment in self._fragments), strict=True
+        )  # pairs with the same name
         return tuple((pairs[0][0], short_digest([digest for _, digest in pairs])) for pairs in pairs_by_name)
 
     def begin_attempt(
@@ -87,7 +90,7 @@ class FragmentGradients(Gradients):
     )
 
     def deliver(self, held: int | None = None) -> None:
-        """`held`: the step after the one that `begin_attempt` was called for."""
+        """Delivers the sums of the current fragment, or of `held`, a step as committed: one more than `begin_attempt` was called for."""
         turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
         turn.deliver(held)
 
@@ -98,9 +101,10 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; of none, for their mean."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights; if it returns None, the outer
+    weights are the mean of the local ones."""
 
-    writer_quorum: tuple[str, int] | None  # these five are the manager's
+    writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool
     needs_new_quorum: bool
     finished: bool
@@ -109,16 +113,16 @@ class SemiSyncManager:
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
-        # `register_state`: only what is the same in all groups between two rounds, not the model, nor the inner optimizer.
+        # register_state is only for state that is equal in all groups between two rounds, not for the model or the inner optimizer
         self.register_state, self.announce, self.finish = manager.register_state, manager.announce, manager.finish
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps
         self.fragments: list[Fragment] = []
-        self._round = 0  # that is computed
-        self._done = 0  # optimizer steps of it
-        self._window: tuple[int, ...] = ()  # the slot that it is, for the protocol
-        self._resets = False  # the next round begins from the outer weights
+        self._round = 0  # number of the current round
+        self._done = 0  # optimizer steps made in it
+        self._window: tuple[int, ...] = ()  # the Manager's slot of it, if there is one
+        self._resets = False  # True: the next round starts from the outer weights
 
     @property
     def step(self) -> int:
@@ -131,14 +135,14 @@ class SemiSyncManager:
         self._manager.regroup(until // self.inner_steps)
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
-        """The weights as they are now are the first outer ones. Raises ValueError where they cannot be cut into so many fragments."""
-        named = [  # named without what torch.compile and activation checkpointing wrap around modules: any layout can load it
+        """Registers the model; its present weights are the first outer weights. Raises ValueError for too many fragments."""
+        named = [  # without the prefixes of torch.compile and activation checkpointing, so that any layout can load it
             (name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), parameter)
             for part in model_parts
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         ]
-        for members in cut(named, self._schedule.fragments):
+        for members in split(named, self._schedule.fragments):
             optimizer = self._outer([parameter for _, parameter in members])
             self.fragments.append(Fragment(members, optimizer, alpha=self._schedule.alpha))
         self._manager.attach(self.fragments)
@@ -148,9 +152,9 @@ class SemiSyncManager:
         return nullcontext()
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
-        """Slots are batches, one for each of inner_steps optimizer steps."""
+        """Returns slots that are batches, one for each of inner_steps optimizer steps."""
         assignment = self._manager.begin_step(until=None if until is None else -(-until // self.inner_steps))
-        if self._resets or self._gradients.dropped:  # a window that was computed before counts no more
+        if self._resets or self._gradients.dropped:  # the window that was computed before does not count
             self.reset()
         self._round, self._done, self._window = assignment.step, 0, assignment.slots
         batch = self._manager.slot_size // self.inner_steps
@@ -158,6 +162,7 @@ class SemiSyncManager:
         return DataAssignment(assignment.step * self.inner_steps, slots)
 
     def on_inner_step(self) -> None:
+        """To be called after each inner optimizer step. Sends the pseudo-gradients of the round's fragment `delay` steps before its end."""
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
             fragment = self.fragments[self._round % len(self.fragments)]
@@ -166,7 +171,7 @@ class SemiSyncManager:
             self._gradients.launch_buckets()
 
     def reduce(self, tokens_per_slot: Sequence[float], loss_sum: float, finite: bool) -> StepTotals:
-        """`finite`: false also where the round was not finished, since a step of it was no number."""
+        """Reduces the round. `finite`: also False if the round was ended early by a loss that is NaN or infinite."""
         assert not self._window or not finite or self._done == self.inner_steps
         return self._manager.reduce((sum(tokens_per_slot),) if self._window else (), loss_sum, finite)
 
@@ -178,7 +183,7 @@ class SemiSyncManager:
         if self._window and not {slot for slot, _ in commit.slots}.intersection(self._window):
             self.reset()
         means = [to_local(outer.grad) for outer in fragment.outer if outer.grad is not None]
-        torch._foreach_div_(means, float(len(commit.slots)))  # a group has one at most
+        torch._foreach_div_(means, float(len(commit.slots)))  # a group has at most one
         fragment.step(means)
         for outer in fragment.outer:
             outer.grad = None
@@ -192,14 +197,14 @@ class SemiSyncManager:
         rounds, rest = divmod(int(state["step"]), self.inner_steps)
         if rest:
             raise ValueError(
-                f"fault_tolerance.sync_steps = {self._schedule.sync_steps}: the checkpoint is of step {state['step']}, in the middle of "
-                f"{self.inner_steps} steps that a group makes by itself"
+                f"fault_tolerance.sync_steps = {self._schedule.sync_steps}: the checkpoint is of step {state['step']}, which is not "
+                f"a multiple of {self.inner_steps}, the optimizer steps of a round"
             )
         self._manager.load_state_dict({**state, "step": rounds})
 
     @contextmanager
     def use_outer_weights(self) -> Iterator[None]:
-        """Inside, between two rounds, the model has the outer weights: to evaluate or export them."""
+        """Puts the outer weights into the model, between two rounds, to evaluate or export them."""
         for fragment in self.fragments:
             fragment.swap()
         try:
@@ -209,9 +214,9 @@ class SemiSyncManager:
                 fragment.swap()
 
     def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
-        """By name, what a checkpoint is to hold: the outer weights as the model's, so that its reader gets what groups agree on;
-        the outer optimizer's state; and where local weights are others than those, the writer's, which all begin from again. To be loaded
-        in this order. `model`: the state of what the groups have alike anyway, such as buffers."""
+        """Returns the states of a checkpoint by name, to be loaded in this order: "model" with the outer weights, so that whoever loads the
+        checkpoint gets what groups agree on; the outer optimizer's state; and the writer's local weights, if they may differ from the outer
+        ones: all groups start from them again. `model`: gives all other state of the model, such as buffers."""
         states: dict[str, Stateful] = {
             "model": SimpleNamespace(
                 state_dict=lambda: {**model.state_dict(), **_merged(x.weights() for x in self.fragments)},
@@ -231,7 +236,7 @@ class SemiSyncManager:
         model.load_state_dict({name: value for name, value in state.items() if name not in names})
         for fragment in self.fragments:
             fragment.load_weights(state)
-        self._resets = True  # unless local weights come, too
+        self._resets = True  # unless local weights are loaded next
 
     def _local_state(self) -> dict[str, Any]:
         named = (zip(fragment.names, fragment.local, strict=True) for fragment in self.fragments)
@@ -252,7 +257,7 @@ class SemiSyncManager:
         self.reset()
 
     def reset(self) -> None:
-        """Local weights are the outer ones again: what was computed since leaves no trace."""
+        """Sets the local weights back to the outer ones, which undoes the inner steps since."""
         for fragment in self.fragments:
             fragment.reset()
         self._resets = self._gradients.dropped = False

@@ -1,4 +1,4 @@
-"""The manager of a run, as its settings and its environment ask for it: a quorum of one, or this group's among others."""
+"""Makes the Seam (seam.py) of a run from its settings and environment: a SoloManager, or the Manager of one of several replica groups."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from ft.process_groups.base import ProcessGroup
 
 
-ALONE = "solo"
+ALONE = "solo"  # replica ID of a job without replica groups
 
 
 class SoloManager:
-    """A quorum of one: the manager of a job without fault tolerance. No network, no thread, no gRPC.
+    """The Seam of a job without replica groups: a quorum of one, without network, thread or gRPC.
 
-    Assigns the positions in order, one slot of `slot_size` sequences a step, and commits every finite step; a non-finite one raises
-    Stopped. Its ledger is that of replica groups, so a run may resume with fault tolerance or without, with another batch size or rank
-    count."""
+    It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
+    other loss raises Stopped. It has the ledger of replica groups, so a run may resume with fault tolerance or without, with a different
+    batch size or rank count."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
@@ -36,7 +36,9 @@ class SoloManager:
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # one group's sums are the sums
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = (
+            StepTotals  # the sums of one group are the totals
+        )
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         if name in self._registered:
@@ -75,7 +77,7 @@ class SoloManager:
     needs_new_quorum = finished = False
 
     def _nothing(self, *given: Any, **named: Any) -> None:
-        """There are no other groups to sum with, to wait for or to tell, no page, and nothing to close."""
+        """Does nothing: there are no other groups, no dashboard, and no resources to release."""
 
     attach = want_to_leave = regroup = finish = announce = close = _nothing
 
@@ -95,10 +97,11 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """`slot_size`: sequences of one group's batch. `folder`, `store`: the group's own. `device_type`: of the gradients. `fingerprint`:
-    digests, by name, that must be equal in all groups. `agreement`: of this group's ranks, if there are several. `long_phase_s`: limit of a
-    long phase. `restore`: loads the newest valid checkpoint, and with it this manager's state. `phase_timer`, `on_event`: see telemetry.py.
-    Raises ValueError for settings and a refused token, ConnectionError without a lighthouse, RuntimeError without the group's server."""
+    """Makes the Seam of a run. `slot_size`: sequences of one group's batch. `folder`, `store`: the replica group's own. `device_type`: of its
+    gradients. `fingerprint`: digests by name, which must be equal in all groups. `agreement`: of this group's ranks, if there are several.
+    `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and with it the manager's state. `phase_timer`,
+    `on_event`: see telemetry.py. Raises ValueError for invalid settings and a refused token, ConnectionError if there is no lighthouse,
+    RuntimeError if the group server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads
@@ -147,20 +150,20 @@ def open_manager(
     outer: OuterOptimizer = (
         partial(SGD, lr=settings.outer_lr, momentum=settings.outer_momentum, nesterov=settings.outer_nesterov)
         if settings.semi_sync_method == "diloco"
-        else lambda weights: None  # the mean of weights needs none
+        else lambda weights: None  # Local SGD has no outer optimizer
     )
     return SemiSyncManager(manager, settings.schedule, outer) if semi_sync else manager
 
 
 def group_env(settings: FaultTolerance, device_type: str) -> dict[str, str]:
-    """Environment for collectives between replica groups, to be set before the first one is made. `device_type`: of gradients."""
+    """Environment variables for collectives between replica groups, to be set before the first process group is made."""
     from ft.process_groups.nccl import process_settings
 
     return process_settings(settings.group_kind(device_type), settings.rendezvous_s)
 
 
 def process_group(settings: FaultTolerance, device_type: str) -> ProcessGroup:
-    """Process group to the other groups' ranks, for gradients on a device of that type. Raises ValueError."""
+    """Makes the process group with the other replica groups, for gradients on a device of that type. Raises ValueError."""
     kind = settings.group_kind(device_type)
     from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
     from ft.process_groups.gloo import ProcessGroupGloo

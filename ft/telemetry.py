@@ -1,7 +1,8 @@
-"""Times and events of a manager: for the log, for training/progress.py and training/background_writer.py, and, once a beat, for its group's
-server, hence the lighthouse and its page. Written by the trainer's thread. A second counts for the innermost phase alone:
+"""Durations and events of a Manager: for the log, for training/progress.py and training/background_writer.py, and, with each heartbeat, for
+the group server, which passes them to the lighthouse and its dashboard. Written by the trainer's thread. Each second counts for the
+innermost phase only:
 
-    quorum    waiting for a quorum               rebuild   forming the process group to other groups
+    quorum    waiting for a quorum               rebuild   forming the process group with the other replica groups
     heal      a state is on its way, to this group or from it
     waiting   in a reduction, for groups that are later than this one
 """
@@ -22,8 +23,8 @@ from typing import Literal, Protocol
 from ft.protocol import messages as m
 from ft.protocol.messages import name_of
 
-KEPT = 21  # newest steps, whose median length is reported
-SELDOM_S = 30.0  # between two equal reports of a rank other than 0, which reports once a beat
+KEPT = 21  # newest steps, whose median duration is reported
+SELDOM_S = 30.0  # between two equal reports of a rank other than 0; rank 0 reports once per heartbeat
 SENDS = "sending its state"
 log = logging.getLogger("pharos.manager")
 
@@ -40,7 +41,7 @@ class PhaseTimer(Protocol):
         return nullcontext()
 
     def long_phase(self) -> tuple[str, float] | None:
-        """The phase under way, as text, if its length does not depend on a step's, and the seconds since it began. From any thread."""
+        """Name of the current phase, if its duration does not depend on a step's, and seconds since its begin. From any thread."""
         return None
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
@@ -69,7 +70,8 @@ def ignore_event(event: str, step: int, **what: object) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Values that are reported at once when they change. `phase`: a long one, with the limit of its length; "" and 0: none."""
+    """Values that are reported at once when they change. `waiting`: for other groups, or for ranks of this group (`summed`: in a vote, after
+    the reduction). `phase`: name of a long phase, with its time limit; "" and 0: none."""
 
     waiting: bool = False
     summed: bool = False
@@ -78,9 +80,9 @@ class Status:
 
 
 class ManagerTelemetry:
-    """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit, which the protocol counts.
-    `long_phase_s`: limit of a phase whose length does not depend on a step's, and of the first step; 0: not reported. `announce`: shows a
-    text in a lane of the lighthouse's page, at the protocol's step. For the trainer's thread, except `report_for_ever`, which only
+    """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the protocol counts commits.
+    `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not reported. `announce`:
+    shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread, except for `report_for_ever`, which only
     reads."""
 
     def __init__(
@@ -97,11 +99,11 @@ class ManagerTelemetry:
         self._group_rank, self._step, self.phase_timer, self._on_event = group_rank, step, phase_timer, on_event
         self._announce, self._inner_steps, self._long_phase_s = announce, inner_steps, long_phase_s
         self._clock = clock
-        # none; "sums": for other groups, in a reduction; "vote": for ranks of this group, maybe in one
+        # "": no wait; "sums": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
         self.current_wait: Literal["", "sums", "vote"] = ""
-        self.sums_began_s = 0.0  # the begin of either wait
-        self.first_began_s: float | None = None  # the first step; infinite once a step is committed
-        self._sends: tuple[float, float] | None = None  # begin and limit of a commit's wait for readers
+        self.wait_began_s = 0.0  # begin of the newest reduction's wait
+        self.first_began_s: float | None = None  # begin of the first step; infinite once a step is committed
+        self._sends: tuple[float, float] | None = None  # begin and time limit of a commit's wait for joiners
         self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_s = clock()
@@ -109,12 +111,12 @@ class ManagerTelemetry:
 
     @property
     def median_step_s(self) -> float:
-        """Median length of the newest steps; 0: there is none."""
+        """Median duration of the newest steps; 0: there is none."""
         return statistics.median(self.step_seconds) if self.step_seconds else 0.0
 
     @contextmanager
     def sends(self, limit_s: float) -> Iterator[None]:
-        """Wraps the wait of a commit until others have this group's state, or enough of it."""
+        """Wraps the wait of a commit until joiners have received this group's state, or enough of it."""
         self._sends = (self._clock(), limit_s)
         try:
             yield
@@ -161,17 +163,17 @@ class ManagerTelemetry:
         log.error("%s", text)
 
     def status(self, beat_s: float) -> Status:
-        """This rank's status. A wait counts from half a beat on: nearly every step has a shorter one."""
+        """This rank's status. A wait counts once it lasts half of `beat_s`: nearly every step has a shorter one."""
         now_s, wait = self._clock(), self.current_wait
-        waiting = wait != "" and now_s - self.sums_began_s > beat_s / 2
-        phase, seconds, most_s = "", 0.0, self._long_phase_s
+        waiting = wait != "" and now_s - self.wait_began_s > beat_s / 2
+        phase, seconds, max_s = "", 0.0, self._long_phase_s
         if sends := self._sends:
-            phase, seconds, most_s = SENDS, now_s - sends[0], sends[1]
+            phase, seconds, max_s = SENDS, now_s - sends[0], sends[1]
         elif long_phase := self.phase_timer.long_phase():
             phase, seconds = long_phase
         elif (began_s := self.first_began_s) is not None and began_s < math.inf:
             phase, seconds = "first step", now_s - began_s
-        limit_s = most_s if seconds < most_s else 0.0  # beyond it, it is not reported
+        limit_s = max_s if seconds < max_s else 0.0  # a phase that lasts longer is not reported
         return Status(waiting, waiting and wait == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
     def report_for_ever(
@@ -179,14 +181,14 @@ class ManagerTelemetry:
         beat_s: float,
         closed: threading.Event,
         send: Callable[[dict[str, float], Status], None],
-        news: Callable[[Status], object],
+        more: Callable[[Status], object],
     ) -> None:
-        """Runs in a thread of its own. Rank 0 sends once a beat; the others when `status` or `news` has changed, as reports of many ranks
-        in each beat would be most of their server's work."""
+        """Reports in a thread of its own. Rank 0 sends once per heartbeat, other ranks when `status` or the result of `more` has changed,
+        as a report of every rank in every heartbeat would be most of their server's work."""
         sent, sent_s = object(), -math.inf
         while not closed.wait(beat_s / 2):
             now_s, status = self._clock(), self.status(beat_s)
-            values = (status, news(status))
+            values = (status, more(status))
             if values == sent and now_s - sent_s < (0.9 * beat_s if self._group_rank == 0 else SELDOM_S):
                 continue
             sent, sent_s = values, now_s

@@ -1,7 +1,7 @@
-"""A tensor that a user hands over to be summed or averaged with the other groups' (torchft's `allreduce`).
+"""All-reduce of a user's tensor over the replica groups (torchft's `allreduce`).
 
-The user waits for the result before the step is decided. So the values are kept when the result takes their place, and a retry of the step
-reduces them again. A failure leaves the tensor as it is: then the step is not committed.
+The user waits for the result before the step is decided. So the tensor's values are kept when the result overwrites them, and a retry of
+the step reduces them again. A failure leaves the tensor unchanged; the step is then not committed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ft.quantized import CollectiveQueue, ErrorFeedback
 
 
 class ManagedAllreduce:
-    """`work`: the user's; it never fails, and when it ends the tensor has the result, or its own values. `after_buckets`: it was handed
-    over after the backward. `quantized`, `feedback`: as in CollectiveQueue.allreduce_quantized."""
+    """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or on
+    a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `after_buckets`: it was
+    requested after the last backward. `quantized`, `feedback`: as in CollectiveQueue.allreduce_quantized."""
 
     def __init__(
         self,
@@ -38,9 +39,9 @@ class ManagedAllreduce:
         self._tensor = to_local(tensor.detach())
         self._buffers, self._mean, self._keep = buffers, mean, keep
         self._lock = threading.Lock()  # the thread that ends the operation writes the result
-        self._original: Tensor | None = None  # the values, once the result has taken their place
-        self._version = _version(self._tensor)  # as it came, or as the result was written
-        self._sum: Tensor | None = None  # of the attempt under way
+        self._original: Tensor | None = None  # the values, once the result has overwritten them
+        self._version = _version(self._tensor)  # the tensor's version after our newest write, or at the beginning
+        self._sum: Tensor | None = None  # buffer of the current attempt
         self._written = False
         self._participants = 1
         self.work = GroupWork("AllReduce", [tensor])
@@ -49,7 +50,7 @@ class ManagedAllreduce:
 
     @property
     def changed(self) -> bool:
-        """True when the user has written to the tensor: a retry would overwrite that."""
+        """True when the user has written to the tensor since: a retry would overwrite that."""
         with self._lock:
             return _version(self._tensor) != self._version
 
@@ -58,7 +59,7 @@ class ManagedAllreduce:
         return self._sum is not None
 
     def launch(self, via: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
-        """Reduces the values that the tensor was handed over with, or zeros. The first attempt ends `work`; `finish` writes a retry's."""
+        """Reduces the values that the tensor had at first, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)
@@ -66,12 +67,12 @@ class ManagedAllreduce:
             self._sum.zero_()
         if self.quantized:
             assert isinstance(via, CollectiveQueue)
-            theirs: dist.Work = via.allreduce_quantized(self._sum, self._feedback, contributes=contributes)
+            reduction: dist.Work = via.allreduce_quantized(self._sum, self._feedback, contributes=contributes)
         else:
-            theirs = via.allreduce([self._sum])
+            reduction = via.allreduce([self._sum])
         if not self.work.is_completed():
-            theirs.get_future().add_done_callback(lambda _: self._ended(theirs.exception() is None))
-        return theirs
+            reduction.get_future().add_done_callback(lambda _: self._ended(reduction.exception() is None))
+        return reduction
 
     def finish(self) -> None:
         """Writes the result of a complete attempt."""
@@ -81,18 +82,18 @@ class ManagedAllreduce:
             self._feedback.commit()
 
     def abandon(self) -> Tensor | None:
-        """Ends `work`, and returns the buffer of an abandoned attempt, which a collective may still write to."""
+        """Ends `work`, and returns the buffer of the current attempt, which a collective may still write to."""
         with self._lock:
             buffer, self._sum = self._sum, None
         self.work.end(None)
         return buffer
 
     def set_aside(self) -> None:
-        """Leaves the result to a later `finish`, which overwrites the tensor."""
+        """Postpones the result to a later `finish`, which overwrites the tensor."""
         self._written, self._keep = False, False
 
     def forget(self) -> None:
-        """Returns the memory at the end of the step."""
+        """Returns the buffers to their pool, at the end of the step."""
         for buffer in (self.abandon(), self._original):
             if buffer is not None:
                 self._buffers.give(buffer)
@@ -121,4 +122,4 @@ class ManagedAllreduce:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # an inference tensor counts no changes
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor has no version counter

@@ -27,7 +27,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ft.process_groups.errors import Abandoned, ProcessGroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import Abandoned, MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Fingerprint
@@ -284,7 +284,9 @@ class Generation:
 
     def ended(self, work: GroupWork, error: Exception | None, source: int = -1) -> None:
         if error is not None and not isinstance(error, ProcessGroupError):
-            error = ProcessGroupError(f"{work.name}: {error}")  # without the traceback, which would keep the group alive
+            error = ProcessGroupError(
+                f"{work.name}: {error}"
+            )  # without the traceback, which would keep the group alive
         with self.lock:
             self.works.pop(work, None)
             self.error = self.error or error

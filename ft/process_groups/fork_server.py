@@ -145,7 +145,9 @@ class ForkServer:
                 self._ready = message is not None and message[0] == READY
                 if not self._ready:
                     self._stop()
-            raise ProcessGroupError("no fork server for child processes: it dies, or stops, before it has imported torch")
+            raise ProcessGroupError(
+                "no fork server for child processes: it dies, or stops, before it has imported torch"
+            )
 
     def child(self) -> Child:
         """A new child: the standby, or one that is forked now. Raises ProcessGroupError."""

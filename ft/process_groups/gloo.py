@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.process_groups import sockets
 from ft.process_groups.base import NEVER, Operation, ProcessGroup, failure_of, group_of, source_of
-from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.sockets import Address
 

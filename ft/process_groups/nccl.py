@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ft.device import current_device, device_thread
 from ft.process_groups.base import NEVER, GroupWork, Operation, ProcessGroup, failure_of, group_of, source_of
-from ft.process_groups.errors import ProcessGroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 ABORT_LIMIT_S = 10.0  # then the process has to go

@@ -16,7 +16,7 @@ from ft.manager import Manager, ManagerOptions
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.seam import Commit, from_checkpoint
-from ft.semi_sync import cut
+from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
 
@@ -195,7 +195,7 @@ class Papers:
         start = Worker().weights()
         self.theta = {name: value.detach().clone() for name, value in start.items()}
         self.v = {name: torch.zeros_like(value) for name, value in start.items()}
-        self.fragments = [[name for name, _ in members] for members in cut(list(start.items()), schedule.fragments)]
+        self.fragments = [[name for name, _ in members] for members in split(list(start.items()), schedule.fragments)]
         self.done = 0
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from ft import DiLoCo, LocalSGD, Manager
 from ft.compat.local_sgd import in_buckets
 from ft.config import Schedule
 from ft.seam import GroupEnded
-from ft.semi_sync import cut
+from ft.semi_sync import split
 from tests.ft.groups import LIMIT_S, GroupsOfJob, Trained, run_job
 from tests.ft.round_groups import BATCH, Blocks, Papers, inner_loss, inner_optimizer, nesterov
 from tests.ft.torchft_groups import manager_of
@@ -28,7 +28,7 @@ Make = Callable[["Group"], Any]
 
 def diloco(schedule: Schedule, bucket_cap_mb: float = 32.0, *, quantized: bool = False) -> Make:
     def make(group: Group) -> DiLoCo:
-        named = cut(list(group.model.named_parameters()), schedule.fragments)
+        named = split(list(group.model.named_parameters()), schedule.fragments)
         fragments = [_module(members) for members in named]
         return DiLoCo(
             group.manager,

@@ -238,7 +238,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
         assert stranger.thread.is_alive() and stranger.manager.machine.phase is Phase.ASKING
         assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
         # Of the two the one that sees it first reports it, and its report may end the other's comparison: one is enough.
-        assert caplog.text.count("rank 2 has another optimizer.lr than the job: they are left out") in (1, 2)
+        assert caplog.text.count("rank 2 has another optimizer.lr than the job: left out of the next quorum") in (1, 2)
 
 
 def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
@@ -248,12 +248,12 @@ def test_gradients_that_cannot_be_summed_are_an_error_each_time_and_no_hang():
         if step == 2:
             launch, rank.manager.gradients.launch_tail = rank.manager.gradients.launch_tail, cannot  # type: ignore[method-assign]
             for _ in range(2):
-                with pytest.raises(RuntimeError, match="cannot be summed"):
+                with pytest.raises(RuntimeError, match="cannot be reduced"):
                     rank.train_step()
             rank.manager.gradients.launch_tail = launch  # type: ignore[method-assign]
 
     def cannot(*args: object, **more: object) -> None:
-        raise RuntimeError("a gradient that cannot be summed")
+        raise RuntimeError("a gradient that cannot be reduced")
 
     with job(min_replicas=1) as made:
         rank = made.group("a", steps=4, at=fails_once)[0]

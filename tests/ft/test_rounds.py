@@ -14,7 +14,7 @@ from torch import nn
 from ft.config import Schedule
 from ft.protocol.messages import name_of
 from ft.seam import DataAssignment, GroupEnded
-from ft.semi_sync import cut
+from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import LIMIT_S, finish
 from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
@@ -252,10 +252,10 @@ def test_a_model_is_cut_between_blocks_as_even_as_that_allows():
     )
     named = list(model.named_parameters())
     for count in range(1, 7):
-        fragments = cut(named, count)
+        fragments = split(named, count)
         assert [pair for members in fragments for pair in members] == named and len(fragments) == count
         blocks = [{name.rsplit(".", 1)[0] for name, _ in members} for members in fragments]
         assert not any(one & other for place, one in enumerate(blocks) for other in blocks[place + 1 :])
-    assert [sum(p.numel() for _, p in members) for members in cut(named, 2)] == [60, 44]
-    with pytest.raises(ValueError, match=r"num_fragments = 7: the model has 6 blocks to share out; nearest: 6"):
-        cut(named, 7)
+    assert [sum(p.numel() for _, p in members) for members in split(named, 2)] == [60, 44]
+    with pytest.raises(ValueError, match=r"num_fragments = 7: must be at most 6, the blocks of the model; nearest: 6"):
+        split(named, 7)

@@ -63,7 +63,7 @@ def test_what_is_new_is_told_within_a_beat(clock: Clock):
 
 def test_a_rank_waits_in_the_sums_and_past_them(clock: Clock):
     one = made(1, clock)
-    one.sums_began_s = clock.now_s
+    one.wait_began_s = clock.now_s
     one.current_wait = "sums"
     assert not one.status(1.0).waiting
     clock.now_s += 0.6

@@ -223,5 +223,5 @@ def partial_sum() -> str:
 
 def test_a_gradient_that_its_ranks_have_not_summed(pool: Pool):
     """Its owner would take one rank's part for the whole."""
-    text = "parameter 0 of shape (5,): a gradient that is a partial sum over ranks cannot be summed over groups"
+    text = "parameter 0 of shape (5,): a gradient that is a partial sum over ranks cannot be reduced over groups"
     assert pool.run(2, partial_sum) == [text] * 2

@@ -78,6 +78,9 @@ def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     ask = [str(tmp_path / "run.toml"), "--explain", "--device=cpu", "--ranks=1"]
     assert main(ask) == 0 and "FAULT TOLERANCE" not in capsys.readouterr().out
     apart = ["--fault_tolerance.deterministic_reduce=true", "--fault_tolerance.keep_global_batch=true"]
-    for more, words in (([], "while this group heals: reduced gradients of 2 steps"), (apart, "if this group computes all 4 slots")):
+    for more, words in (
+        ([], "while this group heals: reduced gradients of 2 steps"),
+        (apart, "if this group computes all 4 slots"),
+    ):
         assert main([*ask, "--fault_tolerance.enable=true", *more]) == 0
         assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, memory of a rank on top")[2]

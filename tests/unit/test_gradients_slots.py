@@ -139,5 +139,5 @@ def test_a_bucket_of_others_slots_does_not_wait_for_the_backward():
 def test_slots_apart_have_no_room_for_other_tensors():
     [alone] = members(1, slots=2)
     open_all([alone])
-    with pytest.raises(RuntimeError, match="deterministic_reduce sums gradients alone"):
+    with pytest.raises(RuntimeError, match="deterministic_reduce = true: supports only gradients"):
         alone.gradients.all_reduce(torch.ones(2))

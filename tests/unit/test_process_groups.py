@@ -28,7 +28,7 @@ from ft.compat.process_groups import ErrorSwallowingProcessGroup, ProcessGroupDu
 from ft.process_groups import shared, sockets
 from ft.process_groups.baby import ENDED, ChildEngine, ProcessGroupBabyNCCL
 from ft.process_groups.base import GroupWork, Operation, ProcessGroup, Reaper, reduction
-from ft.process_groups.errors import Abandoned, ProcessGroupError, MustExit, RendezvousFailed
+from ft.process_groups.errors import Abandoned, MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import Channel
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import GlooEngine, ProcessGroupGloo, form_gloo

@@ -141,6 +141,6 @@ def test_a_tensor_that_overlaps_itself_is_refused_before_anything_is_sent():
     team = members(2, nn.Identity)
     open_all(team)
     for member in team:
-        with pytest.raises(ValueError, match=r"shape \(4,\), with overlapping memory"):
+        with pytest.raises(ValueError, match=r"shape \(4,\) with overlapping memory"):
             member.gradients.all_reduce(torch.ones(1).expand(4))
     assert finish(team) == [(2.0, 1.0)] * 2
