@@ -42,8 +42,8 @@ def _address(sockaddr: int) -> Address | None:
 
 
 def interfaces() -> dict[str, list[Address]]:
-    """Returns this machine's addresses by interface, without those of interfaces that are down, and without link-local IPv6 addresses, which
-    need a scope."""
+    """Returns this machine's addresses by interface, without those of interfaces that are down, and without link-local IPv6 addresses,
+    which need a scope."""
     there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
     libc = ctypes.CDLL(None, use_errno=True)
     head = c_void_p()
@@ -65,9 +65,9 @@ def interfaces() -> dict[str, list[Address]]:
 def advertised(
     interface: str, lighthouse: str, interfaces: Callable[[], Mapping[str, Sequence[Address]]] = interfaces
 ) -> str:
-    """Returns the address to advertise. `interface`: the name of an interface ("eth0"), a network ("10.0.0.0/8"), one address, or "" for the
-    source address of connections to `lighthouse` ("http://host:port"; no packet is sent). Of several addresses it prefers those that are
-    not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices."""
+    """Returns the address to advertise. `interface`: the name of an interface ("eth0"), a network ("10.0.0.0/8"), one address, or "" for
+    the source address of connections to `lighthouse` ("http://host:port"; no packet is sent). Of several addresses it prefers those that
+    are not loopback, then those of the address family of the lighthouse (IPv4 if that is a name). Raises ValueError, with the choices."""
     place = Endpoint.parse(lighthouse, "TORCHFT_LIGHTHOUSE")
     if not interface:
         try:

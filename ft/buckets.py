@@ -38,8 +38,8 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the buffer of its kind. `members`: indices of its gradients. `in_place`: has one gradient, which is reduced
-    in place."""
+    """Elements `start` to `stop` of the buffer of its kind. `members`: indices of its gradients. `in_place`: has one gradient, which is
+    reduced in place."""
 
     kind: Kind
     members: tuple[int, ...]
@@ -117,8 +117,8 @@ def short_digest(what: object) -> str:
 
 
 class GradBuffers:
-    """One buffer set. `buckets`: the memory of each bucket, that of the last one with the whole tail. `sums`: by a gradient's index, its sum;
-    `gradients`: the same memory in the form of `.grad` (a DTensor if the parameter is one). Neither has gradients reduced in place."""
+    """One buffer set. `buckets`: the memory of each bucket, that of the last one with the whole tail. `sums`: by a gradient's index, its
+    sum; `gradients`: the same memory in the form of `.grad` (a DTensor if the parameter is one). Neither has gradients reduced in place."""
 
     def __init__(self, layout: BucketLayout, parameters: Sequence[nn.Parameter], *, shared: bool) -> None:
         flat = {kind: zeros(size, *kind, shared=shared) for kind, size in layout.sizes.items()}

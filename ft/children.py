@@ -18,8 +18,8 @@ def unsignalled() -> Iterator[None]:
 
     A terminal or a scheduler sends these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
     The rank handles them by saving a checkpoint, for which it needs the child. They are blocked, not ignored: a blocked signal stays
-    blocked across fork and exec, so the child is never unprotected. Such a child ends when the pipe or socket that it reads is closed,
-    when its parent dies, or by SIGKILL."""
+    blocked across fork and exec, so the child is never unprotected. Such a child ends when the pipe or socket that it reads is closed, when
+    its parent dies, or by SIGKILL."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
         yield

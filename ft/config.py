@@ -18,8 +18,8 @@ from ft.rpc.access import Endpoint, find_token
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two reductions of one fragment.
-    `delay`: steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when its result is applied."""
+    """Schedule of semi-synchronous training (semi_sync.py). `sync_steps`: optimizer steps between two reductions of one fragment. `delay`:
+    steps that a fragment's all-reduce may overlap. `alpha`: weight of the local parameters when its result is applied."""
 
     sync_steps: int
     fragments: int = 1

@@ -19,9 +19,9 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator together with the whole bucket, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, on top of autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of tensors that a user
-hands over, and three buckets while a quantised one is reduced.
-With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they are copied: a failure loses them.
+Memory, on top of autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of tensors that a user hands
+over, and three buckets while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with
+shared=True, freed when they are copied: a failure loses them.
 
 Separate slots (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
 slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
@@ -395,12 +395,12 @@ class Gradients:
     def all_reduce(
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: ErrorFeedback | None = None
     ) -> GroupWork:
-        """Reduces a tensor beside the gradients: when the work ends it has the mean over the participants (or the sum). On failure it
-        keeps its values, and Gradients.wait raises the error. A retry of the step reduces the values that it had at this call, and
-        `deliver` writes the new result.
+        """Reduces a tensor beside the gradients: when the work ends it has the mean over the participants (or the sum). On failure it keeps
+        its values, and Gradients.wait raises the error. A retry of the step reduces the values that it had at this call, and `deliver`
+        writes the new result.
 
-        Each group calls it for the same tensors in the same order, before or after the last backward. `quantized`: in int8; `feedback`
-        then receives the rounding error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
+        Each group calls it for the same tensors in the same order, before or after the last backward. `quantized`: in int8; `feedback` then
+        receives the rounding error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
         overlapping memory, RuntimeError if there is no attempt that is not launched yet, or with separate slots."""
         if self._per_slot:
             raise RuntimeError(
@@ -449,8 +449,8 @@ class Gradients:
         return self._parameters[index % len(self._parameters)]
 
     def _on_gradient(self, parameter_index: int, parameter: Tensor) -> None:
-        """Sends a bucket if this gradient completes it: the hook of one parameter. Never raises, never waits. Called once for each parameter
-        in each step, so the common case is inline."""
+        """Sends a bucket if this gradient completes it: the hook of one parameter. Never raises, never waits. Called once for each
+        parameter in each step, so the common case is inline."""
         with self._lock:
             attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:

@@ -1,5 +1,5 @@
-"""A rank's part in healing: offers its state to joiners (replica groups that heal from its own), and fetches the state of other groups where
-its own is not the reference state.
+"""A rank's part in healing: offers its state to joiners (replica groups that heal from its own), and fetches the state of other groups
+where its own is not the reference state.
 
 The Manager carries out Configure, Fence, LoadState and DropHeld with this, over a transport (ft/healing).
 """
@@ -55,7 +55,8 @@ class Healer:
         )
 
     def offer(self, quorum: m.QuorumResult) -> None:
-        """Offers the state of a step boundary to the quorum's joiners that heal from this group; withdraws the last offer if there are none."""
+        """Offers the state of a step boundary to the quorum's joiners that heal from this group; withdraws the last offer if there are
+        none."""
         if quorum.recover_dst_replica_ranks:
             joiners = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
@@ -76,8 +77,8 @@ class Healer:
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, quorum: m.QuorumResult) -> None:
-        """Starts a thread that fetches the state into this rank's tensors and then reports HealEnded. It tells the sources of a final failure,
-        as their commit would wait for a joiner that has given up."""
+        """Starts a thread that fetches the state into this rank's tensors and then reports HealEnded. It tells the sources of a final
+        failure, as their commit would wait for a joiner that has given up."""
         self.drop()
         self._cancelled = threading.Event()
         given = quorum, self._state.snapshot(), self._cancelled

@@ -354,8 +354,8 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ the machine
 
     def _feed(self, event: m.Event) -> None:
-        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except for InterruptCollectives, which is carried
-        out here: the trainer's thread may be in the very wait that it interrupts."""
+        """Feeds the machine, from any thread. Effects are queued for the trainer's thread, except for InterruptCollectives, which is
+        carried out here: the trainer's thread may be in the very wait that it interrupts."""
         with self._news:
             now_s = time.monotonic()
             out = self.machine.handle(event, now_s)
@@ -382,7 +382,8 @@ class Manager:
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect, or until `enough()` is True after an event. Returns True if there is an effect. Raises the error of `_fail`."""
+        """Waits for an effect, or until `enough()` is True after an event. Returns True if there is an effect. Raises the error of
+        `_fail`."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -669,7 +670,8 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ other threads
 
     def _on_notice(self, event: m.Event) -> None:
-        """Feeds the machine, and first ends the offer of a failed generation, as a commit would wait for its joiners. In the stream's thread."""
+        """Feeds the machine, and first ends the offer of a failed generation, as a commit would wait for its joiners. In the stream's
+        thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._feed_from_thread(event)

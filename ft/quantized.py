@@ -3,8 +3,8 @@
 Flow: gradients.py and user_sums.py send through a CollectiveQueue if a reduction is quantised; quantize and dequantize define the format.
 
 A reduction is two exchanges. Each rank owns a share of the tensor. First every rank sends each owner that owner's share of its values, in
-int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank
-sends 2 (n - 1) / n bytes per value where a ring in fp32 sends 8 (n - 1) / n, and all ranks decode the same bytes.
+int8 (all-to-all); owners add these up in fp32, in the order of ranks, and send the sums to all, in int8 again (all-gather). So a rank sends
+2 (n - 1) / n bytes per value where a ring in fp32 sends 8 (n - 1) / n, and all ranks decode the same bytes.
 
 Errors of both exchanges are fed back (Seide et al., Interspeech 2014; Tang et al., DoubleSqueeze, arXiv 1905.05957): each rank adds its own
 rounding errors to its next values, and an owner does so with the rounding errors of its sums. So over many steps nothing is lost: the
@@ -35,8 +35,8 @@ PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that tempo
 
 
 class ErrorFeedback:
-    """The error feedback of one tensor in one group. `residual`: rounding errors that are not in a sum yet, fp32, flat. Only `commit` changes
-    it, so a failed attempt and its retry send the same bits."""
+    """The error feedback of one tensor in one group. `residual`: rounding errors that are not in a sum yet, fp32, flat. Only `commit`
+    changes it, so a failed attempt and its retry send the same bits."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
@@ -49,8 +49,8 @@ class ErrorFeedback:
 
 
 class CollectiveQueue:
-    """Runs the reductions of one attempt on a process group that has formed, one after the other in a thread of its own: a quantised one has
-    a second exchange after its first, and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends
+    """Runs the reductions of one attempt on a process group that has formed, one after the other in a thread of its own: a quantised one
+    has a second exchange after its first, and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends
     everything through it.
 
     A wait ends no later than one on the process group: its abandonment ends the works. `shared`: a child process maps the messages."""

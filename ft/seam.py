@@ -25,8 +25,8 @@ class DataAssignment:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager, which
-    leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
+    """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
+    which leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
 
     tokens_per_slot: Sequence[float]  # valid tokens; 0: that slot contributed nothing
     loss_sum: float  # nats over those tokens
@@ -63,8 +63,8 @@ class GroupEnded(RuntimeError):
 
 
 class GroupReleased(RuntimeError):
-    """This group was asked to leave while it waited for other groups: all its ranks exit now. `has_state`: it holds a committed state, which
-    may exist nowhere else; False: it has no complete state."""
+    """This group was asked to leave while it waited for other groups: all its ranks exit now. `has_state`: it holds a committed state,
+    which may exist nowhere else; False: it has no complete state."""
 
     def __init__(self, *, has_state: bool) -> None:
         super().__init__("asked to leave while it waited for other groups")
@@ -82,8 +82,8 @@ def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Seam(Protocol):
-    """The interface that the trainer uses: of Manager and SemiSyncManager, and of SoloManager, which has no replica groups. Each of them passes
-    tests/unit/test_seam.py."""
+    """The interface that the trainer uses: of Manager and SemiSyncManager, and of SoloManager, which has no replica groups. Each of them
+    passes tests/unit/test_seam.py."""
 
     @property
     def step(self) -> int:
@@ -136,8 +136,8 @@ class Seam(Protocol):
         not for one of its own ranks; -inf: there was none."""
 
     def want_to_leave(self) -> None:
-        """Notes a SIGTERM; from any thread, on one rank or several. If the group is waiting for others, all its ranks get GroupReleased; else
-        the trainer calls `leave`."""
+        """Notes a SIGTERM; from any thread, on one rank or several. If the group is waiting for others, all its ranks get GroupReleased;
+        else the trainer calls `leave`."""
 
     def leave(self) -> None:
         """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop
@@ -155,8 +155,8 @@ class Seam(Protocol):
         """Forms a quorum after `until`, the last step, to decide which group writes. Called by all ranks. Raises GroupReleased."""
 
     def finish(self, *, saved: bool) -> None:
-        """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`), or that this
-        group has failed; without this call it tells neither."""
+        """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`), or that
+        this group has failed; without this call it tells neither."""
 
     def close(self) -> None:
         """Leaves the job and releases all resources. May be called twice."""

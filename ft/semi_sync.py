@@ -6,9 +6,9 @@
     Streaming DiLoCo      the model is split into fragments, reduced one at a time, in turn; the all-reduce overlaps the next steps
                           (delay), and then each group blends in its local weights (alpha)        Douillard et al., arXiv 2501.18512
 
-Flow: semi_sync_manager.py does this for train.py, compat/local_sgd.py for loops that are written for torchft; both reduce `pseudo_gradients`
-and pass the mean to `step`. The *outer* weights are those that groups agree on; only `step` changes them, to the same bits in every group.
-The model has the *local* weights, which differ between groups until a `step` of their fragment."""
+Flow: semi_sync_manager.py does this for train.py, compat/local_sgd.py for loops that are written for torchft; both reduce
+`pseudo_gradients` and pass the mean to `step`. The *outer* weights are those that groups agree on; only `step` changes them, to the same
+bits in every group. The model has the *local* weights, which differ between groups until a `step` of their fragment."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
-    """The weights that are reduced together: `named`, of the model. `optimizer`: the outer optimizer of these weights (and maybe of others);
-    None: the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a
-    weight that the optimizer does not have."""
+    """The weights that are reduced together: `named`, of the model. `optimizer`: the outer optimizer of these weights (and maybe of
+    others); None: the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError
+    for a weight that the optimizer does not have."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]
@@ -56,7 +56,8 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, means: Sequence[Tensor]) -> None:
-        """Makes the outer step with the means of all groups' pseudo-gradients, by parameter; local = (1 - alpha) * outer + alpha * local."""
+        """Makes the outer step with the means of all groups' pseudo-gradients, by parameter; local = (1 - alpha) * outer + alpha *
+        local."""
         local, outer = _shards(self.local), _shards(self.outer)
         before = [shard.clone() for shard in local] if self._alpha else []
         if self._optimizer is None:

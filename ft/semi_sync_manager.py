@@ -1,4 +1,5 @@
-"""Semi-synchronous training behind the Seam (seam.py): a step of the protocol is a *round* of several optimizer steps of each replica group.
+"""Semi-synchronous training behind the Seam (seam.py): a step of the protocol is a *round* of several optimizer steps of each replica
+group.
 
     assignment = rounds.begin_step()     # a *window* of the data: slots for rounds.inner_steps optimizer steps
     for slot in assignment.slots:
@@ -55,9 +56,9 @@ def _of_all(name: str) -> Any:
 
 
 class FragmentGradients(Gradients):
-    """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each fragment has Gradients of its own, with its
-    own buckets and memory; the round's number determines the current fragment, so all groups send the same one. `attach` is called once for
-    each fragment, in their order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and
+    """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each fragment has Gradients of its own, with
+    its own buckets and memory; the round's number determines the current fragment, so all groups send the same one. `attach` is called once
+    for each fragment, in their order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and
     can_repeat are not supported."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -101,8 +102,8 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights; if it returns None, the outer
-    weights are the mean of the local ones."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights; if it returns None, the
+    outer weights are the mean of the local ones."""
 
     writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool

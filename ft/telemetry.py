@@ -70,8 +70,8 @@ def ignore_event(event: str, step: int, **what: object) -> None:
 
 @dataclass(frozen=True)
 class Status:
-    """Values that are reported at once when they change. `waiting`: for other groups, or for ranks of this group (`summed`: in a vote, after
-    the reduction). `phase`: name of a long phase, with its time limit; "" and 0: none."""
+    """Values that are reported at once when they change. `waiting`: for other groups, or for ranks of this group (`summed`: in a vote,
+    after the reduction). `phase`: name of a long phase, with its time limit; "" and 0: none."""
 
     waiting: bool = False
     summed: bool = False

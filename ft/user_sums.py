@@ -20,8 +20,8 @@ from ft.quantized import CollectiveQueue, ErrorFeedback
 
 
 class ManagedAllreduce:
-    """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or on
-    a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `after_buckets`: it was
+    """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or
+    on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `after_buckets`: it was
     requested after the last backward. `quantized`, `feedback`: as in CollectiveQueue.allreduce_quantized."""
 
     def __init__(

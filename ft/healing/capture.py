@@ -1,13 +1,12 @@
-"""The state that a group must receive to equal the others: named pairs of state_dict and load_state_dict, seen as a manifest and the memory
-of its tensors.
+"""The state that a joiner receives: named pairs of state_dict and load_state_dict, in the form of a manifest and the memory of its tensors.
 
-Flow: the trainer registers model, optimizer and metrics, the Manager the ledger, in a StateRegistry. A source takes a StateSnapshot at a
-step's boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads what came with them. Only local
-shards are looked at: no collective, so each rank heals from its own counterpart and none waits for another.
+Flow: the trainer registers model, optimizer and metrics, and the Manager its ledger, in a StateRegistry. A source takes a StateSnapshot at
+a step boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads the other values. Only local shards
+are used, without a collective, so each rank heals from the same rank of a different replica group, and waits for no rank of its own.
 
-A chunk that lies in one contiguous tensor in host memory *is* that memory: a transport sends it from there and receives it into there.
-All others pass through a StagingBuffer: several small tensors in a chunk, tensors that are not contiguous, tensors on a device (pinned,
-on a stream of its own). That happens in TensorPayload and nowhere else.
+A chunk inside one contiguous tensor in host memory *is* that memory: a transport sends and receives it in place. All other chunks (of
+several small tensors, of tensors that are not contiguous or are on a device) are copied through a StagingBuffer, by TensorPayload. For a
+device it is pinned, with a stream of its own.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import torch
 from ft.device import streams_of
 from ft.healing.format import CHUNK_BYTES, FormatError, StateManifest, from_json
 
-# Any bits of that size may be moved as these
+# Element types for copying any data of that size in bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """The state as it stands: tensors are not copied, so it is valid until the next commit. `registered`: the tensors, by name; a DTensor
-    is itself there, and its local shard in `local`. `ready`: event on `device` (None: all are the host's) of when it was taken; a body is
-    made later, by a thread that may find the next forward queued by then."""
+    """The current state. Tensors are not copied, so it is valid until the next commit. `registered`: the tensors by name; `local`: their
+    local shards, for DTensors. `device`: None: all tensors are in host memory. `ready`: event on the device at which the state is complete;
+    a body is made later, when the next forward may be queued already."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
@@ -41,12 +40,13 @@ class StateSnapshot:
     ready: Any
 
     def body(self, manifest: StateManifest | None = None) -> TensorPayload:
+        """Returns the tensors' bytes, in the order of `manifest`, by default of this state's own."""
         manifest = manifest or self.manifest
         return TensorPayload(manifest, [self.local[entry.name] for entry in manifest.entries], self.device, self.ready)
 
     def body_for(self, theirs: StateManifest) -> TensorPayload:
-        """Our memory for the state that `theirs` announces. Raises FormatError, which names the tensor, where ours is another, before
-        a byte has been written."""
+        """Returns our memory for the state that `theirs` describes. Raises FormatError, which names the tensor, if ours differs; then no
+        byte is written."""
         ours, given = ({entry.name: str(entry) for entry in one.entries} for one in (self.manifest, theirs))
         for name in [*given, *ours]:
             if name not in ours or name not in given:
@@ -58,25 +58,27 @@ class StateSnapshot:
         return self.body(theirs)
 
     def values_of(self, theirs: StateManifest) -> dict[str, Any]:
-        """Their state, with our own tensors in it, which have their bytes by now."""
+        """Returns their state, with our own tensors, which must have received their bytes before."""
         tensors = [self.registered[entry.name] for entry in theirs.entries]
         return {name: from_json(tree, tensors) for name, tree in theirs.values.items()}
 
 
 class StateRegistry:
+    """The registered state of one rank."""
+
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
-        """A name may be used once. `state_dict` must give the same tensors each time, not copies: they are received into."""
+        """Registers state under a new name. `state_dict` must return the same tensors each time, not copies, as a heal writes into them."""
         if name in self._pairs:
             raise ValueError(f"state {name} is registered already")
         if not name or "/" in name:
-            raise ValueError(f"state {name!r}: a name has characters, none of them /")
+            raise ValueError(f"state {name!r}: a name must not be empty or contain '/'")
         self._pairs[name] = (state_dict, load_state_dict)
 
     def snapshot(self) -> StateSnapshot:
-        """Raises FormatError, which names the place, where something is registered that cannot be sent."""
+        """Returns the current state. Raises FormatError, with the name of the value, if some state cannot be sent."""
         registered, local = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
         def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -91,20 +93,20 @@ class StateRegistry:
         return StateSnapshot(manifest, local, registered, device, ready)
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Sets all of it. The order is that of registration."""
+        """Loads all state, in the order of registration."""
         assert values.keys() == self._pairs.keys(), f"{sorted(values)} for {sorted(self._pairs)}"
         for name, (_, set_) in self._pairs.items():
             set_(values[name])
 
 
 class StagingBuffer:
-    """Room for `chunks` chunks, for the thread that makes it. Pinned, with a stream (of `streams`), if the body lies on a device."""
+    """A buffer of `chunks` chunks, for the thread that makes it. Pinned, with a stream (of `streams`), if the body is on a device."""
 
     def __init__(
         self, body: TensorPayload, chunks: int = 1, *, streams: Any = None, allocate: Callable[..., Any] = torch.empty
     ) -> None:
         self._streams = streams or (streams_of(body.device) if body.device is not None else None)
-        if self._streams is not None:  # CUDA begins each thread with device 0, and pins memory in a context of it
+        if self._streams is not None:  # CUDA begins each thread on device 0, and pins memory in its context
             self._streams.set_device(body.device)
         self.bytes = allocate(chunks * CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._streams is not None)
         self.view = self.bytes.numpy().data
@@ -115,7 +117,7 @@ class StagingBuffer:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Inside, copies are queued on its stream, where it has one; they are done at the end."""
+        """Queues the copies inside on its stream, if there is one; they are complete at the end."""
         with torch.no_grad(), self._streams.stream(self.stream) if self._streams is not None else nullcontext():
             yield
         if self.stream is not None:
@@ -123,40 +125,40 @@ class StagingBuffer:
 
 
 class TensorPayload:
-    """The tensors' bytes, as numbered chunks. `tensors` are in the manifest's order, of its dtypes and shapes, on `device` or on the host;
-    a copy waits for `ready`, on the device, and for nothing that was queued after it."""
+    """The tensors' bytes, as numbered chunks. `tensors`: with the order, dtypes and shapes of the manifest, on `device` or the host. Copies
+    wait for `ready` on the device, but not for later work."""
 
     def __init__(
         self, manifest: StateManifest, tensors: Sequence[torch.Tensor], device: torch.device | None, ready: Any
     ) -> None:
         self.manifest, self.device, self.ready = manifest, device, ready
-        self._tensors = [  # the same memory: flat bytes if a tensor is contiguous, else whole numbers of the same size
+        self._tensors = [  # the same memory: flat bytes of a contiguous tensor, else integers of the element size
             x.view(-1).view(torch.uint8) if x.is_contiguous() else x.view(_INTEGERS[x.element_size()])
             for x in (tensor.detach() for tensor in tensors)
         ]
         self._views = [x.numpy().data if x.is_contiguous() and x.device.type == "cpu" else None for x in self._tensors]
 
     def direct(self, first: int, last: int) -> memoryview | None:
-        """The memory of chunks first..last, if it is one piece of host memory."""
+        """Returns the memory of chunks first..last, or None if it is not one piece of host memory."""
         start, end = first * CHUNK_BYTES, min((last + 1) * CHUNK_BYTES, self.manifest.total_bytes)
-        # once per chunk, so in few words: `pieces` takes ten times as long
+        # inline, as it is called for each chunk: `pieces` takes ten times as long
         index = bisect_right(self.manifest.offsets, start) - 1
         low = start - self.manifest.offsets[index]
         view = self._views[index]
         return view[low : low + end - start] if view is not None and low + end - start <= len(view) else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
-        """Copies a chunk into the staging buffer's place number `at`, with zeros between the tensors."""
+        """Copies a chunk into slot `at` of the staging buffer, with zeros between the tensors."""
         start, end = self.manifest.span(chunk)
         view = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + end - start]
         if (memory := self.direct(chunk, chunk)) is not None:
-            np.copyto(np.asarray(view), np.asarray(memory))  # without the interpreter's lock, and torch's threads
+            np.copyto(np.asarray(view), np.asarray(memory))  # releases the GIL, and does not use torch's threads
         else:
             self._copy(chunk, staging, at, _get)
         return view
 
     def write(self, chunk: int, staging: StagingBuffer, at: int = 0) -> None:
-        """Copies a chunk from the staging buffer's place number `at` to where it belongs."""
+        """Copies a chunk from slot `at` of the staging buffer into the tensors."""
         self._copy(chunk, staging, at, _put)
 
     def _copy(self, chunk: int, staging: StagingBuffer, at: int, copy: Callable[..., None]) -> None:
@@ -172,11 +174,11 @@ class TensorPayload:
 
 
 def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, in memory of its own shape. Raises FormatError for tensors that have no bytes of their own."""
+    """Returns this rank's shard of a tensor. Raises FormatError for tensors without plain memory of their own."""
     tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):  # a DTensor; its module costs a second to import
+    if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
         tensor = tensor.to_local()
-    if hasattr(tensor, "wait"):  # what a functional collective still computes
+    if hasattr(tensor, "wait"):  # the pending result of a functional collective
         tensor = tensor.wait()
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise FormatError(f"{name}: a tensor without plain memory ({tensor.layout}, {tensor.device}) cannot be sent")
@@ -188,7 +190,7 @@ def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _get(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
-    """Bytes low..high of a tensor, in the order of its elements, into `place`."""
+    """Copies bytes low..high of a tensor, in the order of its elements, into `place`."""
     if bits.is_contiguous():
         part = bits[low:high]
     else:
@@ -198,10 +200,11 @@ def _get(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
 
 
 def _put(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
+    """Copies `place` into bytes low..high of a tensor."""
     if bits.is_contiguous():
         bits[low:high].copy_(place, non_blocking=True)
         return
     size = bits.element_size()
-    # a place may begin where no element of this size could: move its bytes first
+    # copied first, as `place` may not be aligned to this element size
     numbers = place.to(bits.device, copy=True).view(bits.dtype)
     bits.put_(torch.arange(low // size, high // size, device=bits.device), numbers)

@@ -1,10 +1,10 @@
-"""The format of a state on a wire: a header that describes it, then the bytes of all tensors, in chunks with a digest each.
+"""The format in which a state is sent: a header that describes it, then the bytes of all tensors, in chunks with a digest each.
 
 Flow: capture.py makes a StateManifest of the registered state; a transport sends `StateManifest.encode()`, then chunk after chunk with its
-`digest`; the other side reads the header by `StateManifest.parse`, which trusts nothing, and compares every chunk.
+`digest`; the joiner parses the header by `StateManifest.parse`, which validates everything, and verifies every chunk.
 
-The header is JSON: names, dtypes, shapes and offsets of the tensors, and the rest of the state as values. There is no pickle and no
-code in it. Tensors follow each other in the header's order, each beginning at a multiple of 64 bytes, with zeros between.
+The header is JSON, without pickle or code: names, dtypes, shapes and offsets of the tensors, and the rest of the state as values. Tensors
+follow each other in the header's order, each aligned to 64 bytes, with zeros between.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ import torch
 
 CHUNK_BYTES = 1 << 20  # stays in a core's L2 between the copy and its digest
 DIGEST_BYTES = 16
-ALIGN = 64  # bytes: a multiple of every item size, and of the digest's words
-MAX_HEADER_BYTES = 8 << 20  # some 50,000 tensors
+ALIGN = 64  # bytes: a multiple of every element size, and of the digest's words
+MAX_HEADER_BYTES = 8 << 20  # about 50,000 tensors
 MAX_TOTAL_BYTES = 1 << 46  # of one rank's shards
 MAX_DIMS = 64
 MAX_NAME = 1024  # characters
-MAX_DEPTH = 64  # of values in each other
+MAX_DEPTH = 64  # of nested values
 _WORD = (1 << 64) - 1
-_FIXED = {"format": "pharos healing 1", "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}  # of a header
+_FIXED = {
+    "format": "pharos healing 1",
+    "byte_order": sys.byteorder,
+    "chunk_bytes": CHUNK_BYTES,
+}  # constant fields of a header
 
 NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -45,17 +49,17 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class FormatError(ValueError):
-    """Data that was received, or is to be sent, is not of this format. Nothing of it was used."""
+    """Data that was received, or is to be sent, is not in this format. No part of it was used."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its local shard, where it is sharded."""
+    """A tensor, or its local shard if it is sharded."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int  # bytes, in the body
+    offset: int  # in the body, in bytes
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +71,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class StateManifest:
-    """A state except for the tensors' bytes. `values`: per registered name, a tree as `to_json` makes it."""
+    """A state without the bytes of its tensors. `values`: by registered name, a tree as returned by `to_json`."""
 
     entries: tuple[TensorEntry, ...]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -81,12 +85,13 @@ class StateManifest:
         return -(-self.total_bytes // CHUNK_BYTES)
 
     def span(self, chunk: int) -> tuple[int, int]:
-        """First byte of chunk number `chunk` in the body, and the byte after its last."""
+        """Returns begin and end of chunk number `chunk` in the body, in bytes."""
         assert 0 <= chunk < self.chunks, f"chunk {chunk} of {self.chunks}"
         return chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.total_bytes)
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """The tensors that lie in bytes start..end of the body: (index, its first byte in there, the byte after its last)."""
+        """Returns the parts of tensors in bytes start..end of the body: (index of the tensor, begin and end of the part in it, in
+        bytes)."""
         found = []
         for index in range(max(0, bisect_right(self.offsets, start) - 1), len(self.entries)):
             entry = self.entries[index]
@@ -102,7 +107,7 @@ class StateManifest:
         return [entry.offset for entry in self.entries]
 
     def encode(self) -> bytes:
-        """Raises FormatError where it would be longer than a reader takes."""
+        """Returns the header. Raises FormatError if it is longer than a joiner accepts."""
         header = {
             **_FIXED,
             "total_bytes": self.total_bytes,
@@ -111,13 +116,15 @@ class StateManifest:
         }
         data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         if (size := len(data)) > MAX_HEADER_BYTES:
-            raise FormatError(f"a header of {size} bytes; at most {MAX_HEADER_BYTES}: large values belong into tensors")
+            raise FormatError(
+                f"a header of {size} bytes, of {MAX_HEADER_BYTES} at most: register large values as tensors"
+            )
         return data
 
     @staticmethod
     def describe(state: Mapping[str, Any], local: Callable[[str, Any], Any] = lambda name, it: it) -> StateManifest:
-        """Manifest of a state, as values by their registered names. `local`: what is sent in place of the tensor of that name. Raises
-        FormatError, which names the place, for what cannot be sent."""
+        """Returns the manifest of a state, given by registered names. `local`: returns the tensor that is sent in place of the one with
+        that name. Raises FormatError, with the name, for values that cannot be sent."""
         entries: list[TensorEntry] = []
 
         def number(name: str, tensor: Any) -> int:
@@ -135,10 +142,10 @@ class StateManifest:
 
     @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> StateManifest:
-        """Raises FormatError for anything that `encode` would not have written: the state is built with entries in place of tensors, and
-        must be described and written as the same bytes again."""
+        """Parses a header. Raises FormatError for anything that `encode` does not write: the state is rebuilt with entries in place of
+        tensors, and encoding it must give the same bytes."""
         if len(data) > MAX_HEADER_BYTES:
-            raise FormatError(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES}")
+            raise FormatError(f"a header of {len(data)} bytes, of {MAX_HEADER_BYTES} at most")
         try:
             header = json.loads(bytes(data).decode("ascii"))
             for name, value in _FIXED.items():
@@ -159,7 +166,7 @@ class StateManifest:
 
 
 def _end_of(entries: Sequence[TensorEntry]) -> int:
-    """The first byte behind them at which a tensor may begin."""
+    """Returns the first aligned offset after all entries."""
     return -(-(entries[-1].offset + entries[-1].nbytes) // ALIGN) * ALIGN if entries else 0
 
 
@@ -170,8 +177,9 @@ def _shape(listed: Any) -> tuple[int, ...]:
 
 
 def digest(chunk: int, data: memoryview) -> bytes:
-    """XOR and wrapping sum of the 64-bit words, each moved by the chunk's number and length: right bytes in a wrong place are wrong. It
-    guards against accidents; tokens and TLS guard against people. numpy is twice as fast as torch, which has no XOR reduction."""
+    """Returns XOR and wrapping sum of the 64-bit words, each combined with the chunk's number and length, so that a misplaced chunk
+    differs, too. It guards against accidents; tokens and TLS guard against attacks. numpy is twice as fast as torch, which has no XOR
+    reduction."""
     aligned = len(data) & ~7
     words = np.frombuffer(data[:aligned], dtype=np.uint64)
     xored, added = int(np.bitwise_xor.reduce(words)), int(np.add.reduce(words, dtype=np.uint64))
@@ -183,9 +191,9 @@ def digest(chunk: int, data: memoryview) -> bytes:
 
 
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
-    """The tree as JSON. Numbers, texts, None and lists stand for themselves; what JSON lacks stands in an object of one key: `tensor`
-    (its number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be whole numbers, as in a torch optimizer's state) and
-    `float` (what is no number, or infinite). Raises FormatError, which names the place, for anything else."""
+    """Returns a value as JSON. Numbers, strings, None and lists stay as they are; all others become an object with one key: `tensor` (its
+    number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers, as in a torch optimizer's state) or `float` (NaN or
+    infinite). Raises FormatError, with the value's name, for other types."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
     inner = lambda key, item: to_json(item, f"{name}/{key}"[: MAX_NAME + 1], tensor, depth + 1)  # noqa: E731
@@ -198,18 +206,19 @@ def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, dict):
         if bad := [type(key).__name__ for key in value if type(key) not in (str, int)]:
-            raise FormatError(f"{name}: a key of type {bad[0]} cannot be sent, only texts and whole numbers")
+            raise FormatError(f"{name}: a key of type {bad[0]} cannot be sent, only strings and integers")
         return {"dict": [[key, inner(_part(key), item)] for key, item in value.items()]}
     if kind in (list, tuple, torch.Size):
         items = [inner(index, item) for index, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     raise FormatError(
-        f"{name}: a {kind.__name__} cannot be sent, only tensors, numbers, texts, lists, tuples and dicts"
+        f"{name}: a {kind.__name__} cannot be sent, only tensors, numbers, strings, lists, tuples and dicts"
     )
 
 
 def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
-    """The value that `to_json` was given, with `tensors` by their numbers. Raises FormatError for an unknown kind, else as Python does."""
+    """Undoes `to_json`, with `tensors` by number. Raises FormatError for an unknown kind, and Python's own errors for other invalid
+    trees."""
     if isinstance(tree, list):
         return [from_json(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -227,5 +236,5 @@ def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _part(key: str | int) -> str:
-    """Part of a name: no two keys of a dict have the same."""
+    """Returns a key's part of a value's name, different for all keys of a dict."""
     return repr(key) if isinstance(key, int) or "/" in key or key.lstrip("-").isdigit() or "'" in key else key

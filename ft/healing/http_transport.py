@@ -1,14 +1,14 @@
-"""Healing over HTTP: HttpTransport with a server for this rank's offers (http_server.py), and here the joiner's side.
+"""Healing over HTTP: HttpTransport has a server for this rank's offers (http_server.py); the joiner's side is here.
 
-A fetch has one thread per source, or two for a single source, which meet in the middle. The first takes stripes of chunks from the
-front, the second from the back; a faster source so sends more, and the other takes over its rest. A stripe counts when its seal has
-come: until then the source may have changed its state under it.
+A fetch uses two threads, one for each source, or both for a single source. The first requests *stripes*, ranges of chunks, from the front
+of the state, the second from its back, until they meet; so a faster source sends more. A stripe counts only when its validity token has
+arrived: until then the source may have changed its state during the transfer.
 
-Two sources must hold the same bits, or the joiner would get a mixture that no rank ever had. So the one that answers first is the chosen
-one, and gives chunks at once; the other gives none before both have told the digests of all their chunks, and these are equal. They are
-told on connections of their own, so a heal from two is never slower than one from the first alone. Where they differ the other gives
-nothing, and an error is logged: the joiner will equal one of them, and the next comparison of weights finds that they differ. Should the
-chosen one fail before that is known, the other begins anew.
+Two sources must have the same bits, as the joiner would get a mixture otherwise. So the source that answers first is *chosen* and used at
+once; the other is used only after both have sent the digests of all their chunks, and these are equal. Digests have connections of their
+own, so a heal from two sources is never slower than from the first one only. If the digests differ, an error is logged and the other source
+is not used: the joiner will equal one of them, and the next comparison of weights finds that they differ. If the chosen source fails before
+the digests were compared, the fetch starts anew from the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
 from ft.healing.http_server import MAX_HEAD_BYTES, HealServer, after
 from ft.healing.transport import (
-    SEAL_BYTES,
+    VALIDITY_TOKEN_BYTES,
     HealConfig,
     HealFailed,
     OnBytes,
@@ -40,11 +40,11 @@ from ft.healing.transport import (
 from ft.rpc.access import Access, Endpoint
 
 MAX_SOURCES = 2
-MAX_DAMAGED = 8  # chunks of one source; then something is wrong that another try won't mend
+MAX_DAMAGED = 8  # damaged chunks after which a source is not used any more
 MIN_STRIPE, MAX_STRIPE = 64, 1024  # chunks
-AGAIN_S = 0.05  # between two requests for an offer that is not there yet
-CHECK_S = 0.25  # between two checks, by a connection that has nothing left to take, for one that is too slow
-SLOWER = 4.0  # times as slow as the one that waits for it, and a second
+AGAIN_S = 0.05  # between two requests for an offer that is not made yet
+CHECK_S = 0.25  # between two checks by an idle connection whether the other one is too slow
+SLOWER = 4.0  # too slow: this many times the time of the connection that waits, and a second
 _REPLY = re.compile(
     rb"HTTP/1\.1 (\d{3})[ -~]{0,100}\r\n(?:[ -~]*\r\n)*?Content-Length: (\d{1,15})\r\n[ -~\r\n]*", re.IGNORECASE
 )
@@ -52,33 +52,34 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """`host`: of the interface to others. `replica_id`: of this group. Raises ValueError where others could reach it without a token."""
+    """The HTTP transport of one rank. `host`: address to listen on. `replica_id`: this group's. Raises ValueError if other machines could
+    reach it without a token."""
 
-    least_stripe = MIN_STRIPE
-    done_s = 1.0  # for a source to hear that its reader is done
+    min_stripe = MIN_STRIPE
+    done_s = 1.0  # timeout of telling a source that this joiner needs nothing more
 
     def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
         self.access = access
-        self._shown: StateOffer | None = None  # the newest, also when it is withdrawn: its readers are told why
+        self._shown: StateOffer | None = None  # newest offer, even if withdrawn: joiners are told the reason
         self._server = HealServer(host, access, lambda: self._shown, silence_s=self.config.heal_grace_s)
         self.address = self._server.address
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=readers)
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+        self._shown = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=joiners)
         return self._shown
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
     def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """On new connections, as a source may have been slow or have failed. One that does not hear it fences as if chunks were missing."""
+        """Uses new connections, as those of the fetch may be slow or broken. A source that is not told fences as if chunks were missing."""
 
         def notify(source: StateSource) -> None:
             connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
             with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
                 connection.connect(self.done_s)
-                connection.ask("POST", "done")
+                connection.request("POST", "done")
 
         threads = [threading.Thread(target=notify, args=(one,), name="heal-done", daemon=True) for one in sources]
         for thread in threads:
@@ -93,27 +94,27 @@ class HttpTransport(Transport):
 
 
 class SourceFailed(RuntimeError):
-    """This source is of no more use. The text is the cause."""
+    """This source cannot be used any more. The message is the cause."""
 
 
 class SourceConnection:
-    """A joiner's connection to a source, of one thread; `hang_up` may come from any."""
+    """A joiner's connection to a source, for one thread, except for `hang_up`. `backwards`: take stripes from the back of the state."""
 
     def __init__(self, transport: HttpTransport, source: StateSource, path: str, backwards: bool = False) -> None:
         self.source, self.backwards, self._transport, self._path = source, backwards, transport, path
         self._sock: socket.socket | None = None
-        self._seal = b""
-        self.ended = ""  # why, once it was hung up
+        self._validity_token = b""
+        self.ended = ""  # reason of hang_up; "": not called
         self.failure, self.layout_mismatch, self.damaged = "", False, 0
-        self.stripe: Sequence[int] = ()  # that is being received
-        self.moved_s = 0.0  # when the last chunk of it came
-        self.chunk_s = 0.0  # what one took, of the last stripe; 0: there was none
+        self.stripe: Sequence[int] = ()  # stripe that is being received
+        self.moved_s = 0.0  # time.monotonic() at which its last chunk arrived
+        self.chunk_s = 0.0  # seconds per chunk of the previous stripe; 0: there was none
 
     def connect(self, silence_s: float) -> None:
-        """Raises OSError and SourceFailed. The kernel keeps the timeouts, so that a receive may wait for a whole chunk in one call."""
+        """Connects. Raises OSError and SourceFailed. Timeouts are the kernel's, so that one call can receive a whole chunk."""
         at = Endpoint.parse(self.source.address, "the healing address")
         self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
-        if self.ended:  # that may have come before there was a socket
+        if self.ended:  # hang_up may have been called before there was a socket
             raise SourceFailed(self.ended)
         sock.settimeout(None)
         timeout = struct.pack("@ll", int(silence_s), int(silence_s % 1 * 1e6))
@@ -121,17 +122,18 @@ class SourceConnection:
             sock.setsockopt(socket.SOL_SOCKET, option, timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, method: str, what: str, fields: str = "") -> int:
-        """The length of the answer, which is still to be read; -1: not offered yet. Raises SourceFailed and OSError."""
+    def request(self, method: str, what: str, fields: str = "") -> int:
+        """Sends a request, and returns the length of the reply's body, which is still to be read; -1: not offered yet. Raises SourceFailed
+        and OSError."""
         assert self._sock is not None
         token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
         always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
         self._sock.sendall(f"{method} {self._path}/{what} HTTP/1.1\r\n{always}{fields}\r\n".encode("ascii"))
         head = b""
-        while not head.endswith(b"\r\n\r\n"):  # byte by byte: what follows belongs into tensors
+        while not head.endswith(b"\r\n\r\n"):  # byte by byte, as the body is received into tensors
             head += self.read(1)
             if len(head) > MAX_HEAD_BYTES:
-                raise SourceFailed("the head of its reply is too long")
+                raise SourceFailed(f"the head of its reply has more than {MAX_HEAD_BYTES} bytes")
         status, length = parse_reply(head)
         if status in (200, 206):
             return length
@@ -146,7 +148,7 @@ class SourceConnection:
         return bytes(data)
 
     def fill(self, *parts: memoryview) -> None:
-        """Raises OSError where the connection ends before, or is silent too long."""
+        """Receives into `parts`. Raises OSError if the connection ends before, or is silent for too long."""
         assert self._sock is not None
         views = after(0, parts)
         while views:
@@ -156,21 +158,22 @@ class SourceConnection:
             views = after(count, views)
 
     def read_checked(self, length: int, what: str) -> bytes:
-        """Data that its digest and the seal follow. Raises SourceFailed, OSError."""
-        data, mark = self.read(length - DIGEST_BYTES - SEAL_BYTES), self.read(DIGEST_BYTES)
+        """Reads data that is followed by its digest and the validity token. Raises SourceFailed and OSError."""
+        data, mark = self.read(length - DIGEST_BYTES - VALIDITY_TOKEN_BYTES), self.read(DIGEST_BYTES)
         if digest(0, memoryview(data)) != mark:
             raise SourceFailed(f"{what} damaged on the way")
-        self.read_seal()
+        self.read_validity_token()
         return data
 
-    def read_seal(self) -> None:
-        """Ends each reply. Raises SourceFailed, OSError."""
-        seal = self.read(SEAL_BYTES)
-        self._seal = self._seal or seal
-        if not hmac.compare_digest(self._seal, seal):
+    def read_validity_token(self) -> None:
+        """Reads the end of a reply, and compares it with that of earlier replies. Raises SourceFailed and OSError."""
+        validity_token = self.read(VALIDITY_TOKEN_BYTES)
+        self._validity_token = self._validity_token or validity_token
+        if not hmac.compare_digest(self._validity_token, validity_token):
             raise SourceFailed("the source changed its offer during the transfer")
 
     def hang_up(self, why: str) -> None:
+        """Interrupts the connection, from any thread."""
         self.ended = self.ended or why
         if self._sock:
             with contextlib.suppress(OSError):
@@ -182,20 +185,22 @@ class SourceConnection:
 
 
 def parse_reply(head: bytes) -> tuple[int, int]:
-    """Status and Content-Length of a reply's head. Raises ValueError."""
+    """Returns status and Content-Length of a reply's head. Raises ValueError."""
     found = _REPLY.fullmatch(head)
     if not found:
-        raise ValueError("no reply of a healing server")
+        raise ValueError("not the reply of a healing server")
     return int(found[1]), int(found[2])
 
 
 class HttpFetch:
+    """One fetch from one or two sources."""
+
     def __init__(
         self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: OnBytes
     ) -> None:
         assert 1 <= len(sources) <= MAX_SOURCES, f"{len(sources)} sources"
         self._sources, self._into, self._config = sources, into, transport.config
-        self._least_stripe, self._progress = transport.least_stripe, progress
+        self._min_stripe, self._progress = transport.min_stripe, progress
         parts = sources if len(sources) > 1 else [*sources] * self._config.heal_streams
         self._streams = [SourceConnection(transport, one, path, bool(i % 2)) for i, one in enumerate(parts)]
         both = sources if len(sources) > 1 else ()
@@ -203,24 +208,24 @@ class HttpFetch:
         self._lock = threading.Condition()
         self._header = b""
         self._body: TensorPayload | None = None
-        self._open: set[int] = set()  # chunks that no connection receives or has received
-        self._flying: set[int] = set()
+        self._open: set[int] = set()  # chunks that are neither received nor requested
+        self._requested: set[int] = set()  # chunks of the current stripes
         self._touched = False
         self._chosen: StateSource | None = None
-        self._equal = len(sources) == 1  # all sources are known to hold the same
+        self._equal = len(sources) == 1  # the digests of all sources are known to be equal
         self._digests: dict[StateSource, bytes] = {}
         self._verified_bytes = 0
-        self._ended = 0
+        self._ended = 0  # number of streams that have ended
         self._stopped = ""
 
     def run(self) -> dict[str, Any]:
-        """The state, complete and verified. Raises HealFailed."""
+        """Fetches the state, and returns it when it is complete and verified. Raises HealFailed."""
         works = [(self._receive, one) for one in self._streams]
         works += [(self._fetch_digests, one) for one in self._digest_connections]
         for work, connection in works:
             threading.Thread(target=work, args=(connection,), name="heal-fetch", daemon=True).start()
-        with self._lock:  # not for a thread that still tries to connect, but for each that may write
-            self._lock.wait_for(lambda: not self._flying and (self._over or self._ended == len(self._streams)))
+        with self._lock:  # waits for threads that may write, not for those that still connect
+            self._lock.wait_for(lambda: not self._requested and (self._over or self._ended == len(self._streams)))
             body, complete = self._body, self._complete
         for connection in self._digest_connections:
             connection.hang_up("the heal has ended")
@@ -232,7 +237,7 @@ class HttpFetch:
 
     @property
     def _complete(self) -> bool:
-        return self._body is not None and not self._open and not self._flying
+        return self._body is not None and not self._open and not self._requested
 
     @property
     def _over(self) -> bool:
@@ -245,7 +250,7 @@ class HttpFetch:
         for connection in [*self._streams, *self._digest_connections]:
             connection.hang_up(reason)
 
-    # -------------------------------------------------------------------------------------------- the sources' threads
+    # -------------------------------------------------------------------------------------------- a connection's thread
 
     def _receive(self, connection: SourceConnection) -> None:
         try:
@@ -262,39 +267,40 @@ class HttpFetch:
             connection.close()
             with self._lock:
                 self._ended += 1
-                # if the chosen source failed before both were known to be equal, all chunks are fetched anew from the other
+                # if the chosen source failed before both were known to be equal, all chunks are fetched again from the other
                 if connection.source is self._chosen and self._body and not self._equal and not self._complete:
                     self._chosen, self._open, self._verified_bytes = None, set(range(self._body.manifest.chunks)), 0
                 self._lock.notify_all()
 
     def _fetch_digests(self, connection: SourceConnection) -> None:
-        """Fetches the digests of a source's chunks. It may fail: then one of them gives nothing."""
+        """Fetches the digests of a source's chunks. If that fails, only the chosen source is used."""
         try:
             body = self._agree(self._header_of(connection))
-            length = connection.ask("GET", "digests")
-            if length != DIGEST_BYTES * (body.manifest.chunks + 1) + SEAL_BYTES:
+            length = connection.request("GET", "digests")
+            if length != DIGEST_BYTES * (body.manifest.chunks + 1) + VALIDITY_TOKEN_BYTES:
                 raise SourceFailed(f"digests of {length} bytes")
             self._compare(connection.source, connection.read_checked(length, "its list of digests was"))
         except (SourceFailed, OSError, ValueError) as error:
-            log.info("%s does not tell its digests: %s", connection.source.replica_id, error)
+            log.info("cannot fetch the digests of %s: %s", connection.source.replica_id, error)
         finally:
             connection.close()
 
     def _header_of(self, connection: SourceConnection) -> bytes:
         deadline = time.monotonic() + self._config.offer_wait_s
         connection.connect(self._config.heal_grace_s)
-        while (length := connection.ask("GET", "header")) < 0:
+        while (length := connection.request("GET", "header")) < 0:
             if time.monotonic() > deadline:
                 raise SourceFailed("404 not offered yet")
             with self._lock:
                 if self._lock.wait_for(lambda: self._over, timeout=AGAIN_S):
-                    raise SourceFailed(self._stopped or "the other source was faster")
-        if not DIGEST_BYTES + SEAL_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + SEAL_BYTES:
+                    raise SourceFailed(self._stopped or "the fetch is complete")
+        if not DIGEST_BYTES + VALIDITY_TOKEN_BYTES < length <= MAX_HEADER_BYTES + DIGEST_BYTES + VALIDITY_TOKEN_BYTES:
             raise SourceFailed(f"a header of {length} bytes")
         return connection.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """The first source's header decides. Raises SourceFailed where this one has another state, FormatError for one unlike ours."""
+        """Returns the body that the first header describes. Raises SourceFailed if this header differs from it, FormatError if it does not
+        match this rank's state."""
         with self._lock:
             if self._body is None:
                 self._body = self._into.body_for(StateManifest.parse(header))
@@ -305,7 +311,7 @@ class HttpFetch:
             return self._body
 
     def _compare(self, source: StateSource, digests: bytes) -> None:
-        """The digests of all chunks of a source. The last source to send its own lets the others give chunks, if all are the same."""
+        """Records the digests of a source. When those of both are known and equal, both are used."""
         with self._lock:
             assert self._body is not None
             manifest = self._body.manifest
@@ -320,14 +326,14 @@ class HttpFetch:
             names = [manifest.entries[i].name for i, _, _ in manifest.pieces(*manifest.span(at // DIGEST_BYTES))]
             where = " or ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
             log.error(
-                "%s hold different states, first in %s: healing from one of them alone, and nobody can tell here whose is right",
+                "%s hold different states, first in %s: healing from one of them only; which one is right is unknown here",
                 " and ".join(one.replica_id for one in self._sources),
                 where,
             )
 
     def _claim_stripe(self, connection: SourceConnection) -> tuple[range, range] | None:
-        """The next stripe, and a range with all that we lack; None: all is verified, or the fetch was stopped. Waits while others may yet
-        give chunks back, and while this source must not give any; but not for one that is far too slow."""
+        """Returns the next stripe, and a range with all chunks that are not verified; None: there are none, or the fetch was stopped. Waits
+        while the other connection may still return chunks, and while this source must not be used; hangs up the other if it is too slow."""
         with self._lock:
             may = lambda: self._equal or self._chosen in (None, connection.source)  # noqa: E731
             idle_since_s = time.monotonic()
@@ -340,43 +346,44 @@ class HttpFetch:
             self._chosen = self._chosen or connection.source
             if self._stopped or not self._open or self._body is None:
                 return None
-            most = max(self._least_stripe, min(MAX_STRIPE, self._body.manifest.chunks // 64))
+            most = max(self._min_stripe, min(MAX_STRIPE, self._body.manifest.chunks // 64))
             first = last = max(self._open) if connection.backwards else min(self._open)
             while last - first + 1 < most and (first - 1 if connection.backwards else last + 1) in self._open:
                 first, last = (first - 1, last) if connection.backwards else (first, last + 1)
-            lacks = self._open | self._flying
+            lacks = self._open | self._requested
             connection.stripe = stripe = range(first, last + 1)
             connection.moved_s = time.monotonic()
             self._open.difference_update(stripe)
-            self._flying.update(stripe)
+            self._requested.update(stripe)
             self._touched = True
             return stripe, range(min(lacks), max(lacks) + 1)
 
     def _receive_stripe(
         self, connection: SourceConnection, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
     ) -> None:
-        """Into the tensors. Raises SourceFailed and OSError, after what is not verified has been given back."""
+        """Receives a stripe into the tensors, and returns chunks that are not verified to the open ones. Raises SourceFailed and
+        OSError."""
         verified: list[int] = []
         began_s = time.monotonic()
         try:
             wanted = f"Range: chunks={stripe[0]}-{stripe[-1]}\r\nLacks: {lacks[0]}-{lacks[-1]}\r\n"
-            length = connection.ask("GET", "body", wanted)
+            length = connection.request("GET", "body", wanted)
             start, end = body.manifest.span(stripe[0])[0], body.manifest.span(stripe[-1])[1]
-            if length != end - start + DIGEST_BYTES * len(stripe) + SEAL_BYTES:
-                raise SourceFailed(f"{length} bytes in place of chunks {stripe[0]}-{stripe[-1]}")
+            if length != end - start + DIGEST_BYTES * len(stripe) + VALIDITY_TOKEN_BYTES:
+                raise SourceFailed(f"{length} bytes for chunks {stripe[0]}-{stripe[-1]}")
             got, mark = [], bytearray(DIGEST_BYTES)
             for chunk in stripe:
                 memory = body.direct(chunk, chunk)
                 start, end = body.manifest.span(chunk)
                 view = staging.view[: end - start] if memory is None else memory
-                # what is wrong may lie in place: the state is void until all is right
+                # damaged data may be written, as the state is void until everything is verified
                 connection.fill(view, memoryview(mark))
                 if hmac.compare_digest(digest(chunk, view), mark):
                     got.append(chunk)
                     if memory is None:
                         body.write(chunk, staging)
                 connection.moved_s = time.monotonic()
-            connection.read_seal()
+            connection.read_validity_token()
             verified, connection.chunk_s = got, (time.monotonic() - began_s) / len(stripe)
         finally:
             self._return_stripe(connection, stripe, verified)
@@ -387,11 +394,11 @@ class HttpFetch:
             raise SourceFailed(f"{connection.damaged} chunks were damaged on the way")
 
     def _return_stripe(self, connection: SourceConnection, stripe: range, verified: Sequence[int]) -> None:
-        """A stripe has ended; what is not verified of it is open again."""
+        """Ends a stripe: its chunks that are not verified are open again."""
         with self._lock:
             assert self._body is not None
             manifest, connection.stripe = self._body.manifest, ()
-            self._flying.difference_update(stripe)
+            self._requested.difference_update(stripe)
             self._open.update(set(stripe).difference(verified))
             self._verified_bytes += sum(end - start for start, end in map(manifest.span, verified))
             if self._progress:
@@ -400,6 +407,7 @@ class HttpFetch:
 
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
-    """True when a connection with a stripe of that many chunks holds up another that has had nothing to take for so long: at `chunk_s` for
-    a chunk that one would have had them long ago; or, where it may not take any yet (0), none has come for a third of `grace_s`."""
+    """Returns True if a connection with a stripe of `chunks` chunks is too slow, after a different one has waited for it for `waited_s`: at
+    its own `chunk_s` per chunk that one would have received them long ago; or, if it has no speed yet (0), no chunk has arrived for a third
+    of `grace_s`."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

@@ -1,14 +1,14 @@
-"""Healing over a process group: the same header and digests, from a source to a joiner in a group of two that is theirs alone.
+"""Healing over a process group: the same header and digests, in a process group of two for one source and one joiner.
 
-For clusters where groups reach each other by their process groups alone. The group must take tensors in host memory, so it is a gloo one;
-what lies on a device passes through pinned memory. Messages are some chunks of one tensor, in place on
-both sides where they lie in one piece of memory; the order of messages follows from the header, so nothing else need be agreed on:
+For clusters where replica groups reach each other only by process groups. It must support tensors in host memory, so it is a gloo one;
+state on a device passes through pinned memory. A message has some chunks of one tensor, sent and received in place if they are one piece of
+host memory. The order of messages follows from the header:
 
-    length of the header, header, seal | messages, each followed by its chunks' digests | the chunks that came damaged are asked for
-    again, a few times | the seal again, if the offer has stood to the end
+    length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks, which the joiner requests
+    again, up to ROUNDS times | the validity token again, if the offer is still valid
 
-The source's thread keeps the tensors as they are while a flight of messages is sent, so a fence waits for those that are under way, at most
-heal_grace_s: a flight ends early where one waits.
+The source's thread keeps the tensors unchanged while a *flight* of messages is sent. So a fence waits for the current flight, which then
+ends early, for at most heal_grace_s.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ import torch
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.transport import SEAL_BYTES, HealConfig, HealFailed, OnBytes, Sources, StateOffer, Transport
+from ft.healing.transport import VALIDITY_TOKEN_BYTES, HealConfig, HealFailed, OnBytes, Sources, StateOffer, Transport
 
 MESSAGE_CHUNKS = 16
-WINDOW = 3  # messages under way: one is read or compared while the others are on the wire
-FLIGHT = 8  # messages between two checks for a fence
-ROUNDS = 3  # of chunks asked for again
-MAX_AGAIN = 64  # chunks in one round; more are no accident
+WINDOW = 3  # messages in progress: one is read or verified while the others are being sent
+FLIGHT = 8  # most messages between two checks for a fence
+ROUNDS = 3  # requests for damaged chunks
+MAX_AGAIN = 64  # damaged chunks in one request; with more the fetch fails
 log = logging.getLogger("pharos.healing")
 
 
 class PgTransport(Transport):
-    """`make`: a new process group, not configured yet. `address`: of a store for joiners, "host:port/prefix"."""
+    """The transport of one rank. `make`: makes a process group, not configured yet. `address`: of a store for joiners,
+    "host:port/prefix"."""
 
     def __init__(
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
@@ -45,28 +46,28 @@ class PgTransport(Transport):
         self.make, self.address = make, address
         self._senders: list[_Sender] = []
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=readers)
-        for reader in readers:
-            store = _store(self.address, self.replica_id, reader, quorum_id, step)
-            self._senders.append(_Sender(self.make(), store, offer, reader))
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+        offer = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=joiners)
+        for joiner in joiners:
+            store = _store(self.address, self.replica_id, joiner, quorum_id, step)
+            self._senders.append(_Sender(self.make(), store, offer, joiner))
         return offer
 
     def withdraw(self, reason: str) -> None:
         super().withdraw(reason)
         while self._senders:
-            self._senders.pop().group.abandon(reason)  # wakes its thread, whatever it waits for
+            self._senders.pop().group.abandon(reason)  # interrupts its thread
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
         stores = [_store(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
         return PgFetch(self, sources, stores, into, progress)
 
     def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """Does nothing: a sender sees its group end, and serves no reader a second time."""
+        """Does nothing: a sender notices the end of its process group, and serves only one joiner, once."""
 
 
 class PgFetch:
-    """Asks one source after the other, until one gives all."""
+    """One fetch, which tries one source after the other."""
 
     def __init__(
         self, transport: PgTransport, sources: Sources, stores: Sequence[str], into: StateSnapshot, progress: OnBytes
@@ -74,7 +75,7 @@ class PgFetch:
         self._transport, self._sources, self._stores = transport, sources, stores
         self._into, self._progress = into, progress
         self._group: Any = None
-        self._tag = 0  # of the next message of this group
+        self._tag = 0  # tag of the next message
         self._touched = False
         self._stopped = ""
 
@@ -87,17 +88,17 @@ class PgFetch:
             try:
                 if not self._stopped:
                     group.configure(store, 1, 2)
-                if self._stopped:  # it may have come before there was anything to abandon
+                if self._stopped:  # `stop` may have been called before there was a process group
                     break
-                return self._from_one()
-            except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for whatever happens to a group
+                return self._fetch()
+            except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for all failures of a process group
                 failed[source.replica_id] = str(error)
                 layout_mismatch &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
             finally:
                 untouched = threading.Event()
                 group.abandon("this heal has ended", untouched.set)
-                # a message in flight may still be written into our tensors
+                # a message may still be written into our tensors
                 untouched.wait(self._transport.config.heal_grace_s)
         layout_mismatch &= bool(failed) and not self._stopped
         raise HealFailed(self._stopped or failed, touched=self._touched, layout_mismatch=layout_mismatch)
@@ -107,35 +108,35 @@ class PgFetch:
         if self._group is not None:
             self._group.abandon(reason)
 
-    def _from_one(self) -> dict[str, Any]:
-        """Raises RuntimeError and ValueError for whatever is wrong."""
+    def _fetch(self) -> dict[str, Any]:
+        """Fetches the state from one source. Raises RuntimeError and ValueError for all failures."""
         (length,) = struct.unpack("<Q", self._receive(8))
         if not 0 < length <= MAX_HEADER_BYTES:
             raise FormatError(f"a header of {length} bytes")
-        data = self._receive(length + SEAL_BYTES)
-        manifest, seal = StateManifest.parse(data[:length]), data[length:]
+        data = self._receive(length + VALIDITY_TOKEN_BYTES)
+        manifest, validity_token = StateManifest.parse(data[:length]), data[length:]
         body = self._into.body_for(manifest)
         self._touched = True
         damaged = self._receive_messages(body, list(_messages(manifest)))
         for _ in range(ROUNDS):
             if len(damaged) > MAX_AGAIN:
                 raise RuntimeError(f"{len(damaged)} chunks were damaged on the way")
-            asked = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
-            self._group.send([asked], 0, self._tag).wait()
+            again = torch.tensor([len(damaged), *damaged, *[0] * (MAX_AGAIN - len(damaged))], dtype=torch.int64)
+            self._group.send([again], 0, self._tag).wait()
             self._tag += 1
             if not damaged:
                 break
             damaged = self._receive_messages(body, [(chunk, chunk) for chunk in damaged])
         if damaged:
             raise RuntimeError(f"{len(damaged)} chunks were damaged on the way, {ROUNDS} times")
-        if self._receive(SEAL_BYTES) != seal:
+        if self._receive(VALIDITY_TOKEN_BYTES) != validity_token:
             raise RuntimeError("the source changed its offer during the transfer")
-        with contextlib.suppress(RuntimeError):  # a courtesy: all is verified
+        with contextlib.suppress(RuntimeError):  # optional: everything is verified
             self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, self._tag).wait()
         return self._into.values_of(manifest)
 
     def _receive_messages(self, body: TensorPayload, messages: list[tuple[int, int]]) -> list[int]:
-        """The chunks that came damaged. Others are on their way while one is compared."""
+        """Receives messages, and returns the damaged chunks. While one message is verified the next ones are received."""
         damaged: list[int] = []
         staging, done = StagingBuffer(body, WINDOW * MESSAGE_CHUNKS), 0
         begun = deque(self._begin(body, staging, messages, number) for number in range(min(WINDOW - 1, len(messages))))
@@ -182,7 +183,8 @@ def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) ->
 
 
 def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
-    """(first, last) chunk: both sides see the same. Chunks inside one tensor go together, one with parts of several goes alone."""
+    """Yields each message's first and last chunk, the same on both sides. Chunks of one tensor share a message; a chunk with parts of
+    several tensors has its own."""
     first = 0
     while first < manifest.chunks:
         last = first
@@ -197,7 +199,7 @@ def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
 
 
 class _Sender:
-    """A joiner's thread in the source."""
+    """A source's thread for one joiner."""
 
     def __init__(self, group: Any, store: str, offer: StateOffer, name: str) -> None:
         self.group, self._store, self._offer, self._name = group, store, offer, name
@@ -205,12 +207,12 @@ class _Sender:
         threading.Thread(target=self._run, name="heal-sender", daemon=True).start()
 
     def _run(self) -> None:
-        """Withdrawn ends it, too: the group is dropped then, and the joiner told by its connection."""
+        """Sends the state. A failure or Withdrawn ends it, and the joiner notices that its process group ends."""
         offer = self._offer
         try:
             offer.add_joiner(self._name)
             self.group.configure(self._store, 0, 2)
-            self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.seal))
+            self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.validity_token))
             staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
             messages = list(_messages(offer.manifest))
             for again in range(ROUNDS + 1):
@@ -219,42 +221,44 @@ class _Sender:
                     offer.sent(self._name, [i for first, last in messages[:sent] for i in range(first, last + 1)])
                     del messages[:sent]
                 if again < ROUNDS:
-                    asked = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
-                    self.group.recv([asked], 1, self._tag).wait()
+                    wanted = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
+                    self.group.recv([wanted], 1, self._tag).wait()
                     self._tag += 1
-                    count, *chunks = asked.tolist()
+                    count, *chunks = wanted.tolist()
                     messages = [(chunk, chunk) for chunk in chunks[: max(0, count)]]
                     if not all(0 <= chunk < offer.manifest.chunks for chunk, _ in messages):
-                        raise ValueError("it asks for chunks that do not exist")
+                        raise ValueError("it requests chunks that do not exist")
                 if not messages:
                     break
             offer.check()
-            self._send(_bytes(offer.seal))
+            self._send(_bytes(offer.validity_token))
             offer.set_wanted(self._name, ())
-            self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or its end: all has arrived
+            self.group.recv(
+                [torch.empty(1, dtype=torch.uint8)], 1, self._tag
+            ).wait()  # or an error, if it has ended: everything has arrived
         except (RuntimeError, ValueError) as error:
-            log.info("a reader of the state went away: %s", error)
+            log.info("sending the state to %s has ended: %s", self._name, error)
         finally:
             offer.set_wanted(self._name, ())
-            self.group.abandon("this reader has ended")
+            self.group.abandon("this joiner is served")
 
     def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer) -> int:
-        """The first few, fewer where a fence waits; returns how many."""
-        flying = deque[list[Any]]()
+        """Sends the first messages, at most FLIGHT, and fewer if a fence waits; returns their number."""
+        pending = deque[list[Any]]()
         with self._offer.reading():
             for number, (first, last) in enumerate(messages[:FLIGHT]):
-                if len(flying) == WINDOW:
-                    _wait(flying.popleft())
+                if len(pending) == WINDOW:
+                    _wait(pending.popleft())
                 data = self._message(first, last, staging, number % WINDOW * MESSAGE_CHUNKS)
-                flying.append([self._start(data), self._start(_digests(first, data))])
+                pending.append([self._start(data), self._start(_digests(first, data))])
                 if self._offer.fencing:
                     break
-            while flying:
-                _wait(flying.popleft())
+            while pending:
+                _wait(pending.popleft())
         return number + 1
 
     def _message(self, first: int, last: int, staging: StagingBuffer, place: int) -> torch.Tensor:
-        """The tensor's own memory, where nothing was copied aside and it is in one piece."""
+        """Returns the bytes of a message: the tensor's own memory if that is one piece and nothing was copied aside, else a copy."""
         self._offer.check()
         if (memory := self._offer.direct(first, last)) is not None:
             return torch.frombuffer(memory, dtype=torch.uint8)

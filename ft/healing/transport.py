@@ -1,15 +1,16 @@
-"""A healing transport: what a source and a joiner ask of it, and the source's bookkeeping, which is the same on every wire.
+"""Interface of a healing transport between a source, a rank that has the state, and a joiner, a rank that heals; and the source's
+StateOffer, which is the same for all transports.
 
-    source:  offer(state.snapshot(), ...)  at a step's boundary, before the forward
-             fence()                       before the optimizer changes the state; a source that has nothing on offer may call it, too
+    source:  offer(state.snapshot(), ...)  at a step boundary, before the forward
+             fence()                       before the optimizer changes the state; without an offer it returns at once
     joiner:  values = fetch(sources, state.snapshot(), ...)     in a thread of its own, while zeros are launched
-             state.load(values)            when all ranks of the group have all of it
+             state.load(values)            when all ranks of the group have received everything
 
-From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and void it stays if `fetch` raises.
+From the first byte until `fetch` returns, the joiner's tensors are a mixture: its state is void, and stays void if `fetch` raises.
 
-A StateOffer knows which reader still needs which chunk, and how many threads read the live tensors just now. `fence` waits until
-little enough is unsent and no thread reads, copies the rest aside, and from then on all read the copies. When that does not work in
-time the offer is withdrawn: its readers see that the seal is missing, which ends each reply, and discard what they received.
+A StateOffer knows which joiner still needs which chunk, and how many threads are reading the live tensors. `fence` waits until few enough
+bytes are unsent and no thread reads, and copies the unsent chunks aside; from then on joiners are served from the copies. If that does not
+succeed in time, the offer is withdrawn: each reply ends with a *validity token*, which is then missing, so joiners discard what they have.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ import torch
 from ft.healing.capture import StagingBuffer, StateSnapshot
 from ft.healing.format import CHUNK_BYTES, digest
 
-SEAL_BYTES = 16  # an offer's random token, sent last in a reply: proof that the offer was still valid
-MAX_JOINERS = 64  # that are not done
-MAX_NAMES = 4096  # of readers in all
+VALIDITY_TOKEN_BYTES = 16  # an offer's random token, sent last in a reply: proves that the offer was still valid
+MAX_JOINERS = 64  # joiners that have not received everything
+MAX_NAMES = 4096  # joiners in all
 
 
 class HealFailed(RuntimeError):
-    """The state was not received. `reason`: by source, where they failed: `blame` has these. `touched`: some of the joiner's tensors may
-    hold bytes of it. `layout_mismatch`: every source offers a state of another layout than the joiner's, so no other try will do."""
+    """The state was not received. `reason`: a string, or one for each source that failed (`blame`). `touched`: some of the joiner's tensors
+    may be overwritten. `layout_mismatch`: all sources offer a state with a different layout than the joiner's, so a retry is useless."""
 
     def __init__(self, reason: str | Mapping[str, str], *, touched: bool, layout_mismatch: bool = False) -> None:
         failed = {} if isinstance(reason, str) else reason
@@ -45,30 +46,32 @@ class HealFailed(RuntimeError):
 
 
 class Withdrawn(RuntimeError):
-    """The offer, or this chunk of it, is no more; the text says why."""
+    """The offer, or this chunk of it, is not available any more; the message is the reason."""
 
 
 class Fenced(Enum):
     """Outcome of a fence. In all three cases the state may be changed now."""
 
-    FREE = "no reader needs any more of it"
-    COPIED = "what is unsent was copied aside"
-    WITHDRAWN = "the offer is withdrawn: its readers heal anew"
+    FREE = "no joiner needs any more of it"
+    COPIED = "the unsent chunks were copied aside"
+    WITHDRAWN = "the offer is withdrawn: its joiners heal again"
 
 
 @dataclass(frozen=True)
 class HealConfig:
     """Limits of healing for one rank; heal_copy_bytes and heal_grace_s come from [fault_tolerance]."""
 
-    heal_copy_bytes: int = 256 << 20  # at most so much is copied aside for readers that are not done at a commit
-    heal_grace_s: float = 30.0  # a commit waits so long for the rest to be small; a connection may be silent so long
-    heal_streams: int = 2  # connections to a single source: one alone is bound by the core that fills it
-    offer_wait_s: float = 30.0  # a joiner waits so long for an offer that is not there yet
+    heal_copy_bytes: int = 256 << 20  # most bytes that are copied aside for joiners at a commit
+    heal_grace_s: float = (
+        30.0  # longest wait of a commit for joiners to need no more than that; timeout of a silent connection
+    )
+    heal_streams: int = 2  # connections to a single source: one alone is limited by the core that serves it
+    offer_wait_s: float = 30.0  # longest wait of a joiner for an offer that is not made yet
 
 
 @dataclass(frozen=True)
 class StateSource:
-    """A rank that has the state. `address`: its transport's, from checkpoint_metadata."""
+    """A rank that has the state. `address`: that of its transport (checkpoint_metadata)."""
 
     replica_id: str
     address: str
@@ -79,14 +82,14 @@ OnBytes = Callable[[int, int], None] | None  # called with (verified bytes, tota
 
 
 class Fetch(Protocol):
-    """A heal. `run` blocks, and gives the state or raises HealFailed; `stop`, from another thread, ends it."""
+    """One fetch. `run` blocks until it returns the state or raises HealFailed; `stop`, from a different thread, cancels it."""
 
     def run(self) -> dict[str, Any]: ...
     def stop(self, reason: str) -> None: ...
 
 
 class Transport(ABC):
-    """Transport of one rank. `offer`, `fence` and `withdraw` belong to the thread that commits; `fetch` blocks the thread that calls it."""
+    """Transport of one rank. `offer`, `fence` and `withdraw` are for the thread that commits; `fetch` blocks the thread that calls it."""
 
     address: str  # for joiners (checkpoint_metadata)
 
@@ -103,8 +106,8 @@ class Transport(ABC):
     def fetch(
         self, sources: Sources, into: StateSnapshot, *, quorum_id: int, step: int, progress: OnBytes = None
     ) -> dict[str, Any]:
-        """Receives into the tensors of `into`, from up to two sources; from one alone, and with an error logged, where they do not hold the
-        same bits. Returns, after every byte has been verified, the argument of StateRegistry.load. Raises HealFailed."""
+        """Receives the state into the tensors of `into`, from one or two sources; if these differ in a bit it logs an error and uses only
+        one. Verifies every byte, and returns the argument of StateRegistry.load. Raises HealFailed."""
         with self._lock:
             if self._closed:
                 raise HealFailed("the transport is closed", touched=False)
@@ -120,11 +123,11 @@ class Transport(ABC):
 
     @abstractmethod
     def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """Tells the sources that nothing more of that offer will be read here, whether all has come or none: no fence then waits for this
-        joiner. A source that is slow to hear it is not waited for. `fetch` calls it by itself where it has received everything."""
+        """Tells the sources that this joiner needs nothing more of their offers, so that no fence waits for it. Does not wait for a slow
+        source. `fetch` calls it when it has received everything; after a final failure the caller must."""
 
     def stop(self, reason: str) -> None:
-        """A fetch that runs in another thread ends now, with HealFailed."""
+        """Cancels a fetch that runs in a different thread, which then raises HealFailed."""
         with self._lock:
             fetch = self._fetch
         if fetch:
@@ -137,70 +140,70 @@ class Transport(ABC):
         self.stop("the transport is closed")
         self.withdraw("the source is leaving")
 
-    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: Sequence[str]) -> StateOffer:
-        """Serves this state, and no other, to the joiners (replica ids) until fence or withdraw. An older offer is withdrawn."""
+    def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
+        """Offers this state to `joiners` (replica IDs), until it is withdrawn or replaced. Withdraws an older offer."""
         self.withdraw("the source has a newer offer")
-        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, joiners=len(readers))
+        self._offer = StateOffer(snapshot, quorum_id=quorum_id, step=step, joiners=len(joiners))
         return self._offer
 
     @property
     def is_fully_sent(self) -> bool:
-        """True when there is an offer, and each of its readers has been sent all of it. Any thread may ask."""
+        """True when there is an offer, and it was sent to each of its joiners in full. For any thread."""
         offer = self._offer
         return offer is not None and offer.is_fully_sent
 
     def fence(self) -> Fenced:
-        """Lets the offered tensors change afterwards. Never waits longer than heal_grace_s, whatever the readers do."""
+        """Returns when the offered tensors may change. Waits at most heal_grace_s, whatever the joiners do."""
         if self._offer is None:
             return Fenced.FREE
         outcome = self._offer.fence(self.config.heal_copy_bytes, self.config.heal_grace_s)
         if outcome is Fenced.WITHDRAWN:
-            self.withdraw("the source went on")
+            self.withdraw("the source has committed")
         return outcome
 
     def end_offer(self, quorum_id: int, reason: str) -> None:
-        """Ends the offer of that quorum, if that is the present one; a fence that waits for it ends. Any thread may call it."""
+        """Withdraws the current offer if it is that quorum's, which ends a waiting fence. From any thread."""
         offer = self._offer
         if offer is not None and offer.quorum_id == quorum_id:
             offer.withdraw(reason)
 
     def withdraw(self, reason: str) -> None:
-        """The offer is over, at once: its readers get no further valid seal, so they discard what they have."""
+        """Withdraws the offer at once: joiners get no further validity token, and so discard what they have received."""
         if self._offer is not None:
             self._offer.withdraw(reason)
             self._offer = None
 
 
 class StateOffer:
-    """A state on offer. `readers`: how many healing ranks are expected; one that has not connected yet still needs every chunk."""
+    """A state that is offered. `joiners`: how many are expected; one that has not connected yet still needs every chunk."""
 
-    def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, readers: int) -> None:
+    def __init__(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: int) -> None:
         self.quorum_id, self.step = quorum_id, step
-        self.seal = secrets.token_bytes(SEAL_BYTES)
+        self.validity_token = secrets.token_bytes(VALIDITY_TOKEN_BYTES)
         self.manifest, self.body = snapshot.manifest, snapshot.body()
         self.header = snapshot.manifest.encode()
-        self.withdrawn_reason = ""  # why, once it is
-        self.fencing = False  # the source waits to commit: a sender is to come to an end soon
-        self.digests: dict[int, bytes] = {}  # of the chunks that were read, also when they are gone
-        self._expected = readers
-        self._wants: dict[str, set[int]] = {}  # by reader: chunks not sent yet, or to be sent again
-        self.aside: dict[int, memoryview] | None = None  # copies of chunks, from the fence on
-        self._reading, self._copying = 0, False  # threads inside `reading`; a fence keeps others out of it
+        self.withdrawn_reason = ""  # "": it is not withdrawn
+        self.fencing = False  # True: the source waits to commit, so senders should pause soon
+        self.digests: dict[int, bytes] = {}  # digests of all chunks that were ever read
+        self._expected = joiners
+        self._wants: dict[str, set[int]] = {}  # by joiner: chunks that were not sent yet, or are to be sent again
+        self.aside: dict[int, memoryview] | None = None  # copies of unsent chunks; None: no fence yet
+        self._reading, self._copying = 0, False  # threads inside `reading`; True: a fence lets no more in
         self._changed = threading.Condition()
 
-    # -------------------------------------------------------------------------------------------- a reader's thread
+    # -------------------------------------------------------------------------------------------- a joiner's thread
 
     def add_joiner(self, name: str) -> None:
-        """Notes a joiner. Raises Withdrawn where there are too many."""
+        """Registers a joiner. Raises Withdrawn if there are too many."""
         with self._changed:
             if name not in self._wants:
-                reading = sum(map(bool, self._wants.values()))
-                if reading >= MAX_JOINERS or len(self._wants) >= MAX_NAMES:
-                    raise Withdrawn(f"{reading} readers already, of {len(self._wants)}")
+                receiving = sum(map(bool, self._wants.values()))
+                if receiving >= MAX_JOINERS or len(self._wants) >= MAX_NAMES:
+                    raise Withdrawn(f"{receiving} joiners already, of {len(self._wants)} in all")
                 self._wants[name] = set(range(self.manifest.chunks))
 
     def set_wanted(self, name: str, chunks: Iterable[int]) -> None:
-        """Notes the chunks that this reader still lacks, wherever it means to get them; none: it has verified everything."""
+        """Sets the chunks that this joiner still lacks, whichever source it will request them from; empty: it has verified everything."""
         with self._changed:
             self._wants[name] = set(chunks)
             self._changed.notify_all()
@@ -212,7 +215,7 @@ class StateOffer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, the tensors stay as they are: a fence waits for the end of it. Raises Withdrawn."""
+        """Keeps the tensors unchanged inside: a fence waits for its end. Raises Withdrawn."""
         with self._changed:
             self._changed.wait_for(lambda: not self._copying)
             self.check()
@@ -225,16 +228,16 @@ class StateOffer:
                 self._changed.notify_all()
 
     def direct(self, first: int, last: int) -> memoryview | None:
-        """The live memory of chunks first..last, if it is one piece of host memory and may be read yet. Inside `reading`."""
+        """Returns the live memory of chunks first..last; None if it is not one piece of host memory, or was fenced. Inside `reading`."""
         return self.body.direct(first, last) if self.aside is None else None
 
     def read(self, chunk: int, staging: StagingBuffer, at: int = 0) -> memoryview:
-        """Copies the chunk into place `at` of the buffer. Inside `reading`. Raises Withdrawn."""
+        """Copies the chunk into slot `at` of the buffer. Inside `reading`. Raises Withdrawn."""
         self.check()
         if self.aside is None:
             return self.body.read(chunk, staging, at)
         if chunk not in self.aside:
-            raise Withdrawn(f"the source went on after step {self.step}, and chunk {chunk} was not asked for before")
+            raise Withdrawn(f"the source has committed after step {self.step}, and chunk {chunk} was not wanted then")
         memory = self.aside[chunk]
         place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         place[:] = memory
@@ -245,19 +248,19 @@ class StateOffer:
 
     @property
     def is_fully_sent(self) -> bool:
-        """True when all expected readers have come, and nothing is still to be sent to any of them."""
+        """True when all expected joiners have registered, and were sent everything."""
         with self._changed:
             return not self.withdrawn_reason and not self._unsent()
 
     def check(self) -> None:
-        """Raises Withdrawn once the offer is over."""
+        """Raises Withdrawn if the offer is withdrawn."""
         if self.withdrawn_reason:
             raise Withdrawn(self.withdrawn_reason)
 
     # -------------------------------------------------------------------------------------------- the source's thread
 
     def fence(self, copy_bytes: int, grace_s: float) -> Fenced:
-        """Lets the tensors change afterwards. Takes at most grace_s and the time of a copy."""
+        """Returns when the tensors may change. Takes at most grace_s and the time of a copy."""
         deadline = time.monotonic() + grace_s
 
         def wait_for(ready: Callable[[], bool]) -> bool:
@@ -272,11 +275,11 @@ class StateOffer:
             try:
                 small = wait_for(is_small)
                 if self.aside is None:
-                    self._copying = True  # a reader leaves after a chunk over HTTP, after some messages in a group
+                    self._copying = True  # senders leave `reading` after a chunk (HTTP), or after some messages
                     if small and not wait_for(lambda: not self._reading):
-                        return self.withdraw("a reader held its chunk longer than heal_grace_s")
+                        return self.withdraw("a chunk was in use for longer than heal_grace_s")
                     if self.withdrawn_reason or not is_small():
-                        return self.withdraw("the source commits, and its readers were too slow for heal_grace_s")
+                        return self.withdraw("the source commits, and its joiners took longer than heal_grace_s")
                     self.aside = self._copies()
                 return Fenced.WITHDRAWN if self.withdrawn_reason else Fenced.COPIED if self.aside else Fenced.FREE
             finally:
@@ -284,11 +287,11 @@ class StateOffer:
                 self._changed.notify_all()
 
     def withdraw(self, reason: str) -> Fenced:
-        """Ends the offer, from any thread: no reader gets a further valid seal, and a waiting fence ends."""
-        self.withdrawn_reason = self.withdrawn_reason or reason  # first: the fence may have the lock, and check
+        """Withdraws the offer, from any thread: no joiner gets a further validity token, and a waiting fence ends."""
+        self.withdrawn_reason = self.withdrawn_reason or reason  # set first: a fence that holds the lock checks it
         with self._changed:
             if self.aside:
-                self.aside = {}  # up to heal_copy_bytes; the server shows this offer until there is another
+                self.aside = {}  # frees up to heal_copy_bytes, as the server keeps this offer until the next one
             self._changed.notify_all()
         return Fenced.WITHDRAWN
 
@@ -298,7 +301,7 @@ class StateOffer:
         return set().union(*self._wants.values())
 
     def _copies(self) -> dict[int, memoryview]:
-        """A block of memory per chunk, so that nothing larger than the chunks themselves is ever allocated."""
+        """Copies the unsent chunks, each into memory of its own, so that no more than these is allocated."""
         staging = StagingBuffer(self.body)
         copies = {}
         for chunk in sorted(self._unsent()):

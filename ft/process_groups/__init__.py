@@ -1,1 +1,1 @@
-"""Process groups between replica groups: each can be abandoned at any moment, and formed anew."""
+"""Process groups that connect replica groups: each can be abandoned at any moment, and formed anew."""

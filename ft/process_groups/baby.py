@@ -1,11 +1,14 @@
 """Process groups in a child process: a collective that hangs cannot be cancelled, but the child can be killed.
 
-The operations are those of gloo.py and nccl.py, started in the child by the same code. Tensors lie in memory that both map (shared.py). The
-child replies when an operation has ended, physically; then the work and its future end here. To abandon is to kill: the kernel closes its
-sockets, the peers see it, and no thread of torch is left to wait for.
+The child is killed when its generation is interrupted or abandoned (base.py): by the Manager, on a notice that a member is lost or the
+generation has failed, and if a member is unreachable; when an operation takes longer than the group's timeout; and before the next
+generation forms. Then the kernel closes its sockets, which peers notice, and no thread of torch is left to wait for.
+
+The operations are those of gloo.py and nccl.py, started in the child by the same code, on memory that both processes map (shared.py). The
+child replies when an operation has ended and its tensors are complete; then the work and its future end here.
 
 A command is the name of a method of ChildGroup with its arguments, pickled: a process sends it to its own child. Replies are JSON: the
-child talks to the network, and nothing that comes from there is ever unpickled.
+child talks to the network, and data that comes from there is never unpickled.
 """
 
 from __future__ import annotations
@@ -29,22 +32,24 @@ from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.gloo import form_gloo
 from ft.process_groups.nccl import form_nccl
 
-# Replies: [what, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: what `unmap` named; of ENDED: the sender.
+# Replies: [kind, number, error, more]; more of FAILED: absent and mismatched ranks; of DROPPED: segments unmapped; of ENDED: source rank.
 READY, FAILED, ENDED, DROPPED = "ready", "failed", "ended", "dropped"
 
 
 class ProcessGroupBaby(ProcessGroup):
+    """A process group in a child process. `NATIVE`: its backend, "gloo" or "nccl"."""
+
     NATIVE = ""
     IN_CHILD = True
-    empty = staticmethod(shared.empty)  # the child uses such a tensor where it is, without a copy
+    empty = staticmethod(shared.empty)  # makes a tensor that the child uses without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         super().__init__(timeout, rendezvous_s=rendezvous_s)
         self._fork_server: ForkServer = fork_server_of_this_process()
         self._fork_server.warm()  # imports torch while this process goes on
-        # The device is known now: a generation is formed in another thread.
+        # the current device of this thread, as a generation is formed in a different one
         self.device = current_device() if self.NATIVE == "nccl" else None
-        self.child: Child | None = None  # of the newest generation
+        self.child: Child | None = None  # child of the newest generation
 
     def prepare(self) -> None:
         self._fork_server.prepare()
@@ -73,30 +78,30 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
-    """NCCL in a child process, on what is the current device of the thread that makes the group."""
+    """NCCL in a child process, on the device that is current in the constructor's thread."""
 
     KIND, NATIVE = "ft_baby_nccl", "nccl"
 
 
 class ChildEngine:
-    """The parent's end of one child. A thread receives its replies. `device`: the number of the GPU that tensors lie on; None: on none."""
+    """The parent's end of one child. A thread receives its replies. `device`: index of the tensors' GPU; None: they are on the CPU."""
 
     def __init__(self, child: Child, device: int | None) -> None:
         self._child = child
         self._memory = shared.SharedPoolOwner(self._send)
-        self._order = threading.Lock()  # of operations: as they are numbered, so they are sent
+        self._order = threading.Lock()  # operations are sent in the order of their numbers
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[Ended, shared.PoolLease, Operation]] = {}
         self._count = 0
         self._formed = threading.Event()
         self._problem: RendezvousFailed | None = None
         self._gone = False
-        # It sets futures, which record events.
+        # this thread needs the device, as it sets futures, which record events
         self._receiver = device_thread(self._receive, name=f"ft-child-{child.pid}", device=device)
         self._receiver.start()
 
     def form(self, *arguments: Any) -> None:
-        """As ChildGroup's; returns when the group has formed. Raises RendezvousFailed."""
+        """Makes the child form the group (ChildGroup.form); returns when it has formed. Raises RendezvousFailed."""
         self._send("form", arguments)
         self._formed.wait()
         if self._problem is not None:
@@ -154,13 +159,13 @@ class ChildEngine:
             ended, lease, operation = self._under_way.pop(number)
         try:
             self._memory.give_back(lease, complete=error is None)
-        except RuntimeError as problem:  # of torch: a tensor that cannot be written into
+        except RuntimeError as problem:  # torch's error for a tensor that must not be written
             error = str(problem)
         ended(None if error is None else ProcessGroupError(f"{SIGNATURES[operation.method].name}: {error}"), source)
 
 
 def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, bytes] | None:
-    """For tensors on a GPU: an event that the child waits for before it reads them."""
+    """Returns, for tensors on a GPU, an event that the child waits for before it reads them: (device index, handle)."""
     devices = {tensor.device for tensor in (*operation.inputs(), *operation.outputs()) if tensor.is_cuda}
     if not devices:
         return None
@@ -172,8 +177,8 @@ def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, by
 
 
 class ChildGroup(shared.SharedPoolClient):
-    """Carries out commands, one after the other, until its channel ends: a group of torch that may be killed at any moment, without loss
-    to the process that trains. Descriptors that come with a command are its last arguments."""
+    """The child's end: carries out commands, one after the other, until its channel is closed. Descriptors that come with a command are its
+    last arguments."""
 
     def __init__(self, channel: Channel, form_nccl: Callable[..., Engine] = form_nccl) -> None:
         super().__init__()
@@ -186,8 +191,8 @@ class ChildGroup(shared.SharedPoolClient):
             getattr(self, command)(*arguments, *message[1])
 
     def form(self, kind: str, device: int | None, *arguments: Any) -> None:
-        """Builds the group, of gloo or NCCL, in a thread: this one sees the end of the channel meanwhile. Answered by READY or FAILED.
-        `device`: that of NCCL; `arguments`: those of a Rendezvous."""
+        """Forms the group in a thread, as this one must notice when the channel is closed; replies READY or FAILED. `kind`: "gloo" or
+        "nccl"; `device`: index of NCCL's; `arguments`: those of a Rendezvous."""
 
         def build(rendezvous: Rendezvous) -> Engine:
             try:
@@ -199,17 +204,17 @@ class ChildGroup(shared.SharedPoolClient):
             return self.engine
 
         if device is not None:
-            torch.cuda.set_device(device)  # of this thread: it maps memory, and starts operations
+            torch.cuda.set_device(device)  # this thread maps memory and starts operations
         Rendezvous(build, *arguments).start()
 
     def unmap(self, numbers: list[int]) -> None:
-        """Answered by DROPPED."""
+        """Unmaps these segments; replies DROPPED."""
         super().unmap(numbers)
         self._reply(DROPPED, 0, None, numbers)
 
     def start(self, number: int, placed: Operation, after: tuple[int, bytes] | None) -> None:
-        """Starts an operation, with a SharedTensor for each tensor; answered by ENDED. `after`: a CUDA event of the parent, when it has
-        written the tensors, for which this process' stream waits first."""
+        """Starts an operation, with a SharedTensor for each tensor; replies ENDED. `after`: the parent's CUDA event after its writes to the
+        tensors (device index, handle), for which this process's stream waits."""
 
         def ended(error: Exception | None, source: int) -> None:
             self._reply(ENDED, number, None if error is None else str(error), source)
@@ -220,7 +225,7 @@ class ChildGroup(shared.SharedPoolClient):
                 torch.cuda.current_stream(device).wait_event(torch.cuda.Event.from_ipc_handle(device, after[1]))
             assert self.engine is not None
             self.engine.start(placed.map_tensors(lambda place, read, written: self.tensor(place)), ended)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the parent tells it)
+        except Exception as error:  # noqa: BLE001 (the parent reports it)
             ended(error, -1)
 
     def _reply(self, *reply: Any) -> None:

@@ -1,4 +1,4 @@
-"""The fork server's process (fork_server.py). It imports torch only once it is tied to its parent."""
+"""The process of the fork server (fork_server.py). It imports torch only after it is tied to its parent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from contextlib import suppress
 from ft.children import die_with
 from ft.process_groups.fork_server import FORK, READY, Channel
 
-REST_S = 1.0  # after a child was asked for, until the next standby is made: the step that waits for that child is over
+REST_S = 1.0  # delay from a request to the fork of the next standby: the step that waits for that child is then over
 
 
 def main() -> None:
-    """`python -m ft.process_groups.baby_worker DESCRIPTOR PARENT`. Hands out a child for each message, which brings the child's socket;
-    answers with its process number. Ends when the parent has hung up. Makes a standby child when there is nothing to do."""
+    """Runs `python -m ft.process_groups.baby_worker DESCRIPTOR PARENT_PID`. Each request brings a socket for a child; the reply is the
+    child's process ID (pid). Forks a standby child while there are no requests. Ends when the parent closes the channel."""
     die_with(int(sys.argv[2]))
     import ft.process_groups.baby  # noqa: F401  # with torch
 
-    gc.freeze()  # the pages stay shared: a collection in a child does not write on them
+    gc.freeze()  # the pages stay shared: garbage collection in a child does not write to them
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
     standby: tuple[int, Channel] | None = _fork(control)
     control.send(READY)
@@ -29,7 +29,7 @@ def main() -> None:
             standby = _fork(control)
         if (message := control.receive()) is None:
             return
-        with suppress(ChildProcessError):  # numbers of children that have ended are not given to others before
+        with suppress(ChildProcessError):  # pids of children are not reused before they are reaped
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         what, descriptors = message
@@ -37,32 +37,32 @@ def main() -> None:
             continue
         given = False
         while not given:
-            number, channel = standby or _fork(control)
+            pid, channel = standby or _fork(control)
             standby = None
-            with suppress(OSError):  # it was killed, as by a system that is out of memory
+            with suppress(OSError):  # the standby may have been killed, as when the system is out of memory
                 channel.send(FORK, descriptors)
                 given = True
             channel.close()
         os.close(descriptors[0])
-        control.send(str(number).encode())
+        control.send(str(pid).encode())
 
 
 def _fork(control: Channel) -> tuple[int, Channel]:
-    """A child that waits for its socket, and the channel to it."""
+    """Forks a child that waits for its socket. Returns its pid and the channel to it."""
     ours, theirs = Channel.pair()
-    me = os.getpid()
-    number = os.fork()
-    if number == 0:
-        die_with(me)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with(parent)
         ours.close()
         control.close()
-        _become(Channel(theirs))
+        _run_child(Channel(theirs))
     theirs.close()
-    return number, ours
+    return pid, ours
 
 
-def _become(waiting: Channel) -> None:
-    """A child, for the process at the other end of the socket that comes."""
+def _run_child(waiting: Channel) -> None:
+    """Receives the child's socket, serves the process at its other end, and exits."""
     from ft.process_groups.baby import ChildGroup
 
     try:
@@ -70,7 +70,7 @@ def _become(waiting: Channel) -> None:
             waiting.close()
             ChildGroup(Channel(socket.socket(fileno=message[1][0]))).serve()
     finally:
-        os._exit(0)  # without a wait for torch's threads: they may never end
+        os._exit(0)  # without waiting for torch's threads, which may never end
 
 
 if __name__ == "__main__":

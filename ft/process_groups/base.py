@@ -1,8 +1,9 @@
-"""Process groups between replica groups: what the Manager and torch call, the operations, their works, and the life of a generation.
+"""Process groups between replica groups: the interface to the Manager and torch, operations, their works, and *generations*: a process
+group forms a new generation for each quorum, and abandons the one before.
 
-Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of it, and the generation's engine (gloo.py, nccl.py,
-or baby.py, whose child uses these two) starts it on torch's own group. A subclass builds the engine (`_build`). A group is also
-torch's ProcessGroup: dist.all_reduce and its like, functional collectives and DeviceMesh take it after `register`.
+Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of that, and the generation's engine (gloo.py,
+nccl.py, or baby.py, whose child uses these two) starts it on a native process group of torch. A subclass builds the engine (`_build`).
+ProcessGroup is also torch's: after `register` dist.all_reduce and its like, functional collectives and DeviceMesh accept it.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -32,15 +33,15 @@ from ft.process_groups.forming import Engine, Rendezvous
 from ft.process_groups.store import parse
 from ft.protocol.messages import Fingerprint
 
-# torch's own timeouts are off: no thread waits for them, and a pending operation ends when its sockets are shut or its process is killed.
+# torch's own timeouts are disabled: a pending operation ends when its sockets are shut down or its process is killed.
 NEVER = timedelta(days=365)
-GRACE_S = 0.5  # past rendezvous_s, so that the thread that forms can report what is missing
-MAX_ENDING = 4  # abandoned generations that are still shutting down
+GRACE_S = 0.5  # wait after rendezvous_s, in which the forming thread can report which members are absent
+MAX_ENDING = 4  # most abandoned generations that are still shutting down
 log = logging.getLogger(__name__)
 
 
 class Signature(NamedTuple):
-    """A collective of torch's: `name` in errors; `options`: their type, if it takes any; positions of arguments read and written."""
+    """A collective of torch: its `name` in errors, the type of its `options`, and the positions of arguments that it reads and writes."""
 
     name: str
     options: type[Any] | None
@@ -73,15 +74,16 @@ SIGNATURES = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of torch's `method`: its arguments less the options (tensors, lists of them, lists of lists, or plain), and `settings` of the
-    options. It crosses a pipe, where baby.py sends it to a child: tensors are replaced (`each`), and a reduce op is a name."""
+    """A call of torch's `method`: its arguments without the options (tensors, lists of them, lists of lists, or plain values), and the
+    fields of the options (`settings`). baby.py sends it to a child process: it replaces tensors by `map_tensors`; a reduce op is a
+    string."""
 
     method: str
     arguments: tuple[Any, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        """On a group of torch's own."""
+        """Starts it on a native process group of torch."""
         kind, arguments = SIGNATURES[self.method].options, self.arguments
         if kind is not None:
             options = kind()
@@ -97,7 +99,7 @@ class Operation:
         return tree_leaves([self.arguments[at] for at in SIGNATURES[self.method].writes])
 
     def map_tensors(self, change: Callable[[Any, bool, bool], Any]) -> Operation:
-        """A copy with `change(tensor, is read, is written)` in place of every tensor."""
+        """Returns a copy in which each tensor is replaced by `change(tensor, is read, is written)`."""
         arguments, (_, _, reads, writes) = list(self.arguments), SIGNATURES[self.method]
         for at in {*reads, *writes}:
             arguments[at] = tree_map(lambda it, at=at: change(it, at in reads, at in writes), arguments[at])
@@ -105,7 +107,7 @@ class Operation:
 
 
 def reduction(op: Any) -> str:
-    """The name of a ReduceOp ("SUM", "AVG", ...), or of that in torch's options; of None it is SUM. Raises ValueError."""
+    """Returns the name ("SUM", "AVG", ...) of a ReduceOp or of that in torch's options; SUM for None. Raises ValueError."""
     op = getattr(op, "reduceOp", op)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
         if op is None or op == getattr(dist.ReduceOp, name):
@@ -114,7 +116,7 @@ def reduction(op: Any) -> str:
 
 
 class Collectives(dist.ProcessGroup):
-    """torch's names for what a group does, each turned into an Operation for `launch`. torch calls some by an older and a newer name."""
+    """The methods of torch's ProcessGroup, each of which passes an Operation to `launch`. torch has two names for some."""
 
     def launch(self, operation: Operation) -> dist.Work:
         raise NotImplementedError
@@ -139,23 +141,23 @@ class Collectives(dist.ProcessGroup):
         return self.launch(Operation("allgather", ([list(out) for out in output_tensors], tree_leaves(input_tensors))))
 
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> dist.Work:
-        """outputs[rank][i] is rank's inputs[i]."""
+        """Sets output_lists[rank][i] to that rank's input_list[i]."""
         return self.launch(Operation("allgather_coalesced", ([list(out) for out in output_lists], list(input_list))))
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Each output is the inputs of all ranks, one after the other."""
+        """Sets each output to the concatenated inputs of all ranks."""
         outputs, inputs = tree_leaves(outputs), tree_leaves(inputs)
         if len(inputs) == 1:
             return self.launch(Operation("_allgather_base", (outputs[0], inputs[0])))
         return self.launch(Operation("allgather_into_tensor_coalesced", (outputs, inputs)))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        """Outputs are empty but at the root."""
+        """Gathers to the root; on all other ranks output_tensors must be empty."""
         outputs, settings = [list(out) for out in output_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
         return self.launch(Operation("gather", (outputs, tree_leaves(input_tensors)), settings))
 
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> dist.Work:
-        """Inputs are empty but at the root."""
+        """Scatters from the root; on all other ranks input_tensors must be empty."""
         inputs, settings = [list(part) for part in input_tensors], {"rootRank": getattr(opts, "rootRank", 0)}
         return self.launch(Operation("scatter", (tree_leaves(output_tensors), inputs), settings))
 
@@ -164,7 +166,7 @@ class Collectives(dist.ProcessGroup):
         return self.launch(Operation("reduce_scatter", (tree_leaves(output_tensors), inputs), settings))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Each rank's output is its part of the sum of the inputs."""
+        """Sets each rank's output to its part of the sum of the inputs."""
         outputs, inputs, settings = tree_leaves(outputs), tree_leaves(inputs), {"reduceOp": reduction(opts)}
         if len(inputs) == 1:
             return self.launch(Operation("_reduce_scatter_base", (outputs[0], inputs[0]), settings))
@@ -176,7 +178,7 @@ class Collectives(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (), opts: Any = None
     ) -> dist.Work:
-        """Splits: rows from and to each rank; empty: equal parts."""
+        """Exchanges rows: the split sizes are rows from and to each rank; empty: equal parts."""
         splits = list(output_split_sizes or ()), list(input_split_sizes or ())
         return self.launch(Operation("alltoall_base", (output, input, *splits)))
 
@@ -198,9 +200,9 @@ class Collectives(dist.ProcessGroup):
 
 
 class GroupWork(dist.Work):
-    """Ends once: with the operation (when its tensors are complete in memory, on a GPU too), with its failure, or when the group is given
-    up. `wait` blocks the calling thread and no stream, so whoever waits can be woken. `outputs`: the tensors that hold the result.
-    `on_timeout` gets the error of a wait that takes longer than its caller allows, which is raised otherwise."""
+    """The work of one operation. It ends once: when the operation is complete (its tensors are then complete in memory, on a GPU, too), has
+    failed, or its generation is interrupted. `wait` blocks the calling thread and no stream, so it can be interrupted. `outputs`: the
+    tensors with the result. `on_timeout` receives the error of a wait beyond the caller's timeout; without it the error is raised."""
 
     on_timeout: Callable[[Exception], None] | None = None
 
@@ -216,7 +218,7 @@ class GroupWork(dist.Work):
         self._source = -1
 
     def end(self, error: Exception | None, source: int = -1) -> bool:
-        """Ends the work; False if it had ended before."""
+        """Ends the work. Returns False if it had ended before."""
         if not self._claim.acquire(blocking=False):
             return False
         self._error, self._source = error, source
@@ -227,7 +229,8 @@ class GroupWork(dist.Work):
         return True
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """True at the end. Raises ProcessGroupError with the cause, or TimeoutError after `timeout` (0: the group's limit). False: reported."""
+        """Returns True when the work has succeeded; raises its ProcessGroupError if it has failed. After `timeout` (0: none but the
+        group's) raises TimeoutError, or passes it to `on_timeout` and returns False."""
         limit_s = timeout.total_seconds()
         if not self._ended.wait(limit_s if limit_s > 0 else None):
             late = TimeoutError(f"{self.name} did not complete within {limit_s:g} s")
@@ -245,7 +248,7 @@ class GroupWork(dist.Work):
     block_current_stream = synchronize
 
     def get_future(self) -> Future[Any]:
-        """A future of the output tensors, set when they are complete in memory: a read after that, on any stream, sees the result."""
+        """Returns a future of the output tensors, set when they are complete in memory and may be read on any stream."""
         return self._future
 
     def is_completed(self) -> bool:
@@ -261,20 +264,20 @@ class GroupWork(dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """The sender of a received message; -1 for every other operation."""
+        """Returns the sender of a message from recv_anysource; -1 for every other operation."""
         return self._source
 
     _source_rank = source_rank
 
 
 class Generation:
-    """One life of a process group, from the moment it has formed until it is abandoned, and its works under way, the oldest first. The
-    first failure is the generation's: what is asked afterwards fails at once with it. What is under way may still complete, for a complete
-    sum counts. torch's timeouts are off; `limit_s` is kept here."""
+    """One generation of a process group, from its forming until it is abandoned, with its pending works, the oldest first. The first
+    failure is the generation's: later operations fail at once with that error, but pending ones may still complete and then count. If the
+    oldest work takes longer than `limit_s`, the generation is interrupted (torch's own timeouts are disabled)."""
 
     def __init__(self, engine: Engine, limit_s: float) -> None:
-        self.lock = threading.RLock()  # the end of a work may ask for the next operation
-        self.engine: Engine | None = engine  # until it is abandoned
+        self.lock = threading.RLock()  # the callback of a work may launch the next operation
+        self.engine: Engine | None = engine  # None: abandoned
         self.error: Exception | None = None
         self.works: dict[GroupWork, None] = {}
         self.first_work = threading.Condition(self.lock)
@@ -293,7 +296,7 @@ class Generation:
         work.end(error, source)
 
     def interrupt(self, error: Exception) -> None:
-        """Wakes everybody. What is under way ends, and nothing can be started; the engine, which may be at work on tensors yet, stays."""
+        """Ends all pending works with `error`; no operation can start any more. The engine is kept, as it may still use tensors."""
         with self.lock:
             engine, self.error = self.engine, self.error or error
             works, self.works = list(self.works), {}
@@ -303,7 +306,7 @@ class Generation:
             engine.interrupt()
 
     def abandon(self, reason: str, reaper: Reaper, then: Callable[[], None] | None) -> None:
-        """Wakes everybody, and hands the engine to the reaper. To be called once."""
+        """Interrupts the generation, and passes its engine to the reaper. To be called once."""
         self.interrupt(Abandoned(reason))
         with self.lock:
             engine, self.engine = self.engine, None
@@ -321,7 +324,7 @@ class Generation:
                 if oldest is None or left_s is None or left_s > 0:
                     self.first_work.wait(left_s)
                     continue
-            # The engine is woken, too: this process may wait for it itself, as a child that is stopped takes no more commands.
+            # this interrupts the engine, too: a child process that is suspended would accept no further command
             self.interrupt(ProcessGroupError(f"{oldest.name} did not complete within {self._limit_s:g} s"))
             del oldest
 
@@ -334,13 +337,13 @@ def _end(last_reference: list[Engine], watch: threading.Thread, then: Callable[[
         try:
             then()
         except Exception:
-            log.exception("giving back the buffers of a generation that has ended failed")
+            log.exception("cannot release the buffers of a generation that has ended")
 
 
 class Reaper:
-    """Ends generations that were abandoned, off the thread that abandoned them: torch's threads may still write into their buffers, and a
-    thread that drops a group waits for them. Each is ended in a thread of its own. An end that does not come (a driver that hangs) is
-    counted: past `most`, the process has to exit, since neither memory nor sockets come back."""
+    """Ends abandoned generations, each in a thread of its own: torch's threads may still write into their buffers, and whatever drops a
+    native group waits for them. A generation that does not end (a driver hangs) keeps its memory and sockets: with more than `most` of
+    these the process must exit."""
 
     def __init__(self, most: int = MAX_ENDING) -> None:
         self._most = most
@@ -348,7 +351,7 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], object], what: str) -> None:
-        """Calls `end` in a thread, and returns at once. `what` names it in errors. That thread is to drop the last reference to a group."""
+        """Calls `end` in a thread, and returns at once. `what` names it in errors. `end` must drop the last reference to a native group."""
         thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
@@ -360,7 +363,7 @@ class Reaper:
             return len(self._pending)
 
     def check(self, limit_s: float = 0.0) -> None:
-        """Raises MustExit when more than `most` generations have not ended, nor do within the limit."""
+        """Raises MustExit if more than `most` generations have not ended within limit_s."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pending) <= self._most, limit_s):
                 raise MustExit(
@@ -369,7 +372,7 @@ class Reaper:
                 )
 
     def wait(self, limit_s: float) -> bool:
-        """Waits until all have ended; False: some have not within the limit."""
+        """Waits until all generations have ended. Returns False if some have not within limit_s."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, limit_s)
 
@@ -378,8 +381,8 @@ class Reaper:
         try:
             end()
         except Exception:
-            # It stays pending: what it still uses is unknown.
-            log.exception("the end of a generation failed: %s", self._pending[this])
+            # it stays pending, as it may still use resources
+            log.exception("cannot end a generation: %s", self._pending[this])
             return
         with self._changed:
             del self._pending[this]
@@ -387,11 +390,11 @@ class Reaper:
 
 
 class ProcessGroup(Collectives):
-    """The group of one rank with its peers in the other replica groups, formed anew for each quorum by `configure`. `timeout`: seconds (or
-    a timedelta) for an operation, the backstop behind the notices; `rendezvous_s`: for forming."""
+    """The process group of one rank with its peers in the other replica groups; `configure` forms a new generation for each quorum.
+    `timeout`: seconds (or a timedelta) for an operation, which notices normally interrupt earlier; `rendezvous_s`: timeout of forming."""
 
     KIND = "ft"
-    IN_CHILD = False  # operations are another process's: tensors in its memory (shared.empty) are spared a copy
+    IN_CHILD = False  # True: operations run in a child process, which uses tensors from shared.empty without a copy
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
@@ -401,14 +404,14 @@ class ProcessGroup(Collectives):
         self._lock = threading.Lock()
         self._forming: Rendezvous | None = None
         self._generation: Generation | None = None
-        self._quorum_id = self._interrupted = 0  # of the newest generation; the newest that `interrupt` named
-        self._why_none: Exception = ProcessGroupError("the group was never configured")
+        self._quorum_id = self._interrupted = 0  # of the newest generation; highest one passed to `interrupt`
+        self._why_none: Exception = ProcessGroupError("the process group was never configured")
         self._rank, self._size = 0, 1
-        self._registered = self._torch_name = self._torch_text = ""
+        self._registered = self._torch_name = self._torch_desc = ""
 
     def prepare(self) -> None:
-        """Waits for what forming needs of this machine alone, such as an import of torch in a child process. `configure` does so itself,
-        and not on the time of rendezvous_s; but others may wait by then, so call it before anybody counts on this member."""
+        """Makes the local preparations of forming, such as the import of torch in a child process. `configure` does so, too, outside of
+        rendezvous_s; but other members may wait by then, so call it before this member is in a quorum."""
 
     def configure(
         self,
@@ -420,19 +423,18 @@ class ProcessGroup(Collectives):
         fingerprint: Fingerprint = (),
         holders: Sequence[int] = (),
     ) -> None:
-        """Gives up what there was, and forms a new generation with the others that call this.
+        """Abandons the current generation, and forms a new one with all members that call this; returns when it has formed.
 
-        `store`: "host:port/prefix"; the prefix is of this generation alone, the same for all members. `quorum_id`:
-        the generation's name for `interrupt`, larger than those before; 0: it has none. `fingerprint`: digests that must be equal in all
-        members; the job's are those of most `holders`, ranks that have the state, or of all members if there are none. Returns when the
-        group has formed. Raises RendezvousFailed (its `absent` names ranks that did not come) when it did not within rendezvous_s, or was
-        interrupted or abandoned from another thread, or where a member's fingerprint is another; MustExit when too many old generations
-        have not ended; ValueError for what can never be."""
+        `store`: "host:port/prefix" with a prefix for this generation only, the same on all members. `quorum_id`: names the generation for
+        `interrupt`, larger than those before; 0: none. `fingerprint`: digests that must be equal on all members; the job's fingerprint is
+        that of most `holders`, the ranks that have the state, or of most members if there are no holders. Raises RendezvousFailed if the
+        group does not form within rendezvous_s (its `absent` has the missing ranks), is interrupted or abandoned in a different thread, or
+        a fingerprint differs; MustExit if too many old generations have not ended; ValueError for invalid arguments."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         parse(store)
         self.abandon("configured anew")
-        self.reaper.check(self.rendezvous_s)  # on a busy machine an end takes its time
+        self.reaper.check(self.rendezvous_s)  # on a busy machine a generation ends slowly
         forming = Rendezvous(
             self._build, store, rank, size, self.rendezvous_s, fingerprint, holders, prepare=self.prepare
         )
@@ -444,7 +446,7 @@ class ProcessGroup(Collectives):
         forming.start()
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
-            with self._lock:  # and again, for it may have been cancelled at this moment
+            with self._lock:  # a second time, as it may have been cancelled meanwhile
                 self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
             with self._lock:
@@ -454,12 +456,13 @@ class ProcessGroup(Collectives):
             raise
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        """Meets the others and connects; in a thread. Whatever it may block on is named to rendezvous.on_cancel before."""
+        """Joins the rendezvous and connects, in a thread. Before it blocks it must pass rendezvous.on_cancel a function that interrupts
+        it."""
         raise NotImplementedError
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
-        """Wakes every wait on this group, to form or to finish, with the reason; peers that wait for it see a closed connection.
-        Returns at once, from any thread. `then` is called, in another one, when no operation of it touches a tensor any more."""
+        """Ends forming and all works with the reason; peers that wait for this member see a closed connection. Returns at once, from any
+        thread. `then` is called, in a different thread, when no operation of the generation touches a tensor any more."""
         with self._lock:
             forming, generation, self._generation = self._forming, self._generation, None
             if generation is not None:
@@ -472,9 +475,9 @@ class ProcessGroup(Collectives):
             then()
 
     def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
-        """Wakes all waits, as `abandon` does, but keeps the generation: its owner, which knows the use of its buffers, must still call
-        `abandon`. Sums that are complete stay so. Returns at once, from any thread. `quorum_id`: of that generation alone, whether it
-        is still to be configured or long gone; None: whatever there is."""
+        """Ends all waits, as `abandon` does, but keeps the generation: its owner, which knows how its buffers are used, must still call
+        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: interrupts only that generation, even before
+        it is configured; None: the current one."""
         with self._lock:
             forming, generation = self._forming, self._generation
             if quorum_id is not None:
@@ -487,12 +490,12 @@ class ProcessGroup(Collectives):
             generation.interrupt(Abandoned(reason))
 
     def errored(self) -> Exception | None:
-        """Why operations would fail: the first failure, or that there is no generation. None: it is of use."""
+        """Returns the error that operations would fail with: the generation's first failure, or why there is none; None: it is usable."""
         with self._lock:
             return self._generation.error if self._generation is not None else self._why_none
 
     def launch(self, operation: Operation) -> dist.Work:
-        """Never raises, and never waits for a peer: a failure is the work's."""
+        """Starts an operation. Never raises, and never waits for a peer: the work has the error."""
         work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
         with self._lock:
             generation, why_none = self._generation, self._why_none
@@ -506,17 +509,17 @@ class ProcessGroup(Collectives):
                 if len(generation.works) == 1:
                     generation.first_work.notify()
         if engine is None or error is not None:
-            work.end(error or Abandoned("the group was abandoned"))
+            work.end(error or Abandoned("the process group was abandoned"))
             return work
         try:
             engine.start(operation, partial(generation.ended, work))
-        except Exception as failure:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
+        except Exception as failure:  # noqa: BLE001 (torch raises any type; the work has the error)
             generation.ended(work, failure)
         return work
 
     @property
     def waits_since_s(self) -> float | None:
-        """time.monotonic() at which the present wait for members began: to form, or for the oldest operation under way; None: none."""
+        """time.monotonic() at the begin of the current wait for members: in forming, or in the oldest pending operation; None: no wait."""
         with self._lock:
             forming, generation = self._forming, self._generation
         if forming is not None:
@@ -527,7 +530,7 @@ class ProcessGroup(Collectives):
             return min((work.started_s for work in generation.works), default=None)
 
     def shutdown(self, limit_s: float = 30.0) -> None:
-        """Abandons it, and waits until all generations have ended, at most limit_s. Raises MustExit when some have not."""
+        """Abandons the generation, and waits until all have ended. Raises MustExit if some have not within limit_s."""
         self.abandon("shut down")
         if not self.reaper.wait(limit_s):
             raise MustExit(f"{self.reaper.pending} generations have not ended after {limit_s:g} s")
@@ -538,8 +541,8 @@ class ProcessGroup(Collectives):
     # ------------------------------------------------------------------------------------------------ torch's interface
 
     def register(self, name: str) -> ProcessGroup:
-        """Makes torch know this group under a name of its own, as a group of this process alone: its size changes with every generation,
-        and torch's may not. Needs the default group. dist.all_reduce, functional collectives and DeviceMesh.from_group then take it."""
+        """Registers this group with torch, for dist.all_reduce, functional collectives and DeviceMesh.from_group. torch knows it as a group
+        of this process only, as the size of a torch group cannot change. Requires the default process group."""
         name = self._registered = f"{self.KIND}_{name}"
         dist.Backend.register_backend(name, lambda *_: self, devices=["cpu", "cuda"])
         dist.new_group([dist.get_rank()], backend=name, group_desc=name, use_local_synchronization=True)
@@ -559,7 +562,7 @@ class ProcessGroup(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return self._registered or self.KIND
 
-    # torch keeps these texts in a backend, which a ProcessGroup has none of.
+    # torch keeps name and description in a backend, and this ProcessGroup has none
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._torch_name = name
@@ -567,11 +570,11 @@ class ProcessGroup(Collectives):
     def getGroupName(self) -> str:  # noqa: N802
         return self._torch_name
 
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        self._torch_text = text
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._torch_desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        return self._torch_text
+        return self._torch_desc
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self._rank} of {self._size})"
@@ -581,11 +584,11 @@ class ProcessGroup(Collectives):
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
-    """Returns the error without its traceback, whose frames refer to the group, without the source line in front, and without the advice
-    and the stack of C++ behind; None where there is none."""
+    """Returns the error that `wait` raises, or None: without its traceback, whose frames refer to the process group, and with a message
+    without torch's source line, advice and C++ stack."""
     try:
         wait()
-    except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to the work)
+    except Exception as error:  # noqa: BLE001 (torch raises any type; the work has the error)
         message = str(error).split("\nException raised from", 1)[0].split(" This is typically caused", 1)[0]
         return ProcessGroupError(re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", message))
     return None
@@ -596,7 +599,7 @@ def source_of(work: dist.Work, operation: Operation) -> int:
 
 
 def group_of(backend: Any, name: str, device: str, rank: int, size: int) -> dist.ProcessGroup:
-    """torch's ProcessGroup around one backend: it knows all the names that collectives have."""
+    """Returns a native ProcessGroup of torch with one backend, as only a ProcessGroup has all methods of the collectives."""
     group = dist.ProcessGroup(c10d.HashStore(), rank, size)
     kind = getattr(dist.ProcessGroup.BackendType, name.upper())
     group._set_default_backend(kind)

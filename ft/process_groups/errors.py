@@ -1,19 +1,19 @@
-"""How a group fails. All are RuntimeErrors, with the cause in words."""
+"""Errors of process groups. All are RuntimeErrors; the message is the cause."""
 
 from __future__ import annotations
 
 
 class ProcessGroupError(RuntimeError):
-    """An operation or a group failed; the group is of no use until it is configured again."""
+    """An operation or a process group has failed; the group is unusable until it is configured again."""
 
 
 class Abandoned(ProcessGroupError):
-    """Ended by this member itself: by `abandon`, `shutdown`, `configure`, or `interrupt` after a notice."""
+    """The generation was ended by this process: by `abandon`, `shutdown`, `configure`, or `interrupt` after a notice."""
 
 
 class RendezvousFailed(ProcessGroupError):
-    """The group did not form. `absent`: the ranks that had not come, as far as is known. `mismatched`: those whose fingerprint is not the
-    job's; the same at all members, none of which has connected to any other."""
+    """The process group has not formed. `absent`: ranks that are known not to have joined. `mismatched`: ranks whose fingerprint is not the
+    job's; the same on all members, none of which has connected to any other."""
 
     def __init__(self, message: str, absent: tuple[int, ...] = (), mismatched: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -21,4 +21,4 @@ class RendezvousFailed(ProcessGroupError):
 
 
 class MustExit(ProcessGroupError):
-    """Too many generations of the past have not ended: this process cannot be trusted to form another one, and has to exit."""
+    """Abandoned generations have not ended, and keep memory and sockets: this process must exit instead of forming a further one."""

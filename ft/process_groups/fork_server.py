@@ -1,14 +1,13 @@
-"""The source of child processes: one process with torch imported, the fork server, which forks a child for each generation
-(baby.ChildGroup).
+"""The fork server: a process with torch imported, which forks a child process for each generation of a process group (baby.ChildGroup).
 
-A process that trains has one fork server, started when its first group of children is made and kept until its end, so that no generation
-waits for an import. It starts no thread, and the pages of torch are shared. But a fork of so large a process, and the first writes of the
-child to pages that it shares, take tens of milliseconds on a busy machine. So one child, the standby, is always forked ahead, when no group
-waits: it gets its socket when it is asked for. A child's end is certain: Child.kill sends SIGKILL through a descriptor, never to a
-successor of its number. None outlives the process that trains: Linux kills the fork server with the thread that started it and each child
-with it; should that fail, all exit when their socket ends.
+A trainer has one fork server, started with its first process group that uses children and kept until its end, so that no generation waits
+for an import. It starts no thread, and the pages of torch are shared. But to fork so large a process, and the child's first writes to
+shared pages, take tens of milliseconds on a busy machine. So one child, the standby, is forked in advance, while no generation waits; it
+receives its socket when it is used. A child is ended reliably: Child.kill sends SIGKILL through a descriptor, so never to a process that
+reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with the fork
+server; if that fails, all exit when their socket is closed.
 
-multiprocessing's fork server does not do here: it has no standby child, its children outlive it, and one that is stopped blocks its caller.
+multiprocessing's fork server has no standby child, its children outlive it, and if it is suspended it blocks its caller.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.sockets import exactly
 
 FORK, REAP, READY = b"fork", b"reap", b"ready"
-ANSWER_S = 10.0  # for a fork server to hand out a child, which takes milliseconds, or a fork
-PREPARE_S = 300.0  # the longest that it may take to import torch
-MAX_DESCRIPTORS = 8  # of one message
+ANSWER_S = 10.0  # timeout of a request for a child, which takes milliseconds, or a fork
+PREPARE_S = 300.0  # timeout of the import of torch
+MAX_DESCRIPTORS = 8  # most descriptors of one message
 _HEAD = struct.Struct("<I")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Channel:
-    """Whole messages both ways over a Unix socket, each with its descriptors. One thread receives; any may send."""
+    """A Unix socket for whole messages, each with its descriptors. One thread receives; any may send."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -47,12 +46,12 @@ class Channel:
 
     @staticmethod
     def pair() -> tuple[Channel, socket.socket]:
-        """One end as a channel, the other for the child."""
+        """Returns a channel, and the socket at its other end, for the child."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return Channel(ours), theirs
 
     def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Raises OSError when the other end is gone. Descriptors are duplicated, and remain the caller's."""
+        """Sends a message. Descriptors are duplicated, and remain the caller's. Raises OSError if the other end is closed."""
         assert len(descriptors) <= MAX_DESCRIPTORS
         with self._sending:
             head = _HEAD.pack(len(message))
@@ -61,7 +60,7 @@ class Channel:
             self._socket.sendall(message if descriptors else head + message)
 
     def receive(self) -> tuple[bytes, list[int]] | None:
-        """The next message and its descriptors, which are the caller's to close; None when the other end is gone."""
+        """Returns the next message and its descriptors, which the caller must close; None: the other end is closed."""
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, MAX_DESCRIPTORS)
             head += exactly(self._socket, _HEAD.size - len(head)) if head else b""
@@ -70,13 +69,13 @@ class Channel:
             return None
 
     def waits(self, limit_s: float) -> bool:
-        """Waits until something can be received or the other end is gone; False: neither within the limit."""
-        poll = select.poll()  # not select, which knows no descriptors from 1024 on
+        """Waits until there is a message or the other end is closed. Returns False if neither happens within limit_s."""
+        poll = select.poll()  # select does not support descriptors from 1024 on
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(1000 * limit_s))
 
     def hang_up(self) -> None:
-        """Wakes the thread that receives, at both ends."""
+        """Shuts the socket down, which interrupts the receiving threads at both ends."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -85,6 +84,8 @@ class Channel:
 
 
 class Child:
+    """A child process of the fork server, and the channel to it."""
+
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # macOS
@@ -92,7 +93,7 @@ class Child:
         self._closed = False
 
     def kill(self) -> None:
-        """Sends SIGKILL: its mappings of shared memory end with it, and the receiving thread sees the channel end. May be called twice."""
+        """Kills the process, which ends its mappings of shared memory, and shuts the channel down. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -104,7 +105,7 @@ class Child:
         self.channel.hang_up()
 
     def end(self) -> None:
-        """After kill: returns when the process is gone."""
+        """Waits, after `kill`, until the process has ended, and closes the channel."""
         if self._handle is not None:
             poll = select.poll()
             poll.register(self._handle, select.POLLIN)
@@ -118,24 +119,24 @@ class Child:
 
 
 class ForkServer:
-    """The parent's end of one fork server. If that dies, or does not answer within answer_s because it is stopped, it is ended, and its
-    children with it; the next call starts another."""
+    """The parent's end of a fork server. If that dies, or does not answer within answer_s as it is suspended, it is killed together with
+    its children, and the next call starts a new one."""
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s
-        self._lock = threading.Lock()  # of the conversation with it
+        self._lock = threading.Lock()  # for one request at a time
         self._control: Channel | None = None
-        self._ready = False  # torch is imported there
+        self._ready = False  # True: it has imported torch
         self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def warm(self) -> None:
-        """Starts it, without waiting for it."""
+        """Starts the fork server, without waiting for it."""
         with self._lock:
             self._start()
 
     def prepare(self) -> None:
-        """Returns when torch is imported there. Raises ProcessGroupError."""
+        """Returns when the fork server has imported torch. Raises ProcessGroupError."""
         with self._lock:
             for _ in range(2):
                 if self._ready:
@@ -146,11 +147,11 @@ class ForkServer:
                 if not self._ready:
                     self._stop()
             raise ProcessGroupError(
-                "no fork server for child processes: it dies, or stops, before it has imported torch"
+                "the fork server for child processes dies, or is suspended, before it has imported torch"
             )
 
     def child(self) -> Child:
-        """A new child: the standby, or one that is forked now. Raises ProcessGroupError."""
+        """Returns a new child: the standby, or one that is forked now. Raises ProcessGroupError."""
         for _ in range(2):
             self.prepare()
             ours, theirs = Channel.pair()
@@ -164,16 +165,16 @@ class ForkServer:
                         return Child(int(answer[0]), ours, self)
                     self._stop()
             ours.close()
-        raise ProcessGroupError("no child process: the fork server dies at once, or does not answer")
+        raise ProcessGroupError("no child process: the fork server dies or does not answer")
 
     def reap(self) -> None:
-        """Has the fork server wait for children that have ended."""
+        """Makes the fork server reap children that have ended."""
         with self._lock, suppress(OSError):
             if self._control is not None:
                 self._control.send(REAP)
 
     def close(self) -> None:
-        """Ends it, and with it all children. May be called twice; `child` starts it again."""
+        """Ends the fork server with all its children. May be called twice; `child` starts a new one."""
         with self._lock:
             self._stop()
 
@@ -181,7 +182,7 @@ class ForkServer:
         if self._control is None:
             self._control, theirs = Channel.pair()
             started = threading.Event()
-            # Linux kills the fork server when the thread that started it ends: so that thread stays.
+            # this thread stays, as Linux kills the fork server when the thread that started it ends
             threading.Thread(target=self._keep, args=(theirs, started), name="ft-fork-server", daemon=True).start()
             started.wait()
         return self._control
@@ -191,7 +192,7 @@ class ForkServer:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}
         try:
-            # unsignalled: it is killed with its generation, or when this process ends, and by nothing else
+            # unsignalled: only the end of this process, or `_stop`, ends it
             with theirs, unsignalled():
                 self._process = process = subprocess.Popen(
                     [sys.executable, "-m", "ft.process_groups.baby_worker", str(descriptor), str(os.getpid())],

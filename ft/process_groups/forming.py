@@ -1,10 +1,10 @@
-"""How a generation forms: in a thread that its owner never waits for longer than it wants to, once all members are there.
+"""Forming of a generation: a rendezvous of its members in a thread, so that the owner can cancel it or stop waiting for it at any moment.
 
-torch's own constructors wait for a member that never comes, and nobody can call them off. So each member writes into a store that it is
-there, and waits for the others; only when all are there is a constructor called. The wait ends at a notice, or when its time is over, and
-the error names the absent. Members compare their fingerprints, too: bytes of another layout would end a peer's process, not a sum.
+torch's own constructors wait for members that never join, and cannot be cancelled. So each member registers in a store and waits for the
+others, and calls a constructor only when all have registered. A notice or the timeout ends that wait, and the error names the absent
+members. Members also compare their fingerprints: data of a different layout would crash a peer's process, not only fail a reduction.
 
-The store may be silent as well, as its host may be stopped: each member's connection (store.py) can be shut down by another thread.
+The store may not respond either, as its host may be suspended: any thread can shut down a member's connection to it (store.py).
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Fingerprint
 from ft.protocol.rules import fingerprint_mismatches
 
-# Called with the error if there was one, and with the rank that a message came from, or -1.
+# Called with the error, or None, and with the sender's rank of recv_anysource, or -1.
 Ended = Callable[[Exception | None, int], object]
-ACKNOWLEDGE_S = 1.0  # to tell the store that this member knows of its own mismatch
-VERSION = "3"  # of what members write into the store, and of what they send each other then
+ACKNOWLEDGE_S = 1.0  # timeout of telling the store that this member knows of its own mismatch
+VERSION = "3"  # version of the keys in the store and of the messages between members
 
 
 class Engine(Protocol):
-    """The executor of one generation's operations: torch's group in this process, or in a child."""
+    """The executor of one generation's operations: a native group of torch in this process or in a child process."""
 
     def start(self, operation: Any, ended: Ended) -> None:
-        """Starts it (base.Operation), and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
+        """Starts a base.Operation, and calls `ended` once, from any thread, when nothing reads or writes its tensors any more."""
 
     def interrupt(self) -> None:
-        """Ends what is pending as soon as may be, here and at the peers. Returns at once; may be called from any thread, and twice."""
+        """Ends pending operations as soon as possible, here and on the peers. Returns at once; may be called from any thread, and twice."""
 
     def end(self) -> None:
-        """After interrupt: returns when nothing of it touches a tensor, and all it had is given back. May take long, or not come back."""
+        """Releases all resources, after `interrupt`; returns when nothing touches a tensor any more. May take long, or never return."""
 
 
 class Rendezvous:
-    """One member's part in forming one generation. `build` runs in a thread of its own and returns the engine; it names whatever wakes it
-    (`on_cancel`) before it waits. `prepare` is done first, and not on the time of the rendezvous, `limit_s`. `address`: that of the
-    store. `rank`, `size`, `fingerprint`, `holders`: as ProcessGroup.configure's. `arguments`: those six, for a rendezvous in a child."""
+    """One member's part in forming one generation. `build` runs in a thread and returns the engine; before it waits it registers a function
+    that interrupts it (`on_cancel`). `prepare` runs first, and does not count against the timeout `limit_s`. `address`: that of the store.
+    `rank`, `size`, `fingerprint`, `holders`: as in ProcessGroup.configure. `arguments`: these six, for a rendezvous in a child process."""
 
     def __init__(
         self,
@@ -74,15 +74,15 @@ class Rendezvous:
         self._engine: Engine | None = None
         self._error: Exception | None = None
         self._reason = ""
-        # The thread has what `build` holds, and drops it at its end.
+        # references of `build` are dropped when this thread ends
         self._thread = threading.Thread(target=self._run, args=(prepare, build), name=f"ft-form-{rank}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wait(self, limit_s: float) -> Engine:
-        """The engine. Raises RendezvousFailed when it was cancelled, did not come within the limit once all was prepared (it is then
-        cancelled), or failed."""
+        """Returns the engine. Raises RendezvousFailed if forming has failed, was cancelled, or takes longer than limit_s after the
+        preparations; it is then cancelled."""
         if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
             self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
@@ -98,7 +98,7 @@ class Rendezvous:
         raise RendezvousFailed(cause + missing, self.absent, mismatched) from self._error
 
     def cancel(self, reason: str) -> None:
-        """Wakes the owner, and the thread that builds. From any thread; the first reason counts."""
+        """Interrupts the owner's wait and the forming thread. From any thread; the first reason counts."""
         with self._lock:
             if self.cancelled.is_set():
                 return
@@ -110,13 +110,13 @@ class Rendezvous:
             interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
-        """These ranks have another fingerprint. That is the cause, even if a member that saw it first has had the rendezvous cancelled
-        before."""
+        """Records that these ranks have a different fingerprint. That is the cause even if the rendezvous is cancelled already, as a member
+        that noticed it earlier may have caused that."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 
     def on_cancel(self, interrupt: Callable[[], object]) -> None:
-        """`interrupt` is called when the group is cancelled while it forms; at once, if it is already."""
+        """Registers `interrupt`, to be called when the rendezvous is cancelled; at once, if it is cancelled already."""
         with self._lock:
             self._interrupts.append(interrupt)
             late = self.cancelled.is_set()
@@ -124,7 +124,7 @@ class Rendezvous:
             interrupt()
 
     def end(self) -> None:
-        """After cancel: returns when the thread is gone, and the engine with it if there is one after all."""
+        """Returns, after `cancel`, when the thread has ended, and with it the engine if there is one after all."""
         self._thread.join()
         engine, self._engine = self._engine, None
         if engine is not None:
@@ -136,12 +136,12 @@ class Rendezvous:
             prepare()
             self._prepared.set()
             engine = build(self)
-        except Exception as error:  # noqa: BLE001 (torch raises what it likes; the cause goes to who waits)
+        except Exception as error:  # noqa: BLE001 (torch raises any type; `wait` has the error)
             self._error = error if isinstance(error, ProcessGroupError) else ProcessGroupError(str(error))
         else:
             with self._lock:
                 self._engine = engine
-            del engine  # a group of torch must not be dropped by this thread
+            del engine  # this thread must not drop a native group
         self._end_waiting()
         self._interrupts.clear()
 
@@ -152,12 +152,12 @@ class Rendezvous:
     # ------------------------------------------------------------------------------------------------ for `build`
 
     def left_s(self) -> float:
-        """Time that is left to form the group, at least a moment."""
+        """Seconds that are left until the timeout, at least 0.05."""
         return max(0.05, self._until_s - time.monotonic())
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """Connects to the store. Returns the `mine` (JSON) of all, by rank, once they are there, of one fingerprint. Raises
-        RendezvousFailed."""
+        """Connects to the store, and returns the `mine` (JSON) of all members, by rank, once all have joined with equal fingerprints.
+        Raises RendezvousFailed."""
         *_, fingerprint, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
         self.on_cancel(self.store.hang_up)
@@ -165,7 +165,7 @@ class Rendezvous:
         digest = hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
         members = [_read(value) for value in self._exchange("here", json.dumps([VERSION, digest, mine]))]
         self._compare([(("version of Pharos", version),) for version, _, _ in members], holders, acknowledge=False)
-        if len({digest for _, digest, _ in members}) > 1:  # then the fingerprints themselves are worth their bytes
+        if len({digest for _, digest, _ in members}) > 1:  # only then the fingerprints themselves are exchanged
             fingerprints = self._exchange("fingerprint", json.dumps(fingerprint))
             self._compare([tuple((name, value) for name, value in json.loads(x)) for x in fingerprints], holders)
         return [more for _, _, more in members]
@@ -173,9 +173,9 @@ class Rendezvous:
     def _compare(
         self, fingerprints: Sequence[Fingerprint], holders: Sequence[int], *, acknowledge: bool = True
     ) -> None:
-        """All members come to the same result, and none has connected to another before. A member fails only after those of another
-        fingerprint have told the store that they know (`wait`): else a notice of the failure could end their own comparison. `acknowledge`:
-        they do so, as those of another version may not."""
+        """Raises RendezvousFailed if fingerprints differ: the same on all members, before any has connected to a different one. Others fail
+        only after the mismatched members have told the store that they know (`wait`), as a notice of the failure could interrupt their
+        comparison. `acknowledge`: they do tell it, which members of a different version may not."""
         if found := fingerprint_mismatches(fingerprints, holders):
             reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
             self.refuse(tuple(found), reason)
@@ -200,7 +200,7 @@ class Rendezvous:
 
 
 def _read(value: bytes) -> tuple[str, str, Any]:
-    """Splits what a member has set into its version, the digest of its fingerprint, and the rest."""
+    """Splits a member's value into its version, the digest of its fingerprint, and its `mine`."""
     with suppress(ValueError, TypeError):
         version, digest, more = json.loads(value)
         if version == VERSION:

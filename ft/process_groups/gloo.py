@@ -1,7 +1,7 @@
-"""torch's gloo in this process: formed where it can be woken, and ended without a thread left behind.
+"""torch's gloo in this process: forming can be interrupted, and an ended group leaves no thread behind.
 
-Its own ways of ending do not do: abort wakes nobody, and dropping a group waits for all that is pending in it. So its sockets are ended
-(sockets.py), in an order that its code leaves no gap in. baby.py's child forms it the same way, and is killed instead.
+gloo has no usable way to end a group: abort interrupts no wait, and dropping the group waits for all pending operations. So its sockets are
+shut down (sockets.py), in an order that makes gloo fail every operation. A child process (baby.py) forms it the same way, and is killed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from ft.process_groups.forming import Ended, Engine, Rendezvous
 from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
-ANSWER_S = 0.02  # for gloo to answer what it has heard, and to hear the end
-LINGER_S = 1.0  # then a connection that was shut is closed: what the peer sends after that resets it, over what it has not read yet
-AGAIN_S = 0.5  # between two tries to get descriptors
-CONNECTS = 5  # so many of its timeouts gloo gives a peer to connect (waitUntil in its transport/tcp/pair.cc)
-NO_TAG = (1 << 31) - 1  # of a message that is never sent
+ANSWER_S = 0.02  # time for gloo to answer what it has received, and to notice the shutdown
+LINGER_S = (
+    1.0  # then sockets are closed; not earlier, as a reset by further data would discard what the peer has not read yet
+)
+AGAIN_S = 0.5  # between two tries to duplicate sockets if no descriptors are left
+CONNECTS = 5  # gloo waits this many times its timeout for a peer to connect (waitUntil in its transport/tcp/pair.cc)
+NO_TAG = (1 << 31) - 1  # tag of a message that is never sent
 log = logging.getLogger("pharos.group")
 
 
@@ -44,7 +46,7 @@ class ProcessGroupGloo(ProcessGroup):
 
     def __init__(self, timeout: timedelta | float = 60.0, *, rendezvous_s: float = 10.0) -> None:
         if not sockets.DESCRIPTORS.is_dir():
-            raise RuntimeError("in-process gloo needs /proc to find its sockets: use ProcessGroupBabyGloo here")
+            raise RuntimeError("ProcessGroupGloo requires /proc to find its sockets: use ProcessGroupBabyGloo here")
         super().__init__(timeout, rendezvous_s=rendezvous_s)
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
@@ -58,9 +60,9 @@ def form_gloo(
     kind: Any = c10d.ProcessGroupGloo,
     listening_ends: Callable[..., tuple[Any, set[Address]]] = sockets.listening_ends,
 ) -> Engine:
-    """The engine of a gloo group, on the network interface that leads to the store, once all are there. All its connections are made here,
-    so it needs the store no longer. `backstop`: after which a thread of gloo that cannot be woken ends by itself: when a connection is
-    reset while gloo's own thread answers to a receiver, it forgets to fail that send, and its waiter waits on."""
+    """Forms a gloo group on the network interface that leads to the store, and returns its engine. All connections are made here, so the
+    store is not needed any more. `backstop`: timeout of a thread of gloo that cannot be interrupted: if a connection is reset while gloo's
+    own thread answers a receiver, gloo does not fail that send, and its work stays pending."""
     before = _threads_of_gloo()
     host = sockets.local_address_for(rendezvous.store.host)
     device, local = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
@@ -70,7 +72,7 @@ def form_gloo(
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
-    options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # cannot be called off
+    options._timeout = timedelta(seconds=rendezvous.left_s() / CONNECTS)  # connecting cannot be cancelled
     backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
     rendezvous.store.close()
     _set_timeout(backend, timedelta(seconds=rendezvous.left_s()))
@@ -81,47 +83,47 @@ def form_gloo(
 
 
 def _set_timeout(backend: Any, timeout: timedelta) -> None:
-    """For what is asked of it by name, and of the group around it."""
+    """Sets the timeout of operations that are started on the backend itself, and on the group around it."""
     backend._set_default_timeout(timeout)
     backend.set_timeout(timeout)
 
 
 def _hear_from_all(backend: Any, rendezvous: Rendezvous) -> None:
-    """gloo takes whoever connects to its port and sends the next number, 8 bytes, for a member: a stray connection would have its place
-    until a sum has waited for collective_s. So each sends its rank to each other while forming may still fail. Raises RendezvousFailed.
+    """Checks all connections by an exchange of ranks, while forming may still fail: gloo accepts any connection that sends the next number
+    (8 bytes) as a member, which would be noticed only after collective_s. Raises RendezvousFailed.
 
-    Waits for the future: torch keeps a hundred bytes for ever for each thread that has waited for a work, and this one is new each time."""
+    Waits for the future: torch leaks a hundred bytes for each thread that has waited for a work, and each call has a new thread."""
     heard, mine = torch.empty(rendezvous.size, dtype=torch.int64), torch.full((rendezvous.size,), rendezvous.rank)
     backend.alltoall_base(heard, mine, [], [], c10d.AllToAllOptions()).get_future().wait()
     if not torch.equal(heard, torch.arange(rendezvous.size)):
-        raise RendezvousFailed(f"somebody answers for others: ranks {heard.tolist()}")
+        raise RendezvousFailed(f"a connection is not the expected member's: ranks {heard.tolist()}")
 
 
 class GlooEngine:
-    """A native gloo group, ended so that hardly any thread is stuck. When a connection ends, gloo fails the operations that wait for it,
-    but forgets a send that it could not write and a message that it has half read; their threads wait until the backstop. So connections
-    are duplicated, and end in three steps: 1. the read side is shut: gloo still answers what it has read, and no write fails; 2. a receive
-    without a sender times out, at which gloo fails all pending work; 3. they are closed, and peers see the end.
+    """A native gloo group, ended so that hardly any thread stays blocked. When a connection ends, gloo fails the operations that wait for
+    it, but not a send that it could not write, nor a message that it has half read; their threads wait until the backstop. So connections
+    are duplicated, and end in three steps: 1. the read side is shut down: gloo still answers what it has read, and no write fails; 2. a
+    receive without a sender times out, at which gloo fails all pending works; 3. they are closed, and peers see the end.
 
-    A peer that is killed may still leave a thread behind. Once it is seen to sleep it touches no tensor, and is left to the backstop.
-    `stranded`: limits how many ended groups of this process may have threads of torch that are still blocked, until their backstop."""
+    A peer that is killed may still leave a thread blocked. A thread that sleeps touches no tensor, and is left to the backstop. `stranded`:
+    limits how many ended groups of this process may have such threads."""
 
     stranded: threading.Semaphore = threading.BoundedSemaphore(32)
-    end_s = 2.0  # after which the threads of a work that has not ended are examined
+    end_s = 2.0  # then the threads of works that have not ended are examined
 
     def __init__(self, native: dist.ProcessGroup, local: set[Address], remote: set[Address], threads: set[int]) -> None:
         self._native: dist.ProcessGroup | None = native
         self.local, self.remote, self._threads = local, remote, threads
         self._waiters = _Waiters()
         self._news = threading.Condition()
-        self._open = 0  # works that have not ended
+        self._open = 0  # number of works that have not ended
         self._ending: threading.Thread | None = None
         self._has_ended = threading.Event()
 
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise ProcessGroupError("the group was abandoned")
+            raise ProcessGroupError("the process group was abandoned")
 
         def has_ended(error: Exception | None, source: int) -> None:
             self._count_down()
@@ -133,7 +135,7 @@ class GlooEngine:
             work = operation.start(native)
             try:
                 future = work.get_future()
-            except RuntimeError:  # gloo's messages and its reduce_scatter have none
+            except RuntimeError:  # gloo's send, recv and reduce_scatter have none
                 self._waiters.take(work, operation, has_ended)
             else:
                 future.add_done_callback(lambda done: has_ended(failure_of(done.wait), -1))
@@ -158,7 +160,7 @@ class GlooEngine:
         while not ended and self._ending is not None:
             if _are_asleep(self._threads | self._waiters.busy):
                 if not self.stranded.acquire(blocking=False):
-                    raise MustExit("too many groups of gloo have left threads behind")
+                    raise MustExit("too many ended gloo groups still have blocked threads")
                 threading.Thread(
                     target=self._drop, args=(last_reference,), name="ft-gloo-stranded", daemon=True
                 ).start()
@@ -168,7 +170,7 @@ class GlooEngine:
         last_reference.clear()  # joins torch's threads
 
     def _drop(self, last_reference: list[Any]) -> None:
-        """Drops the group when the thread that it left behind has met its backstop."""
+        """Drops the group, which waits until the backstop of its blocked threads."""
         last_reference.clear()  # joins torch's threads
         self.stranded.release()
 
@@ -193,13 +195,14 @@ class GlooEngine:
             sock.close()
 
     def _connections(self) -> list[socket.socket]:
-        """All of its connections. Where no descriptors are left it waits for some: else no peer would hear of the end."""
+        """Returns duplicates of all its sockets. If no descriptors are left it waits for some, as peers would not notice the end
+        otherwise."""
         for tries in itertools.count():
             with suppress(OSError):
                 return sockets.duplicates(local=self.local, remote=self.remote)
             if not tries:
                 log.warning(
-                    "no descriptors are left: the connections of a group that was abandoned are ended once there are some"
+                    "no file descriptors are left: the connections of an abandoned process group are closed once there are some"
                 )
             time.sleep(AGAIN_S)
         raise AssertionError("unreachable")
@@ -208,21 +211,21 @@ class GlooEngine:
 def _fail_all(native: dist.ProcessGroup) -> None:
     """Fails all pending operations: gloo does so when a receive times out."""
     for peer in range(native.size()):
-        # that nothing has come; or that this connection has ended, and another one has to serve
+        # the timeout; or this connection has ended already, and the next peer's does it
         with suppress(RuntimeError):
             if peer != native.rank():
                 native.recv([torch.empty(1)], peer, NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def _are_asleep(threads: set[int]) -> bool:
-    """True when none of these threads has run for a second, nor wants to."""
-    before = {number: _runs(number) for number in threads}
+    """True when none of these threads has run within a second or is runnable."""
+    before = {thread: _runs(thread) for thread in threads}
     time.sleep(1.0)
-    return all(runs == _runs(number) and runs[:1] != "R" for number, runs in before.items())
+    return all(runs == _runs(thread) and runs[:1] != "R" for thread, runs in before.items())
 
 
 def _runs(thread: int) -> str:
-    """Its state, and how often it has run so far; empty: it is gone."""
+    """Returns a thread's state and its counts of context switches; "": it has ended."""
     try:
         lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
     except OSError:
@@ -240,15 +243,15 @@ def _threads_of_gloo() -> set[int]:
 
 
 class _Waiters:
-    """Threads, each of which waits for one work at a time. Who has waited is kept for the next work: a start costs both sides of a heal a
-    tenth of their time. There are as many as were ever needed at once, for a work may end before those that came first."""
+    """Threads, each of which waits for one work at a time. They are reused: to start one for each work would cost both sides of a heal a
+    tenth of their time. There are as many as were ever needed at once, as works may end in any order."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # one for each free thread that is wanted
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # at most one task for each free thread
         self._lock = threading.Lock()
-        self._count = self._free = 0  # threads that were started; those that nothing is meant for
+        self._count = self._free = 0  # threads that were started; those without a task
         self._closed = False
-        self.busy: set[int] = set()  # threads, as the kernel numbers them
+        self.busy: set[int] = set()  # kernel thread IDs
 
     def take(self, work: dist.Work, operation: Operation, ended: Ended) -> None:
         task = [work], operation, ended
@@ -262,7 +265,7 @@ class _Waiters:
         threading.Thread(target=self._run, args=([task],), name=name, daemon=True).start()
 
     def close(self) -> None:
-        """They end, each when its work has."""
+        """Ends each thread, once its work has ended."""
         with self._lock:
             self._closed = True
             for _ in range(self._free):

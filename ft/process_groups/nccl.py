@@ -1,7 +1,7 @@
-"""torch's NCCL: formed with what torch reads from the environment, proved by a first sum, and aborted in a thread that has a deadline.
+"""torch's NCCL: forming ends with a first all-reduce as a test, and a group is aborted in a thread with a deadline.
 
-A communicator never blocks its caller, and this process watches its own operations: torch's watchdog and heartbeat monitor are switched off
-wherever they could end this process, or delay the thread that ends a group.
+Communicators are non-blocking, and this process watches its own operations: torch's watchdog and heartbeat monitor are disabled wherever
+they could end this process or delay the thread that ends a group.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from ft.process_groups.base import NEVER, GroupWork, Operation, ProcessGroup, fa
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.forming import Ended, Engine, Rendezvous
 
-ABORT_LIMIT_S = 10.0  # then the process has to go
+ABORT_LIMIT_S = 10.0  # then the process must exit
 _environment_lock = threading.Lock()
 POLL_S = 0.0005  # between two checks of the GPU's progress
 NATIVE: Any = getattr(c10d, "ProcessGroupNCCL", None)  # None where torch is built without NCCL
 
-# In force while ProcessGroupNCCL is constructed, in this process and in a child. Lines are those of ProcessGroupNCCL.hpp of torch 2.13.0,
-# functions those of ProcessGroupNCCL.cpp (torch/csrc/distributed/c10d).
+# Environment variables while ProcessGroupNCCL is constructed, in this process and in a child. Line numbers are those of
+# ProcessGroupNCCL.hpp in torch 2.13.0, functions those of ProcessGroupNCCL.cpp (torch/csrc/distributed/c10d).
 CONSTRUCTOR_SETTINGS = {
     # :67. handleException throws in the watchdog's thread, which ends the process, unless this is NoHandling.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # :73. The monitor of a process's first group (a child's is ours) polls the store each second for others that dump, and ends the process
-    # when one does: HeartbeatMonitor::runLoop, checkDumpSignal.
+    # :73. The monitor of a process's first group (in a child that is ours) polls the store each second for ranks that dump, and ends the
+    # process if one does: HeartbeatMonitor::runLoop, checkDumpSignal.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # :101. The monitor ends the process when the watchdog's heartbeat stops: HeartbeatMonitor::runLoop, terminateProcess.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # :106. Without monitoring, too, a stopped heartbeat sets shouldDump_ (:1379), which is static and the default group's monitor obeys;
-    # and then this one sleeps as long again, while who drops the group joins it. 23 days: runLoop counts milliseconds in an int.
+    # :106. Even without monitoring a stopped heartbeat sets shouldDump_ (:1379), which is static, and the default group's monitor acts on it;
+    # this monitor then sleeps as long again, and dropping the group joins its thread. 23 days: runLoop counts milliseconds in an int.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2000000",
-    # :120. After a failed work the watchdog sleeps four times this, 60 s by default, while who drops the group joins it:
+    # :120. After a failed work the watchdog sleeps four times this, by default 60 s in all, and dropping the group joins its thread:
     # Watchdog::runLoop, getDumpTimeout.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 
 
 class ProcessGroupNCCL(ProcessGroup):
-    """NCCL in this process. `timeout` is kept by this process; NCCL's own watchdog is off. `device`: by default the current one of the
-    thread that makes the group. A generation is formed in another thread, and in CUDA each thread begins with device 0."""
+    """NCCL in this process. `timeout` is enforced by this process; torch's NCCL watchdog is disabled. `device`: by default the current
+    device of the constructor's thread; a generation is formed in a different thread, and CUDA begins each thread on device 0."""
 
     KIND = "ft_nccl"
 
@@ -66,32 +66,33 @@ class ProcessGroupNCCL(ProcessGroup):
 
 
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
-    """Environment of a trainer with such a group (config.py's GroupKind) before its default group is made.
+    """Returns environment variables to be set in a trainer with that kind of process group (config.GroupKind) before its default group is
+    made.
 
     TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
-    that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), one for all groups of the process: a default group that dumps would end a process
-    which has survived the failure, after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. The trainer's own watchdog dumps instead."""
+    that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), which all groups of the process share: a default group that dumps would end a process
+    that has survived the failure, after TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 8 minutes. The trainer's own watchdog dumps instead."""
     return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **nonblocking_settings(rendezvous_s)} if kind == "nccl" else {}
 
 
 def nonblocking_settings(rendezvous_s: float) -> dict[str, str]:
-    """How long a call waits for a communicator that does not come about, with its mutex: by default 30 minutes. Whole seconds. Read once
-    in a process, at the first call that waits (nccl_nonblocking_timeout of NCCLUtils.cpp, declared in NCCLUtils.hpp:212), so it is never
-    taken back. A blocking communicator, such as the default group's, is never in progress and does not wait by it."""
+    """Returns the timeout, in whole seconds, of a call that waits for a communicator that is still in progress, and keeps its mutex
+    meanwhile; by default 30 minutes. torch reads it once per process, at the first such call (nccl_nonblocking_timeout of NCCLUtils.cpp,
+    declared in NCCLUtils.hpp:212), so it stays set. Blocking communicators, such as the default group's, do not use it."""
     return {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(rendezvous_s))}
 
 
 def form_nccl(
     rendezvous: Rendezvous,
-    number: int | None,
+    index: int | None,
     *,
     kind: Any = NATIVE,
     group_of: Callable[..., dist.ProcessGroup] = group_of,
 ) -> Engine:
-    """The engine of an NCCL group on the CUDA device of that number, once all are there and a first sum has ended."""
-    if number is None or kind is None:
-        raise ProcessGroupError("NCCL needs a CUDA device and a torch that is built with NCCL")
-    device = torch.device("cuda", number)
+    """Forms an NCCL group on the CUDA device of that index, tests it by an all-reduce, and returns its engine."""
+    if index is None or kind is None:
+        raise ProcessGroupError("NCCL requires a CUDA device and a torch that is built with NCCL")
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     rendezvous.all_gather(device.index)
     options = kind.Options()
@@ -100,20 +101,20 @@ def form_nccl(
     os.environ.update(nonblocking_settings(rendezvous.limit_s))
     with _environment(CONSTRUCTOR_SETTINGS):
         backend = kind(rendezvous.store, rendezvous.rank, rendezvous.size, options)
-    rendezvous.on_cancel(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=number).start())
+    rendezvous.on_cancel(lambda: device_thread(backend.abort, name="ft-nccl-abort", device=index).start())
     backend.eager_connect_single_device(device)
-    engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, number)
+    engine = NcclEngine(group_of(backend, "nccl", "cuda", rendezvous.rank, rendezvous.size), backend.abort, index)
     try:
-        _sum_once(engine, rendezvous, device)
+        _test(engine, rendezvous, device)
     except BaseException:
         engine.end()
         raise
     return engine
 
 
-def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
-    """torch connects when a communicator is first used, and its user waits with its mutex, which `abort` wants, too: so in this thread,
-    which no other waits for. On a stream of its own: others may have work queued. Raises RendezvousFailed."""
+def _test(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
+    """Makes a first all-reduce, at which torch connects the communicator. The caller then waits with a mutex that `abort` takes, too: so it
+    is this thread, for which no other waits. Uses a new stream, as others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
     rendezvous.on_cancel(lambda: work.end(ProcessGroupError("cancelled")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -121,13 +122,13 @@ def _sum_once(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> N
     try:
         work.wait(timedelta(seconds=rendezvous.left_s()))
     except TimeoutError:
-        raise RendezvousFailed(f"a first sum has not ended within {rendezvous.limit_s:g} s") from None
+        raise RendezvousFailed(f"the first all-reduce has not ended within {rendezvous.limit_s:g} s") from None
     except ProcessGroupError as error:
-        raise RendezvousFailed(f"the first sum failed: {error}") from None
+        raise RendezvousFailed(f"the first all-reduce failed: {error}") from None
 
 
 class NcclEngine:
-    """Checks the GPU's progress from a thread: no stream waits for a peer. NCCL ends operations in their order. `device`: its number."""
+    """A native NCCL group. A thread polls for the end of each operation, in order, so no stream waits for a peer. `device`: its index."""
 
     def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:
         self._native: dist.ProcessGroup | None = native
@@ -139,7 +140,7 @@ class NcclEngine:
     def start(self, operation: Operation, ended: Ended) -> None:
         native = self._native
         if native is None:
-            raise ProcessGroupError("the group was abandoned")
+            raise ProcessGroupError("the process group was abandoned")
         self._started.put((operation.start(native), operation, ended))
 
     def interrupt(self) -> None:
@@ -166,7 +167,7 @@ class NcclEngine:
 
 @contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """For a constructor that has no arguments for them."""
+    """Sets environment variables, for a constructor that has no arguments for these settings."""
     with _environment_lock:
         before = {name: os.environ[name] for name in settings if name in os.environ}
         os.environ.update(settings)

@@ -1,9 +1,9 @@
-"""Tensors that a child process sees without a copy.
+"""Tensors in memory that a child process maps.
 
-The child maps the same memory. A tensor that lies in shared memory already (`empty`, or torch's own `share_memory_`) is used where it is.
-Any other is copied into a buffer of shared memory before the operation if it is read, and back afterwards if it is written; these buffers
-are kept for the next time. A tensor on a GPU is used where it is: its storage is exported by torch's CUDA IPC, once for each child, which
-keeps it mapped. An export is counted in the storage; a child that is killed does not give its count back, so this process does.
+A tensor that is in shared memory already (`empty`, or torch's `share_memory_`) is used without a copy. Any other tensor on the CPU is
+copied into a buffer of shared memory before the operation if it is read, and back afterwards if it is written; these buffers are kept for
+reuse. A tensor on a GPU is used without a copy: its storage is exported by torch's CUDA IPC, once for each child, which keeps it mapped. An
+export increments a reference count; a child that is killed does not decrement it, so this process does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.multiprocessing import reductions
 from ft.process_groups.errors import ProcessGroupError
 
 MIN_BYTES = 4096
-_map: Any = UntypedStorage  # its stubs miss what torch.multiprocessing calls
+_map: Any = UntypedStorage  # whose stubs lack the methods that torch.multiprocessing calls
 _settings_lock = threading.Lock()
-# What UntypedStorage._share_cuda_ gives and _new_shared_cuda takes: device, handle, bytes, offset in bytes, the file of its counter and the
-# place in it, event, whether to wait for the event.
+# Result of UntypedStorage._share_cuda_, argument of _new_shared_cuda: device, handle, bytes, offset in bytes, file of the reference counter
+# and offset in it, event, whether to wait for the event.
 Export = tuple[Any, ...]
 _COUNTER = slice(4, 6)
 _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandleType of CUDACachingAllocator.cpp; "e": expandable
@@ -34,7 +34,7 @@ _PLAIN = b"c"  # the second byte of a handle, after its version: ShareableHandle
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """The place of a tensor in shared memory: segment (0: it has no elements) and strides; offset in elements."""
+    """A tensor in shared memory. `segment`: number of the mapped storage, 0 if there are no elements; `strides`, `offset`: in elements."""
 
     segment: int
     dtype: torch.dtype
@@ -47,7 +47,8 @@ class SharedTensor:
 def empty(
     shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """A tensor in memory that a child can map: on a GPU, not of an expandable segment; else not of /dev/shm, which containers limit."""
+    """Returns a tensor in memory that a child can map: on a GPU outside of expandable segments, else outside of /dev/shm, as containers
+    limit that."""
     shape = (shape,) if isinstance(shape, int) else shape
     if torch.device(device).type == "cuda":
         with plain_segments():
@@ -57,11 +58,11 @@ def empty(
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """Keeps what is allocated on a GPU outside of expandable segments: to map one, a child must have the right to trace this process
-    (pidfd_getfd), and takes a descriptor for each 20 MB. The settings are the process's, for tensors of other threads, too, which does no
-    harm. torch's allocator gives out no free block of such a segment then (get_free_block of CUDACachingAllocator.cpp); a MemPool does."""
+    """Makes allocations on a GPU avoid expandable segments: to map one, a child needs the right to trace this process (pidfd_getfd) and a
+    descriptor for each 20 MB. The settings also affect tensors of other threads meanwhile, which is harmless. torch's allocator then reuses
+    no free block of such a segment (get_free_block of CUDACachingAllocator.cpp), but a MemPool does."""
     with _settings_lock:
-        # As they are in force; as they were at the start where torch does not tell (2.11).
+        # the current settings; torch 2.11 cannot tell them: those of the environment
         settings_of = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
         at_start = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
         settings = str(settings_of()) if settings_of is not None else at_start
@@ -79,7 +80,8 @@ def plain_segments() -> Iterator[None]:
 
 @dataclass
 class PoolLease:
-    """Resources that one operation holds until it ends: buffers, tensors to be copied back, and references that keep memory alive."""
+    """Resources of one operation until it ends: buffers, pairs of (tensor, copy) to be copied back, and references that keep memory
+    alive."""
 
     buffers: list[UntypedStorage] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -87,26 +89,26 @@ class PoolLease:
 
 
 class SharedPoolOwner:
-    """The parent's side, for one child. `send`: sends it a command (a method of SharedPoolClient's, or baby.py's ChildGroup), its arguments
-    and descriptors. `release` gives an export's count back."""
+    """The parent's end, for one child. `send`: sends it a command (the name of a method of SharedPoolClient or ChildGroup), its arguments
+    and descriptors. `release`: decrements the reference count of an export."""
 
     def __init__(self, send: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
         self._send, self._release = send, release
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # by address
-        self._exports: dict[int, Export] = {}  # by number: mapped in the child, until it confirms the unmapping
+        self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # storage and segment number, by address
+        self._exports: dict[int, Export] = {}  # by segment number, until the child confirms the unmapping
         self._free: dict[int, list[UntypedStorage]] = {}  # buffers by size
         self._count = 0
         self._closed = False
 
     def lend(self, tensor: Tensor, read: bool, written: bool, lease: PoolLease) -> SharedTensor:
-        """Returns where the child finds it. Copies it first if it must; `lease` remembers what that takes. Raises ProcessGroupError."""
+        """Returns the tensor's place in shared memory, after a copy if needed; adds its resources to `lease`. Raises ProcessGroupError."""
         shape = tuple(tensor.shape)
         if tensor.is_cuda or (tensor.is_shared() and tensor.numel()):
             number = self._number(tensor.untyped_storage()) if tensor.numel() else 0
             offset = int(tensor.storage_offset())
             return SharedTensor(number, tensor.dtype, shape, tensor.stride(), offset, tensor.device)
-        # rounded up to a power of two, or full MiB: buffers are kept by size
+        # rounded up to a power of two or whole MiB, as buffers are kept by size
         count = tensor.numel() * tensor.element_size()
         size = -(-count // (1 << 20)) << 20 if count >= 1 << 20 else max(MIN_BYTES, 1 << (count - 1).bit_length())
         with self._lock:
@@ -121,7 +123,8 @@ class SharedPoolOwner:
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
     def give_back(self, lease: PoolLease, *, complete: bool) -> None:
-        """After the operation: copies the results, and keeps the buffers for the next one; not of one that failed: torch may write on."""
+        """Copies an operation's results back, and keeps its buffers for reuse. Does nothing if it failed, as torch may still write to
+        them."""
         if not complete:
             return
         for tensor, copy in lease.back:
@@ -131,13 +134,13 @@ class SharedPoolOwner:
                 self._free.setdefault(buffer.nbytes(), []).append(buffer)
 
     def dropped(self, numbers: Sequence[int]) -> None:
-        """The child has these no longer, and has given its counts back."""
+        """Forgets segments that the child has unmapped; it has decremented their counts itself."""
         with self._lock:
             for number in numbers:
                 self._exports.pop(number, None)
 
     def close(self) -> None:
-        """Gives up the buffers, and gives back what the child has counted; the child is gone."""
+        """Drops the buffers, and decrements the counts of all exports. To be called when the child has ended."""
         with self._lock:
             self._closed = True
             exports, self._exports = list(self._exports.values()), {}
@@ -164,19 +167,19 @@ class SharedPoolOwner:
             export = self._exports[self._count] = storage._share_cuda_()
             if export[1][1:2] != _PLAIN:
                 raise ProcessGroupError(
-                    "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or turn these off "
+                    "a tensor for a child process lies in an expandable segment: allocate it by ProcessGroupBaby.empty, or disable these "
                     "(PYTORCH_ALLOC_CONF=expandable_segments:False)"
                 )
             self._send("map_device", (self._count, export))
         else:
-            descriptor, size = storage._share_fd_cpu_()  # the storage's own: not ours to close
+            descriptor, size = storage._share_fd_cpu_()  # a descriptor of the storage, which closes it
             self._send("map", (self._count, size), [descriptor])
         self._known[storage.data_ptr()] = reductions.StorageWeakRef(storage), self._count
         return self._count
 
 
 class SharedPoolClient:
-    """The child's side."""
+    """The child's end."""
 
     def __init__(self) -> None:
         self._segments: dict[int, UntypedStorage] = {}

@@ -1,10 +1,10 @@
-"""The sockets of a group, found among all descriptors of this process (Linux).
+"""The sockets of a gloo process group, found among all descriptors of this process (Linux).
 
-A gloo group cannot be woken: its abort does nothing, and dropping it waits for what is pending. But when its sockets are shut, all that
-waits on them ends within milliseconds, here and at the peers. torch does not tell which they are. A gloo device listens on one port of its
-own, and each connection has such a port at one end; members tell each other these ports before they connect (forming.py). So a socket
-belongs to a group if its local end is our port or its remote end is a port of a peer: true also for connections that are made late, and
-never for a socket that another thread opens at the same moment.
+A gloo group cannot be interrupted: its abort does nothing, and dropping it waits for pending operations. But when its sockets are shut
+down, all waits on them end within milliseconds, here and on the peers. torch does not tell which sockets these are. A gloo device listens
+on one port of its own, and each connection has such a port at one end; members exchange these ports before they connect (forming.py). So a
+socket belongs to the group if its local port is ours or its remote port is a peer's. That holds for connections that are made later, too,
+and never for a socket that a different thread opens at the same moment.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TypeVar
 
 Made = TypeVar("Made")
-Address = tuple[str, int]  # as the kernel names it
+Address = tuple[str, int]  # IP address and port
 
-MAKES = 20  # of a device, at most, until no other thread begins to listen meanwhile
+MAX_TRIES = 20  # to make a device while no other thread begins to listen
 DESCRIPTORS = Path("/proc/self/fd")
 _one_at_a_time = threading.Lock()
 
 
 def shut(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> int:
-    """Ends all traffic of the sockets whose local end is in `local` or whose remote end is in `remote`; how many there were. Nothing is
-    closed: the owner does that, else the number might be another socket's by then. Where no descriptors are left some are missing."""
+    """Shuts down the sockets whose local address is in `local` or whose remote address is in `remote`, and returns their number. Does not
+    close them: only their owner may, as a descriptor can be reused. If no descriptors are left, some sockets are missed."""
     count = 0
     with suppress(OSError):
         for sock in _sockets():
@@ -40,8 +40,8 @@ def shut(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -
 
 
 def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:
-    """Returns those sockets, under descriptors of the caller's own: when another closes one, the remote end hears of it only once the
-    caller does. Raises OSError where no descriptors are left; it then has none."""
+    """Returns duplicates of these sockets: when their owner closes one, its peer notices it only once the duplicate is closed, too. Raises
+    OSError if no descriptors are left, and then keeps none."""
     found: list[socket.socket] = []
     try:
         found.extend(sock.dup() for sock in _sockets() if _belongs(sock, local, remote))
@@ -53,18 +53,19 @@ def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] =
 
 
 def end(socks: Collection[socket.socket], how: int) -> None:
-    """SHUT_RD: this end hears no more, and the remote end does not notice. SHUT_RDWR: both see the end, the remote one after all data."""
+    """Shuts down sockets. SHUT_RD: this end receives no more, unnoticed by the peer. SHUT_RDWR: both see the end, the peer after all
+    data."""
     for sock in socks:
         with suppress(OSError):  # its peer is gone
             sock.shutdown(how)
 
 
 def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
-    """Calls `make`, which is quick; returns what it made, and where its new socket listens: at most one place. Where another thread of this
-    process began to listen in the same moment, one cannot tell whose is whose, and it is made again: a server that was taken for a part of
-    a group would lose its connections with it. Raises OSError when it never was alone."""
+    """Calls `make`, which must be quick; returns its result and the address on which its new socket listens (at most one). If a different
+    thread of this process began to listen meanwhile, the two cannot be told apart, and `make` is called again: that thread's server would
+    lose its connections with the process group. Raises OSError if that happens each time."""
     with _one_at_a_time:
-        for _ in range(MAKES):
+        for _ in range(MAX_TRIES):
             before = {os.fstat(sock.fileno()).st_ino for sock in _sockets()}
             made = make()
             listening = (sock for sock in _sockets() if _listens(sock) and os.fstat(sock.fileno()).st_ino not in before)
@@ -73,32 +74,32 @@ def listening_ends(make: Callable[[], Made]) -> tuple[Made, set[Address]]:
                 return made, new
             del made
     raise OSError(
-        f"other threads of this process began to listen in each of {MAKES} moments in which a gloo device was made"
+        f"other threads of this process began to listen in each of {MAX_TRIES} moments in which a gloo device was made"
     )
 
 
 def local_address_for(host: str) -> str:
-    """The address of this machine, a number, that it speaks to `host` with. Raises gaierror where there is no such host, else OSError."""
+    """Returns this machine's numeric source address of connections to `host`. Raises gaierror if there is no such host, else OSError."""
     for family, kind, _, _, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.connect(place)  # of a datagram socket: it looks up the route and sends nothing
+            probe.connect(place)  # of a datagram socket: looks up the route, and sends nothing
             return str(probe.getsockname()[0])
     raise OSError(f"no interface of this machine leads to {host}")
 
 
 def exactly(sock: socket.socket, count: int) -> bytes:
-    """The next `count` bytes. Raises ConnectionError where the other end hangs up before."""
+    """Receives exactly `count` bytes. Raises ConnectionError if the peer closes the connection before."""
     got = bytearray()
     while len(got) < count:
         part = sock.recv(count - len(got))
         if not part:
-            raise ConnectionError("it has hung up")
+            raise ConnectionError("the peer closed the connection")
         got += part
     return bytes(got)
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each TCP socket of this process, under a descriptor that lives until the next one is asked for. Raises OSError where none is left."""
+    """Yields each TCP socket of this process, under a descriptor that is closed before the next one. Raises OSError if none are left."""
     for path in list(DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):
@@ -110,7 +111,7 @@ def _sockets() -> Iterator[socket.socket]:
             continue  # closed since it was listed
         try:
             found = socket.socket(fileno=copy)
-        except OSError:  # something else has its number by now
+        except OSError:  # its descriptor is reused already
             os.close(copy)
             continue
         with found as sock:
@@ -119,7 +120,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _belongs(sock: socket.socket, local: Collection[Address], remote: Collection[Address]) -> bool:
-    """A socket that listens does not: gloo's thread dies of an accept that fails, and the process with it."""
+    """Returns True for a socket of the group that does not listen: if an accept fails, gloo's thread ends the process."""
     ours = _plain(sock.getsockname()) in local
     with suppress(OSError):  # it has no remote end
         ours = ours or _plain(sock.getpeername()) in remote

@@ -1,12 +1,12 @@
-"""The store where the members of a group meet: torch's TCPStore, served and asked so that nothing but its host can delay a member.
+"""The store for the rendezvous of a process group: torch's TCPStore, with a client that only the store's host can delay.
 
-torch's two ends of it have habits that cost whole generations. Both ask the resolver for the name of each address that connects (for their
-log; a PTR query even for loopback, since the address is an IPv6 one that maps an IPv4 one). The server does that in the one thread that
-serves all: one lost packet of DNS, and all members wait the resolver's five seconds. And a client whose server is silent cannot be called
-off. So `serve` starts torch's server with these questions off, and StoreClient speaks its protocol over a socket of its own.
+torch's server and client can fail whole generations. Both look up the name of each address that connects (for their log; with a PTR query
+even for loopback, as the address is an IPv6-mapped IPv4 one). The server does so in its only thread: if one DNS packet is lost, all members
+wait for the resolver's timeout of 5 s. And a client that waits for a silent server cannot be cancelled. So `serve` starts torch's server
+without these look-ups, and StoreClient implements its protocol over a socket of its own.
 
-The protocol (torch/csrc/distributed/c10d/TCPStoreBackend.hpp, not documented, unchanged in the torch that is supported): a
-byte is the command, integers are 8 bytes of the host's order, strings have their length in front, and each key begins with "/".
+The protocol (torch/csrc/distributed/c10d/TCPStoreBackend.hpp; undocumented, and equal in all supported versions of torch): one byte is the
+command, integers have 8 bytes in the host's order, strings follow their length, and each key begins with "/".
 """
 
 # mypy: disable-error-code="override"
@@ -33,14 +33,14 @@ from ft.process_groups.sockets import exactly
 T = TypeVar("T")
 _VALIDATE, _SET, _COMPARE_SET, _GET, _ADD, _CHECK, _WAIT, _, _DELETE = range(9)
 _MULTI_GET, _CANCEL_WAIT, _PING = 10, 12, 13
-_MAGIC = 0x3C85F7CE  # of a client of torch's
-_YES = 0  # answer to _CHECK and _WAIT
-_MAX_BYTES = 1 << 26  # of one value
+_MAGIC = 0x3C85F7CE  # sent by torch's clients
+_YES = 0  # reply to _CHECK and _WAIT
+_MAX_BYTES = 1 << 26  # size limit of a value
 _INTEGER = struct.Struct("=q")
 
 
 def parse(address: str) -> tuple[str, int, str]:
-    """host, port and prefix of "host:port/prefix"; an IPv6 host stands in brackets. Raises ValueError."""
+    """Splits "host:port/prefix" into host, port and prefix; an IPv6 host is in brackets. Raises ValueError."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})(?:/(.*))?", address)
     if not found or not 0 < int(found[3]) < 65536:
         raise ValueError(f"store address {address!r}: must be host:port/prefix, such as 10.0.0.1:29500/job/7/0")
@@ -48,8 +48,8 @@ def parse(address: str) -> tuple[str, int, str]:
 
 
 def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
-    """torch's store, on that address alone (it asks for no token, so it is shown to no more networks than need be) and a free port.
-    It lives as long as the object. From then on torch asks for no names in this process."""
+    """Starts torch's store on a free port of that address only, as it requires no token. It runs as long as the object exists. From then on
+    torch makes no reverse look-ups in this process."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host.partition("%")[0], 0), family=family, backlog=1024) as listening:
         port = listening.getsockname()[1]
@@ -59,8 +59,8 @@ def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
 
 
 def sweep(store: TCPStore, quorum_id: int) -> None:
-    """Deletes what the generations before this one left under ".../quorum_id/number/...": their members have done with it, or have given
-    up. Else 24 members leave 10 KB a generation. To be called by the store's owner alone, whose end is also that of what is left."""
+    """Deletes the keys ".../quorum_id/number/..." of generations before this one, which has formed or failed; 24 members leave 10 KB per
+    generation. To be called only by the store's owner, with which the store ends."""
     for key in store.list_keys():
         found = re.match(r"[^/]+/(\d+)/\d+/", key)
         if found and int(found[1]) < quorum_id:
@@ -68,8 +68,8 @@ def sweep(store: TCPStore, quorum_id: int) -> None:
 
 
 class StoreClient(Store):
-    """One member's connection. As torch's PrefixStore over its TCPStore, but `hang_up`, from any thread, ends whatever it waits for. Raises
-    OSError for a server that cannot be reached within limit_s, hangs up, or is not a TCPStore of torch."""
+    """One member's connection, like torch's PrefixStore over a TCPStore, but `hang_up`, from any thread, interrupts every wait. Raises
+    OSError if the server cannot be reached within limit_s, closes the connection, or is no TCPStore of torch."""
 
     def __init__(self, address: str, limit_s: float) -> None:
         super().__init__()
@@ -83,8 +83,11 @@ class StoreClient(Store):
         self._gone = False
 
     def connect(self) -> None:
-        """To be called once, before anything is asked."""
-        until_s, error = time.monotonic() + self._limit_s, OSError(f"{self._where}: not reached in time")
+        """Connects to the server. To be called once, before all other methods."""
+        until_s, error = (
+            time.monotonic() + self._limit_s,
+            OSError(f"{self._where}: not reached within {self._limit_s:g} s"),
+        )
         for family, kind, protocol, _, place in socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
             sock.settimeout(max(0.05, until_s - time.monotonic()))
@@ -101,7 +104,7 @@ class StoreClient(Store):
         raise error
 
     def hang_up(self) -> None:
-        """Wakes blocked callers; the client cannot be used afterwards."""
+        """Interrupts blocked callers; the client cannot be used afterwards."""
         with self._closing:
             self._gone = True
             if self._socket is not None:
@@ -121,11 +124,11 @@ class StoreClient(Store):
         return self._ask(self._string, _COMPARE_SET, self._key(key), _bytes(expected_value), _bytes(desired_value))
 
     def get(self, key: str) -> bytes:
-        """Waits for it."""
+        """Waits for the key, and returns its value. Raises TimeoutError."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for all."""
+        """Waits for all keys, and returns their values. Raises TimeoutError."""
         self.wait(keys)
         return self._ask(lambda: [self._string() for _ in keys], _MULTI_GET, len(keys), *map(self._key, keys))
 
@@ -133,14 +136,14 @@ class StoreClient(Store):
         return self._ask(self._integer, _ADD, self._key(key), value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True when all keys are there."""
+        """Returns True if all keys exist."""
         return self._ask(self._yes, _CHECK, len(keys), *map(self._key, keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Raises TimeoutError."""
+        """Waits for all keys. Raises TimeoutError."""
         limit_s = timeout.total_seconds() if timeout else self._limit_s
 
-        def come() -> None:
+        def wait() -> None:
             try:
                 self._exactly(1, limit_s)
             except TimeoutError:
@@ -148,7 +151,7 @@ class StoreClient(Store):
                 if not self._yes():
                     raise TimeoutError(f"{self._where}: no {', '.join(keys)} within {limit_s:g} s") from None
 
-        self._ask(come, _WAIT, len(keys), *map(self._key, keys))
+        self._ask(wait, _WAIT, len(keys), *map(self._key, keys))
 
     def delete_key(self, key: str) -> bool:
         return self._ask(self._integer, _DELETE, self._key(key)) > 0
@@ -164,18 +167,18 @@ class StoreClient(Store):
         with self._problems():
             if not self._gone:
                 sock.connect(place)
-            if self._gone:  # from here on whoever hangs up wakes this thread
+            if self._gone:  # from here on hang_up interrupts this thread
                 raise OSError("cancelled")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(bytes([_VALIDATE]) + struct.pack("=I", _MAGIC) + bytes([_PING]) + nonce)
         if self._exactly(len(nonce)) != nonce:
-            raise OSError(f"{self._where} is none of torch's")
+            raise OSError(f"{self._where} is not torch's TCPStore")
 
     def _key(self, key: str) -> bytes:
         return (self._prefix + key).encode()
 
     def _send(self, what: int, *parts: int | bytes) -> None:
-        """In one packet."""
+        """Sends a command in one packet."""
         assert self._socket is not None, "connect() first"
         message = bytearray([what])
         for part in parts:
@@ -210,7 +213,7 @@ class StoreClient(Store):
 
     @contextmanager
     def _problems(self) -> Iterator[None]:
-        """Names the store in an OSError."""
+        """Adds the store's address to an OSError."""
         try:
             yield
         except OSError as error:
@@ -223,15 +226,15 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 class _Resolver(ctypes.Structure):
-    """The head of glibc's struct __res_state, which each thread has its own of (resolver(3))."""
+    """The first fields of glibc's struct __res_state, of which each thread has one (resolver(3))."""
 
     _fields_ = (("retrans", ctypes.c_int), ("retry", ctypes.c_int))
 
 
 @contextmanager
 def without_dns() -> Iterator[None]:
-    """In this thread, whoever asks the resolver is told at once that it has no answer now. torch, once told so, asks for no name again in
-    this process, and logs it once. Without glibc nothing is changed, and look-ups take what they take."""
+    """Lets every DNS query of this thread fail at once as "try again". After such a failure torch makes no further look-ups in this
+    process; it logs that once. Without glibc nothing is changed, and look-ups may be slow."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):
         yield

@@ -1,4 +1,4 @@
-"""Deaths while a joiner heals: a commit waits for a reader that lives, and not for one that is dead, nor where its own group has ended."""
+"""Deaths while a joiner heals: a commit waits for one that lives, and not for one that is dead, nor where its own group has ended."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Fences:
     def __init__(self) -> None:
         self.began, self.ended = Queue[str](), list[tuple[str, Fenced, float]]()
 
-    def wait_for(self, reader: str) -> None:
-        while self.began.get(timeout=LIMIT_S) != reader:
+    def wait_for(self, joiner: str) -> None:
+        while self.began.get(timeout=LIMIT_S) != joiner:
             pass
 
-    def outcomes(self, reader: str) -> list[Fenced]:
-        return [outcome for name, outcome, _ in self.ended if name == reader]
+    def outcomes(self, joiner: str) -> list[Fenced]:
+        return [outcome for name, outcome, _ in self.ended if name == joiner]
 
     @property
     def longest_s(self) -> float:
@@ -70,11 +70,11 @@ class Timed(Wrapped):
     def fence(self) -> Fenced:
         part = self.manager.quorum
         assert part is not None
-        (reader,) = (m.name_of(part.members[rank]) for rank in part.recover_dst_replica_ranks)
+        (joiner,) = (m.name_of(part.members[rank]) for rank in part.recover_dst_replica_ranks)
         began_s = time.monotonic()
-        self.fences.began.put(reader)
+        self.fences.began.put(joiner)
         outcome = self.inner.fence()
-        self.fences.ended.append((reader, outcome, time.monotonic() - began_s))
+        self.fences.ended.append((joiner, outcome, time.monotonic() - began_s))
         return outcome
 
 
@@ -104,39 +104,39 @@ def source(made: Job, fences: Fences, at: Callable[[Rank, int], None]) -> Rank:
     return made.group("a", steps=1 << 30, options=OPTIONS, make=partial(Source, fences=fences), at=at)[0]
 
 
-def reader(made: Job, name: str) -> Rank:
+def joiner(made: Job, name: str) -> Rank:
     return made.group(name, steps=1 << 30, options=OPTIONS, make=Reader)[0]
 
 
 def test_a_commit_waits_for_no_dead_reader():
     """Three of them, one after the other: each costs the time until its death is known, and not heal_grace_s, 30 s."""
-    readers: dict[str, Rank] = {}
+    joiners: dict[str, Rank] = {}
     fences = Fences()
 
     def comes(rank: Rank, step: int) -> None:
-        if rank.members == 1 and len(readers) < 3 and all(one.error for one in readers.values()):
-            name = f"b{len(readers)}"
-            readers[name] = reader(made, name)
+        if rank.members == 1 and len(joiners) < 3 and all(one.error for one in joiners.values()):
+            name = f"b{len(joiners)}"
+            joiners[name] = joiner(made, name)
 
     with job(min_replicas=1) as made:
         a = source(made, fences, comes)
         for name in ("b0", "b1", "b2"):
             fences.wait_for(name)
-            readers[name].kill()
-            readers[name].join()
+            joiners[name].kill()
+            joiners[name].join()
         a.manager.leave()
         assert a.join().error is None
-        assert all(Fenced.WITHDRAWN in fences.outcomes(name) for name in readers)
+        assert all(Fenced.WITHDRAWN in fences.outcomes(name) for name in joiners)
         assert fences.longest_s < MAX_S
 
 
 def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
-    readers: list[Rank] = []
+    joiners: list[Rank] = []
     fences = Fences()
 
     def comes(rank: Rank, step: int) -> None:
-        if rank.members == 1 and not readers:
-            readers.append(reader(made, "b"))
+        if rank.members == 1 and not joiners:
+            joiners.append(joiner(made, "b"))
 
     with job(min_replicas=1) as made:
         a = source(made, fences, comes)
@@ -144,8 +144,8 @@ def test_a_commit_waits_for_no_reader_when_its_own_group_ends():
         a.kill()
         assert isinstance(a.join().error, GroupEnded)
         assert fences.outcomes("b") == [Fenced.WITHDRAWN] and fences.longest_s < MAX_S
-        readers[0].kill()
-        readers[0].join()
+        joiners[0].kill()
+        joiners[0].join()
 
 
 class Unlike(Manager):

@@ -31,7 +31,7 @@ class World:
     def transport(self, name: str, access: Access = TOKEN, config: HealConfig | None = None) -> HttpTransport:
         """With short stripes, so that small states have several."""
         transport = HttpTransport("127.0.0.1", name, access, config or ONE_STREAM)
-        transport.least_stripe = 8
+        transport.min_stripe = 8
         self._stack.callback(transport.close)
         return transport
 

@@ -123,7 +123,7 @@ def test_registration():
     with pytest.raises(ValueError, match="registered already"):
         state.register_state("model", dict, print)
     for name in ("", "a/b"):
-        with pytest.raises(ValueError, match="name has characters"):
+        with pytest.raises(ValueError, match="must not be empty"):
             state.register_state(name, dict, print)
 
 

@@ -64,7 +64,7 @@ def test_all_kinds_of_tensors(world: World):
 
 
 def test_a_fence_does_not_outlast_its_quorum(world: World):
-    """Its reader holds a chunk, or has not come at all: the end of the quorum, told by another thread, releases the commit."""
+    """Its joiner holds a chunk, or has not come at all: the end of the quorum, told by another thread, releases the commit."""
     config = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
     for comes in (False, True):
         source = world.transport("a", config=config)
@@ -104,7 +104,7 @@ def test_nobody_there(world: World):
 
 @pytest.mark.parametrize("truncated_by", [1, 16, 17, 40, 2 * MIB])
 def test_a_truncated_stream_is_noticed(world: World, truncated_by: int):
-    """The last bytes are the seal; before it comes the last digest. In the middle of it its only source dies."""
+    """The last bytes are the validity token; before it comes the last digest. In the middle of it its only source dies."""
     group, joiner = large(1, chunks=3), large(2, chunks=3)
     source = world.source(group)
     whole = world.proxy(source, as_it_is)
@@ -277,7 +277,7 @@ def test_a_commit_waits_until_the_rest_is_small(world: World):
 
 
 def test_a_reader_slower_than_the_grace_is_left_behind(world: World):
-    """The source commits; what comes after has no seal, and the joiner's state stays void."""
+    """The source commits; what comes after has no validity token, and the joiner's state stays void."""
     group, joiner, source, gate, healing = half_way(world, QUICK)
     assert source.fence() is Fenced.WITHDRAWN
     commit(group)

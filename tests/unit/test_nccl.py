@@ -187,7 +187,7 @@ def test_who_never_comes_to_the_first_sum_is_told_within_the_rendezvous(fake: Fa
     group = fake.group(0.25)
     while not fake.summing.is_set():  # on a busy machine, the store is not reached in the first of these
         group.rendezvous_s *= 2
-        with pytest.raises(RendezvousFailed, match=r"within|first sum|cancelled"):
+        with pytest.raises(RendezvousFailed, match=r"within|first all-reduce|cancelled"):
             group.configure(store(f"never{group.rendezvous_s}"), 0, 1)
     assert fake.aborted.wait(60)
     group.shutdown(60.0)

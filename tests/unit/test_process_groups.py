@@ -102,7 +102,7 @@ def test_a_group_that_is_given_up_without_descriptors_ends_when_there_are_some(c
     group.configure(f"127.0.0.1:{store.port}/alone", 0, 1)
     with no_descriptors_left():
         group.abandon("it failed", then=freed.set)
-        assert in_time(lambda: "no descriptors are left" in caplog.text)
+        assert in_time(lambda: "no file descriptors are left" in caplog.text)
         assert not freed.is_set()
     assert freed.wait(20) and group.reaper.wait(20)
 
@@ -743,7 +743,7 @@ def test_nccl_without_a_device_is_told(kind: type[ProcessGroupNCCL] | type[Proce
         pytest.skip("there is a device")
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     group = kind(rendezvous_s=20.0)
-    with pytest.raises(RendezvousFailed, match=r"NCCL needs a CUDA device|CUDA"):
+    with pytest.raises(RendezvousFailed, match=r"NCCL requires a CUDA device|CUDA"):
         group.configure(f"127.0.0.1:{server.port}/{kind.__name__}", 0, 1)
     assert "CUDA" in str(group.errored())
     group.shutdown()
