@@ -1,12 +1,12 @@
-"""Image classification in replica groups that may die and come back, with torchft's names: what to change in a training loop of your own.
+"""Image classification in replica groups that may fail and return, with torchft's names: an example for your own training loop.
 
     ./scripts/run_lighthouse.sh --min_replicas 1 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 NUM_REPLICA_GROUPS=2
     REPLICA_GROUP_ID=0 python examples/train_ddp.py &
     REPLICA_GROUP_ID=1 python examples/train_ddp.py
 
-Kill one of the two: the other goes on with the same step. Start it again: it takes the other's weights. At the same step both print the
-same sum of weights. The images are made up: each class is one picture, in small pieces under much noise.
+Kill one of the two: the other continues with the same step. Restart it: it receives the other's weights. At the same step both print the
+same sum of weights. The images are synthetic: each class is one small picture, repeated, under much noise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLASSES = 10
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """50,000 of them, 3 x 32 x 32; each is a function of its number."""
+    """50,000 images of shape (3, 32, 32), each of which is a function of its index."""
 
     def __init__(self) -> None:
         self.pictures = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0)).repeat(1, 1, 4, 4)
@@ -57,9 +57,9 @@ def net() -> nn.Sequential:
 def main(steps: int) -> None:
     group, groups = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)  # two runs begin alike; two groups would in any case, for all take the weights of one
+    torch.manual_seed(0)  # for equal runs; groups are equal in any case, as all receive the weights of one
 
-    # Each group has its share of the images. While a group is away, so is its share.
+    # each group has its share of the images, which is not trained on while the group is missing
     images = Images()
     sampler = DistributedSampler(images, replica_group=group, num_replica_groups=groups, rank=0, num_replicas=1)
     loader = StatefulDataLoader(images, batch_size=64, num_workers=2, sampler=sampler)
@@ -67,7 +67,7 @@ def main(steps: int) -> None:
     model = net().to(device)
     adam = optim.AdamW(model.parameters())
 
-    # What a group that joins receives from one that is there.
+    # the state that a joining group receives
     def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optim": adam.state_dict()}
 
@@ -76,7 +76,7 @@ def main(steps: int) -> None:
         adam.load_state_dict(state["optim"])
 
     manager = Manager(
-        # NCCL lives in a child process: whatever happens in there, the child can be replaced
+        # NCCL runs in a child process, which can be killed and replaced if it hangs
         pg=ProcessGroupBabyNCCL() if device == "cuda" else ProcessGroupGloo(),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
@@ -89,10 +89,10 @@ def main(steps: int) -> None:
 
     while manager.current_step() < steps:
         for inputs, labels in loader:
-            optimizer.zero_grad()  # the step begins: who takes part is settled, and a group that is behind has healed
+            optimizer.zero_grad()  # begins the step: the quorum is known, and a group that was behind has healed
             loss = F.cross_entropy(ddp(inputs.to(device)), labels.to(device))
-            loss.backward()  # gradients are averaged on the way, and again with those who are left if somebody dies
-            optimizer.step()  # if the step holds
+            loss.backward()  # averages gradients; if a group fails, again over the remaining groups
+            optimizer.step()  # only if the step is committed
 
             step = manager.current_step()
             if step % 50 == 0:
@@ -101,8 +101,8 @@ def main(steps: int) -> None:
                     f"[{step}] {manager.num_participants()} groups, loss {loss.item():.4f}, weights {weights:.6f}",
                     flush=True,
                 )
-            # A program that is to outlive the death of all groups at once saves here, every now and then: state_dict(),
-            # manager.state_dict(), and the loader's, which is this group's own.
+            # to survive the loss of all groups at once, a program saves a checkpoint here from time to time: state_dict(),
+            # manager.state_dict(), and the state of the loader, which is this group's own
             if step >= steps:
                 break
     manager.shutdown()

@@ -1,5 +1,5 @@
-"""Agreement of the ranks of one replica group on a commit: they all-reduce their votes on the host; if all vote yes, rank 0 sends one vote
-for all of them to the group server and broadcasts the outcome.
+"""Agreement of a replica group's ranks on a commit: they all-reduce votes on the host; if all are yes, rank 0 votes for all at the group
+server and broadcasts the outcome.
 
 If that does not give a yes, each rank votes at the server by itself, so no rank is stuck in a collective while the commit is delayed.
 """
@@ -25,9 +25,9 @@ log = logging.getLogger("pharos.manager")
 
 
 class Agreement:
-    """The commit votes of one replica group. `group`: a gloo process group of its ranks, in the order of group_rank, used for nothing else.
-    Its timeout must exceed every wait for other groups: ranks whose reductions are complete wait in it for the other ranks of their group.
-    All ranks make the same calls."""
+    """Commit votes of one replica group. `group`: a gloo process group of all its ranks, in the order of group_rank, used for nothing else.
+    All ranks make the same calls. Its timeout must exceed every wait for other groups: ranks whose reductions are complete wait in it for
+    their group's other ranks."""
 
     whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 
@@ -38,9 +38,7 @@ class Agreement:
         """Returns the group's outcome of a commit vote, which all ranks call this for. None: each rank must vote at the server by itself.
         `able`: False makes it None, for a rank with other work. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
         outcome = None
-        if (
-            vote.verdict == "failed"
-        ):  # a single one decides, and the server interrupts ranks that still wait for a reduction
+        if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)
         yes, vote_key = able and vote.verdict == "yes" and not vote.blame, crc32(repr(vote.key).encode())
         votes = torch.tensor([not yes, vote.change, vote_key, -vote_key], dtype=torch.int64)

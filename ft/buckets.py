@@ -2,8 +2,7 @@
 
 The order is that in which a backward completes gradients: the parameter that was registered last comes first. A bucket holds gradients of
 one dtype on one device. The last one is fp32 and ends in the tail (gradients.py), whose values are known only after all other buckets are
-sent; before the tail it has gradients that are so small that sending them late costs nothing. `fingerprint`: digests of the layout, which
-groups compare when they join a quorum.
+sent; before the tail it has small gradients, whose delay costs nothing. `fingerprint`: digests of the layout, which groups compare.
 
 Buffer sets are touched when they are made, so that no step waits for page faults, and used in turn: while a step's sums are in `.grad`, the
 next step's are written into the other set. The thread that ends a process group may return buffers, too.
@@ -28,9 +27,7 @@ BUCKET_BYTES = 25 << 20  # most bytes of a bucket of several gradients
 LAST_BUCKET_GRADIENT_BYTES = 64 << 10  # most bytes of a gradient in the tail's bucket
 LAST_BUCKET_BYTES = 1 << 20  # most bytes of all gradients in it
 QUANTIZED_GRADIENT_BYTES = 4 << 10  # in place of LAST_BUCKET_GRADIENT_BYTES where all other buckets are quantised
-IN_PLACE_BYTES = (
-    1 << 20
-)  # fewest bytes of a gradient that is reduced in place; below it a message costs more than the copy
+IN_PLACE_BYTES = 1 << 20  # fewest bytes of a gradient that is reduced in place: a message costs more than its copy
 KEPT_SETS = 2  # buffer sets that are kept; more exist while an abandoned process group or held sums use one
 
 Kind = tuple[torch.dtype, torch.device]
@@ -38,8 +35,7 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start` to `stop` of the buffer of its kind. `members`: indices of its gradients. `in_place`: has one gradient, which is
-    reduced in place."""
+    """Elements `start` to `stop` of the buffer of its kind. `members`: indices of gradients. `in_place`: one gradient, reduced in place."""
 
     kind: Kind
     members: tuple[int, ...]
@@ -52,8 +48,8 @@ class BucketLayout:
     """The split of gradients into buckets. `tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: reduce
     large gradients in place. `device`: that of the tail if there are no parameters. `quantized`: quantise all buckets except for the last.
 
-    `buckets`: in the order in which they are sent; the last one ends in the tail. `starts`: offset of each gradient in the buffer of its
-    kind. `sizes`: elements of each kind's buffer."""
+    `buckets`: in the order of sending; the last one ends in the tail. `starts`: each gradient's offset in its kind's buffer. `sizes`:
+    elements by kind."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool

@@ -18,8 +18,7 @@ def unsignalled() -> Iterator[None]:
 
     A terminal or a scheduler sends these to every process of a job (Slurm's proctrack/linuxproc to those in sessions of their own, too).
     The rank handles them by saving a checkpoint, for which it needs the child. They are blocked, not ignored: a blocked signal stays
-    blocked across fork and exec, so the child is never unprotected. Such a child ends when the pipe or socket that it reads is closed, when
-    its parent dies, or by SIGKILL."""
+    blocked across fork and exec. Such a child ends when its pipe or socket is closed, with its parent, or by SIGKILL."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     try:
         yield
@@ -28,8 +27,7 @@ def unsignalled() -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Makes Linux kill this child process as soon as the thread that started it ends. To be called first; exits if the parent is gone
-    already. `parent`: the parent's process ID (pid)."""
+    """Makes Linux kill this child when the thread that started it ends; exits if that has happened. `parent`: its process ID (pid)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of prctl(2)
     if os.getppid() != parent:

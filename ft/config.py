@@ -1,7 +1,7 @@
 """Settings of fault tolerance: the section [fault_tolerance], and the environment variables that the launcher sets.
 
-Flow: start.py makes the manager from both. The environment is read only here, in command lines, and in process_groups/shared.py. Importing
-this module needs neither torch nor grpc, and starts nothing.
+Flow: start.py makes the manager from both. Only this module, command lines and process_groups/shared.py read the environment. Importing
+this module needs neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -198,11 +198,9 @@ class FaultTolerance:
                 yield "semi_sync_method", f'requires fault_tolerance.enable = true: {alone}; nearest: "none"'
             for key, wanted in (("keep_gradients", True), ("keep_global_batch", False)):
                 if getattr(self, key) != wanted:
-                    own = "the steps that a group makes by itself between two reductions cannot be computed by a different group"
-                    yield (
-                        key,
-                        f"not supported with fault_tolerance.semi_sync_method: {own}; nearest: {str(wanted).lower()}",
-                    )
+                    own = "a group's own steps between two reductions cannot be computed by a different group"
+                    with_it = "not supported with fault_tolerance.semi_sync_method"
+                    yield key, f"{with_it}: {own}; nearest: {str(wanted).lower()}"
             if self.outer_nesterov and not self.outer_momentum:
                 yield "outer_nesterov", "requires fault_tolerance.outer_momentum above 0; nearest: false"
             keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
@@ -213,8 +211,7 @@ class FaultTolerance:
                 yield key, f"{requires}, without which a step has one slot for each group of the quorum"
 
     def group_kind(self, device_type: str) -> GroupKind:
-        """Returns the kind of process group for gradients on a device of that type, "cpu" or "cuda". Raises ValueError if `process_group`
-        names one that does not support it.
+        """Returns the kind of process group for gradients on "cpu" or "cuda". Raises ValueError if `process_group` does not support that.
 
         "auto" on CUDA is NCCL in this process: without MPS a child process and this one share the GPU by time slices, and a reduction that
         waits for peers may take slices from the backward. A child process as the default needs a measurement first."""

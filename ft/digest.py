@@ -23,8 +23,7 @@ BLOCK = 1 << 13  # integers (64 KiB), so that a device sums many blocks at once
 
 
 def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Returns DIGEST_WORDS integers below 2**24, never all zero, of this rank's shards of `tensors`, in this order. Synchronises with the
-    device once."""
+    """Returns DIGEST_WORDS integers below 2**24, never all zero, for this rank's shards of `tensors`. Synchronises with the device once."""
     with torch.no_grad():
         sums = [_sum(to_local(tensor.detach())) for tensor in tensors]
         per_tensor: list[int] = torch.stack(sums).cpu().tolist() if sums else []

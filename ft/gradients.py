@@ -19,9 +19,9 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator together with the whole bucket, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, on top of autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of tensors that a user hands
-over, and three buckets while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with
-shared=True, freed when they are copied: a failure loses them.
+Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice that of users' tensors, and three buckets
+while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
+are copied: a failure loses them.
 
 Separate slots (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
 slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
@@ -95,9 +95,9 @@ class _StepState:
 
 class Gradients:
     """The gradients of one rank. `keep`: a failed attempt can be repeated. `shared`: buffers are in memory that a child process maps.
-    `slots`: slots of a step, to be reduced separately and added in their order; 0: a group adds up its own slots first. `quantized`: reduce
-    in int8; requires `keep` and no `slots`. `bucket_bytes`: size limit of a bucket, unless a single gradient is larger. `device`: that of
-    the tail if there are no parameters.
+    `slots`: a step's slots, reduced separately and added in order; 0: a group adds up its own slots first. `quantized`: reduce in int8;
+    requires `keep` and no `slots`. `bucket_bytes`: size limit of a bucket, unless a single gradient is larger. `device`: that of the tail
+    if there are no parameters.
 
     For one thread only, except for the hooks, which autograd may call from a different one, and the callable that `abandon` returns."""
 
@@ -305,8 +305,7 @@ class Gradients:
         return tuple(attempt.tail.cpu().tolist())  # on the host, which decides by it
 
     def abandon(self) -> Callable[[], None]:
-        """Abandons the attempt; gradients stay kept. Returns a callable that releases its buffers, to be called when nothing writes to them
-        any more."""
+        """Abandons the attempt; gradients stay kept. Returns a callable that releases its buffers, for when nothing writes to them."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:
@@ -369,7 +368,6 @@ class Gradients:
                 user_allreduce.set_aside()
 
     def drop_held(self) -> None:
-        """Discards all sums that `hold` has set aside."""
         with self._lock:
             for attempt in self._held.values():
                 self._return_set(attempt.buffers)
@@ -396,34 +394,25 @@ class Gradients:
         self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: ErrorFeedback | None = None
     ) -> GroupWork:
         """Reduces a tensor beside the gradients: when the work ends it has the mean over the participants (or the sum). On failure it keeps
-        its values, and Gradients.wait raises the error. A retry of the step reduces the values that it had at this call, and `deliver`
-        writes the new result.
+        its values, and Gradients.wait raises the error. A retry reduces its values at this call, and `deliver` writes the result.
 
         Each group calls it for the same tensors in the same order, before or after the last backward. `quantized`: in int8; `feedback` then
         receives the rounding error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
         overlapping memory, RuntimeError if there is no attempt that is not launched yet, or with separate slots."""
         if self._per_slot:
-            raise RuntimeError(
-                "fault_tolerance.deterministic_reduce = true: supports only gradients, and no all-reduce of a tensor"
-            )
+            raise RuntimeError("fault_tolerance.deterministic_reduce = true: supports only gradients, no other tensors")
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of a tensor of {tensor.dtype} is not supported: only of floating-point numbers")
         if quantized and not tensor.is_floating_point():
             raise ValueError(
-                f"a quantised sum of a tensor of {tensor.dtype} is not supported: only of real floating-point numbers"
+                f"a quantised sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
             )
-        if (
-            torch._debug_has_internal_overlap(to_local(tensor)) == 1
-        ):  # the check that torch itself makes before it writes
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} with overlapping memory is not supported; nearest: its clone()"
-            )
+        if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # torch's own check before it writes
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory; nearest: its clone()")
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:
-                raise RuntimeError(
-                    "a tensor can be reduced only between begin_attempt and launch_tail, and not inside last_backward"
-                )
+                raise RuntimeError("a tensor is reduced between begin_attempt and launch_tail, not in last_backward")
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user_allreduce = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
@@ -449,22 +438,17 @@ class Gradients:
         return self._parameters[index % len(self._parameters)]
 
     def _on_gradient(self, parameter_index: int, parameter: Tensor) -> None:
-        """Sends a bucket if this gradient completes it: the hook of one parameter. Never raises, never waits. Called once for each
-        parameter in each step, so the common case is inline."""
+        """Sends a bucket if this gradient completes it: the hook of a parameter. Never raises or waits. Frequent cases are inline."""
         with self._lock:
             attempt, step, index = self._attempt, self._step, self._first_index + parameter_index
             if attempt is None or not attempt.contributes or step.problem:
                 return
             if not self._in_last_backward:
-                if (
-                    step.after_last_backward and not self._per_slot and attempt.tail is None
-                ):  # else it is a different slot's
+                if step.after_last_backward and not self._per_slot and attempt.tail is None:  # else a different slot's
                     step.problem = f"{self._name(index)} got a gradient after last_backward: a retry would include it, but the sums do not"
                 return
             if index in attempt.ready:
-                step.problem = (
-                    f"{self._name(index)} got a gradient twice: last_backward must wrap only the last backward"
-                )
+                step.problem = f"{self._name(index)} got a gradient twice: last_backward wraps only the last backward"
                 return
             attempt.ready.add(index)
             attempt.missing[self._layout.bucket_of[index]] -= 1
@@ -512,9 +496,7 @@ class Gradients:
     def _gradient(self, index: int) -> Tensor | None:
         """Returns this rank's shard of a gradient: the kept one, else that of .grad, which is kept from now on; None: there is none."""
         step = self._step
-        computed = range(
-            self._first_index, self._first_index + len(self._parameters)
-        )  # indices of the slot that is being computed
+        computed = range(self._first_index, self._first_index + len(self._parameters))  # indices of the current slot
         if step.is_kept or (self._per_slot and (index in step.kept or index not in computed)):
             return step.kept.get(index)
         gradient = self._parameter(index).grad

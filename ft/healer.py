@@ -1,5 +1,4 @@
-"""A rank's part in healing: offers its state to joiners (replica groups that heal from its own), and fetches the state of other groups
-where its own is not the reference state.
+"""A rank's part in healing: offers its state to joiners (replica groups that heal from its own), or fetches the reference state.
 
 The Manager carries out Configure, Fence, LoadState and DropHeld with this, over a transport (ft/healing).
 """
@@ -27,8 +26,8 @@ log = logging.getLogger("pharos.healing")
 
 
 class Healer:
-    """`on_event` receives HealEnded, in the fetch thread; before that `on_layout_mismatch` receives the reason if the states of all sources
-    have a different layout than ours. For the trainer's thread, except for `end_offer`."""
+    """Offers and fetches of one rank. `on_event` receives HealEnded, in the fetch thread; before it `on_layout_mismatch` receives the
+    reason if no source has our layout. For the trainer's thread, except for `end_offer`."""
 
     def __init__(
         self,
@@ -50,13 +49,10 @@ class Healer:
         self._arrived: dict[str, Any] | None = None
         self.received_bytes = 0  # in all heals
         self.progress = (0, 0)  # verified bytes and total bytes of the current heal; for any thread
-        self.one_source = (
-            False  # True: fetch from a single source, as sources also register state in which they differ (LocalSGD)
-        )
+        self.one_source = False  # True: fetch from one source, as state may differ between them (LocalSGD)
 
     def offer(self, quorum: m.QuorumResult) -> None:
-        """Offers the state of a step boundary to the quorum's joiners that heal from this group; withdraws the last offer if there are
-        none."""
+        """Offers the state of a step boundary to joiners that heal from this group; withdraws the last offer if there are none."""
         if quorum.recover_dst_replica_ranks:
             joiners = [quorum.members[rank] for rank in quorum.recover_dst_replica_ranks]
             snapshot = self._state.snapshot()
@@ -77,8 +73,8 @@ class Healer:
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, quorum: m.QuorumResult) -> None:
-        """Starts a thread that fetches the state into this rank's tensors and then reports HealEnded. It tells the sources of a final
-        failure, as their commit would wait for a joiner that has given up."""
+        """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources are told of a final failure, too,
+        as their commit waits for joiners."""
         self.drop()
         self._cancelled = threading.Event()
         given = quorum, self._state.snapshot(), self._cancelled
@@ -86,7 +82,6 @@ class Healer:
         self._fetching.start()
 
     def load(self) -> None:
-        """Loads the state that was fetched."""
         assert self._arrived is not None, "no state has arrived"
         self._state.load(self._arrived)
         self._arrived, self.progress = None, (0, 0)

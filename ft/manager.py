@@ -96,11 +96,10 @@ class Manager:
     """The Seam (seam.py) of one rank of a job with several replica groups.
 
     `group`: process group of this rank and the same rank of the other replica groups; configured and closed here. `store`: the store of
-    this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if there is one, and with it this Manager's
-    state (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes
-    on each step at the group server. `phase_timer`, `on_event`: receive durations and events (telemetry.py). `observer`: receives every
-    event of the machine with its effects. `connect`: connects to the group server, given its address, this rank's group_rank, and Access.
-    `machine`, `client` and `closed` may be read from any thread.
+    this replica group, if it has several ranks. `restore`: loads the newest valid checkpoint, if any, and with it this Manager's state
+    (load_state_dict). `agreement`: decides on commits among the ranks of this group, if there are several; without it each rank votes on
+    each step at the group server. `phase_timer`, `on_event`: receive durations and events (telemetry.py). `observer`: receives every event
+    of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any thread.
 
     Raises RuntimeError if the group server does not start."""
 
@@ -174,9 +173,7 @@ class Manager:
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
         self.settled = 0  # newest step that no restart can replace by a different version
-        self._stopped: tuple[bool, str] | None = (
-            None  # `clean` and `reason` for client.leave, once the machine has stopped the job
-        )
+        self._stopped: tuple[bool, str] | None = None  # `clean`, `reason` of client.leave, after effect Stop
         self._saved: bool | None = None  # argument of `finish`; None: not called
         self.may_exit = False
         step_config = replace(
@@ -217,8 +214,7 @@ class Manager:
             self._weights += part.parameters()
 
     def last_backward(self, slot: int | None = None) -> AbstractContextManager[None]:
-        """Wraps the last backward of a slot (None: of the only one). Inside it gradients are sent as they become complete; without it all
-        are sent in `reduce`."""
+        """Wraps the last backward of a slot (None: the only one): gradients are sent as they become complete, else all in `reduce`."""
         if slot is None or self._assignment is None:
             return self.gradients.last_backward()
         if self._options.deterministic_reduce:
@@ -276,9 +272,7 @@ class Manager:
             return StepTotals(tuple(max(0.0, count) for count in tail.tokens), tail.loss_sum, True)
         if isinstance(effect, m.CommitStep):
             return StepTotals((effect.divisor,), effect.mean_loss * effect.divisor, True)
-        slots = (
-            effect.slots if isinstance(effect, m.Compute) else ()
-        )  # slots of a new assignment: the attempt has failed
+        slots = effect.slots if isinstance(effect, m.Compute) else ()  # a new assignment: the attempt has failed
         return StepTotals((0.0,) * len(slots), 0.0, False)
 
     def commit(self, totals: StepTotals) -> Commit | None:
@@ -382,8 +376,7 @@ class Manager:
             self._news.notify_all()
 
     def _wait(self, enough: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for an effect, or until `enough()` is True after an event. Returns True if there is an effect. Raises the error of
-        `_fail`."""
+        """Waits for an effect, or until `enough()` is True. Returns True if there is an effect. Raises the error of `_fail`."""
         while True:
             with self._news:
                 self._news.wait_for(lambda: bool(self._effects or self._error) or enough(), TICK_S)
@@ -396,9 +389,9 @@ class Manager:
     def _carry_out_effects(
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
-        """Carries out effects, and feeds the machine the event that answers each, up to an effect for the trainer, and returns that. None:
-        `until()` is True and no effect is left, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped,
-        GroupEnded, GroupReleased, MustExit."""
+        """Carries out effects, and feeds the machine the event that answers each; returns the first one for the trainer. None: `until()` is
+        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped, GroupEnded, GroupReleased,
+        MustExit."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -539,16 +532,12 @@ class Manager:
         if quorum.replica_id not in mismatched:
             log.warning("%s: left out of the next quorum: %s", why, ", ".join(sorted(mismatched)))
         elif self._has_formed:
-            log.error(
-                "%s: this group, rank %d, waits until groups with its fingerprint return", why, quorum.replica_rank
-            )
+            log.error("%s: this group, rank %d, waits until groups like it return", why, quorum.replica_rank)
         else:
-            raise BadInput(
-                f"group {self._config.name} cannot take part: {why}; this group is rank {quorum.replica_rank}"
-            )
+            raise BadInput(f"group {self._config.name} cannot take part: {why}; it is rank {quorum.replica_rank}")
 
     def _reject_mismatched_state(self, why: str) -> None:
-        """Called in the fetch thread if the state of every source has a different layout than this rank's. Raises BadInput in the trainer's
+        """Called in the fetch thread if the layout of all sources' states differs from this rank's. Raises BadInput in the trainer's
         thread, unless this rank has committed a step: a newcomer, too, has formed a generation before it heals."""
         if self._has_committed:
             log.error("%s: this group waits until the state of the others has its layout", why)
@@ -581,8 +570,8 @@ class Manager:
             self._attempt = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches the tail at once, except for zeros of a group that has computed nothing: once per quorum and step it waits for the heal
-        instead, and leaves the launch to `reduce`."""
+        """Launches the tail, except for zeros of a group that has computed nothing: once per quorum and step it waits for the heal instead,
+        and leaves the launch to `reduce`."""
         machine = self.machine
         if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
             return self._launch(effect)
@@ -631,8 +620,7 @@ class Manager:
         self._telemetry.lost()
 
     def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
-        """Returns the group's outcome of a vote. None: a background thread waits for it, as StepMachine.votes_in_background says, or as a
-        further effect is due."""
+        """Returns a vote's outcome. None: a background thread waits for it (StepMachine.votes_in_background, or an effect is due)."""
         telemetry, busy, outcome = self._telemetry, bool(self._effects), None
         if vote.kind == "commit":
             telemetry.current_wait = "vote"
@@ -670,8 +658,7 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ other threads
 
     def _on_notice(self, event: m.Event) -> None:
-        """Feeds the machine, and first ends the offer of a failed generation, as a commit would wait for its joiners. In the stream's
-        thread."""
+        """Feeds the machine; first ends a failed generation's offer, as a commit would wait for its joiners. In the stream's thread."""
         if isinstance(event, m.MemberLost | m.GenerationAborted):
             self.healer.end_offer(event.quorum_id, event.reason)
         self._feed_from_thread(event)

@@ -1,6 +1,5 @@
 """Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups, and writes
-their addresses to the group's own store (the launcher's or torch.distributed's). That store outlives restarts of the group, so its keys
-contain their number.
+their addresses to the group's own store (the launcher's or torch.distributed's). It outlives restarts: keys contain their number.
 """
 
 from __future__ import annotations
@@ -61,12 +60,10 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
     server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse."""
     key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
-        membership = _start(config)
+        made = _start(config)
         if store is not None and config.world_size > 1:
-            PrefixStore(key, store).set(
-                "group", json.dumps({"replica_id": membership.replica_id, "address": membership.address})
-            )
-        return membership
+            PrefixStore(key, store).set("group", json.dumps({"replica_id": made.replica_id, "address": made.address}))
+        return made
     if store is None:
         raise RuntimeError(
             f"rank {config.group_rank} of {config.world_size} has no store with the address of its group's server"

@@ -11,8 +11,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     """Creates the state that the optimizer's first step would begin with; changes no bit of a weight. Does nothing if there is a state
     already, or, without `parameters`, a gradient. `parameters`: only these get a state, and all gradients are restored.
 
-    A step with zero gradients, learning rate 0 and no weight decay creates the tensors; its step count is set back to 0, for Adam's bias
-    correction."""
+    A step with zero gradients, rate 0 and no weight decay creates the tensors; then the step count is reset (Adam's bias correction)."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     own = trained if parameters is None else parameters
     if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):

@@ -35,8 +35,8 @@ PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that tempo
 
 
 class ErrorFeedback:
-    """The error feedback of one tensor in one group. `residual`: rounding errors that are not in a sum yet, fp32, flat. Only `commit`
-    changes it, so a failed attempt and its retry send the same bits."""
+    """The error feedback of one tensor. `residual`: its rounding errors in this group, fp32, flat. Only `commit` changes it, so a retry
+    sends the same bits."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
@@ -49,9 +49,8 @@ class ErrorFeedback:
 
 
 class CollectiveQueue:
-    """Runs the reductions of one attempt on a process group that has formed, one after the other in a thread of its own: a quantised one
-    has a second exchange after its first, and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends
-    everything through it.
+    """Runs an attempt's reductions on a process group that has formed, one after the other in a thread: a quantised one has two exchanges,
+    and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends everything through it.
 
     A wait ends no later than one on the process group: its abandonment ends the works. `shared`: a child process maps the messages."""
 
@@ -72,8 +71,8 @@ class CollectiveQueue:
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
     ) -> GroupWork:
-        """Reduces one tensor of any floating dtype in place, in int8. `feedback`: None: rounding errors are lost. contributes=False: this
-        rank sends zeros."""
+        """Reduces a floating-point tensor in place, in int8. Without `feedback` rounding errors are lost. contributes=False: this rank
+        sends zeros."""
         before, left_out = None, list[Tensor]()
         if feedback is not None:
             before, feedback.pending = feedback.residual if contributes else None, left_out
@@ -174,9 +173,7 @@ def quantize(values: Tensor, message: Tensor) -> None:
     """Quantises `values` (blocks, BLOCK), fp32, into `message` (bytes), and leaves the rounding errors in `values`. A block's scale is its
     largest absolute value / LEVELS, so no error exceeds half of the scale. A block with an infinite value or NaN is decoded as all NaN."""
     codes, scales = _parts(message, len(values))
-    levels = torch.tensor(
-        float(LEVELS), device=values.device
-    )  # CUDA replaces the division by a Python number by a product
+    levels = torch.tensor(float(LEVELS), device=values.device)  # a number would make CUDA multiply by its inverse
     for own, code, scale in zip(values.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         torch.div(own.abs().amax(dim=1), levels, out=scale)
         divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0).unsqueeze(1)

@@ -28,15 +28,11 @@ from ft.seam import Commit, DataAssignment, StepTotals
 
 
 class RecordingManager(Manager):
-    """A Manager that writes the diary. `folder`: of the diary; all further arguments are the Manager's."""
-
     def __init__(self, folder: Path, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"diary.{self._config.group_rank}.jsonl").open("a", encoding="utf-8")
-        self._pending_commit: dict[str, Any] | None = (
-            None  # fields of a commit line that waits for the optimizer's step
-        )
+        self._pending_commit: dict[str, Any] | None = None  # its line is written after the optimizer's step
         self._dropped = False  # True: gradients of this step were dropped
         self._write_line("start")
 

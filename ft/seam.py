@@ -58,12 +58,12 @@ class BadInput(ValueError):
 
 
 class GroupEnded(RuntimeError):
-    """The server of this replica group has exited or has ended the group, or the group's ranks cannot agree on a step. The rank exits, and
-    its launcher restarts the group."""
+    """The server of this replica group has ended or has ended the group, or its ranks disagree. The rank exits, and its launcher restarts
+    the group."""
 
 
 class GroupReleased(RuntimeError):
-    """This group was asked to leave while it waited for other groups: all its ranks exit now. `has_state`: it holds a committed state,
+    """This replica group was asked to leave while it waited for others: all its ranks exit now. `has_state`: it has a committed state,
     which may exist nowhere else; False: it has no complete state."""
 
     def __init__(self, *, has_state: bool) -> None:
@@ -82,8 +82,7 @@ def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class Seam(Protocol):
-    """The interface that the trainer uses: of Manager and SemiSyncManager, and of SoloManager, which has no replica groups. Each of them
-    passes tests/unit/test_seam.py."""
+    """The trainer's interface to Manager, SemiSyncManager, or SoloManager (no replica groups); each passes tests/unit/test_seam.py."""
 
     @property
     def step(self) -> int:
@@ -155,8 +154,8 @@ class Seam(Protocol):
         """Forms a quorum after `until`, the last step, to decide which group writes. Called by all ranks. Raises GroupReleased."""
 
     def finish(self, *, saved: bool) -> None:
-        """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`), or that
-        this group has failed; without this call it tells neither."""
+        """Records whether the run's last step is saved. `close` then tells the other groups that the run is finished (`saved`) or that this
+        group has failed; without this call it tells neither."""
 
     def close(self) -> None:
         """Leaves the job and releases all resources. May be called twice."""

@@ -26,9 +26,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 
 class Fragment:
-    """The weights that are reduced together: `named`, of the model. `optimizer`: the outer optimizer of these weights (and maybe of
-    others); None: the outer weights are the mean of the local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError
-    for a weight that the optimizer does not have."""
+    """The weights that are reduced together: `named`, of the model. `optimizer`: their outer optimizer; None: the outer weights are the
+    mean of local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a weight that it does not have."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]
@@ -56,8 +55,7 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, means: Sequence[Tensor]) -> None:
-        """Makes the outer step with the means of all groups' pseudo-gradients, by parameter; local = (1 - alpha) * outer + alpha *
-        local."""
+        """Makes the outer step with the means of pseudo-gradients, by parameter; then local = (1 - alpha) * outer + alpha * local."""
         local, outer = _shards(self.local), _shards(self.outer)
         before = [shard.clone() for shard in local] if self._alpha else []
         if self._optimizer is None:

@@ -1,5 +1,4 @@
-"""Semi-synchronous training behind the Seam (seam.py): a step of the protocol is a *round* of several optimizer steps of each replica
-group.
+"""Semi-synchronous training as a Seam (seam.py): a step of the protocol is a *round* of optimizer steps of each replica group.
 
     assignment = rounds.begin_step()     # a *window* of the data: slots for rounds.inner_steps optimizer steps
     for slot in assignment.slots:
@@ -7,14 +6,13 @@ group.
         rounds.on_inner_step()           # sends the pseudo-gradients of the round's fragment when they are due
     commit = rounds.commit(rounds.reduce(tokens_per_slot, loss_sum, finite))  # the outer step, if the round is committed
 
-A round has all guarantees of a step: its pseudo-gradients are kept and reduced again if a group fails, ranks vote on it, and it has no
-effect elsewhere before its commit. The ledger assigns a window of inner_steps batches; its samples count as trained on if and only if the
-group's pseudo-gradients were in the sums.
+A round has the guarantees of a step: pseudo-gradients are kept and reduced again if a group fails, ranks vote on it, and it has no effect
+before its commit. The ledger assigns a window of inner_steps batches, trained on if and only if its pseudo-gradients are in the sums.
 
 Choices that the papers leave open:
 - Groups agree only on the outer weights. A group that heals receives these and the outer optimizer's state, which do not change during a
   round; its local weights start from them, and its inner optimizer starts anew.
-- A window that does not count (its loss is NaN, or it was assigned anew) has no effect: the local weights are set back to the outer ones, so
+- A window that does not count (its loss is NaN, or it was assigned anew) has no effect: local weights are set back to the outer ones, so
   no sample is in the weights twice. Steps of other fragments since their last reduction are lost with it.
 - Means are over the groups that contributed, with equal weights, as in the papers.
 - `step` counts inner optimizer steps, as everywhere; the protocol counts rounds.
@@ -56,10 +54,9 @@ def _of_all(name: str) -> Any:
 
 
 class FragmentGradients(Gradients):
-    """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each fragment has Gradients of its own, with
-    its own buckets and memory; the round's number determines the current fragment, so all groups send the same one. `attach` is called once
-    for each fragment, in their order. `dropped`: gradients were dropped since it was last set to False. last_backward, all_reduce and
-    can_repeat are not supported."""
+    """Gradients of fragments (semi_sync.py), one of which is reduced in each round, in turn. Each has Gradients of its own, with buckets;
+    the round's number determines the current fragment, so all groups send the same one. `attach` is called once for each fragment, in their
+    order. `dropped`: gradients were dropped since it was last set to False. There is no last_backward, all_reduce, can_repeat."""
 
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
@@ -74,9 +71,7 @@ class FragmentGradients(Gradients):
 
     @property
     def fingerprint(self) -> tuple[tuple[str, str], ...]:
-        pairs_by_name = zip(
-            *(fragment.fingerprint for fragment in self._fragments), strict=True
-        )  # pairs with the same name
+        pairs_by_name = zip(*(fragment.fingerprint for fragment in self._fragments), strict=True)
         return tuple((pairs[0][0], short_digest([digest for _, digest in pairs])) for pairs in pairs_by_name)
 
     def begin_attempt(
@@ -102,8 +97,8 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights; if it returns None, the
-    outer weights are the mean of the local ones."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights, or returns None if they
+    become the mean of the local ones (Local SGD)."""
 
     writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool

@@ -36,9 +36,7 @@ class SoloManager:
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = (
-            StepTotals  # the sums of one group are the totals
-        )
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # of this one group
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         if name in self._registered:
@@ -97,11 +95,11 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """Makes the Seam of a run. `slot_size`: sequences of one group's batch. `folder`, `store`: the replica group's own. `device_type`: of
-    its gradients. `fingerprint`: digests by name, which must be equal in all groups. `agreement`: of this group's ranks, if there are
-    several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and with it the manager's state.
-    `phase_timer`, `on_event`: see telemetry.py. Raises ValueError for invalid settings and a refused token, ConnectionError if there is no
-    lighthouse, RuntimeError if the group server does not start."""
+    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `folder`, `store`: the replica group's own. `device_type`: its
+    gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are several.
+    `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`, `on_event`:
+    see telemetry.py. Raises ValueError for invalid settings and a refused token, ConnectionError if there is no lighthouse, RuntimeError if
+    the group server does not start."""
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads

@@ -1,6 +1,5 @@
-"""Durations and events of a Manager: for the log, for training/progress.py and training/background_writer.py, and, with each heartbeat, for
-the group server, which passes them to the lighthouse and its dashboard. Written by the trainer's thread. Each second counts for the
-innermost phase only:
+"""Durations and events of a Manager: for the log, training/progress.py and training/background_writer.py, and once per heartbeat for the
+group server, the lighthouse and its dashboard. Written by the trainer's thread. Each second counts for the innermost phase only:
 
     quorum    waiting for a quorum               rebuild   forming the process group with the other replica groups
     heal      a state is on its way, to this group or from it
@@ -80,10 +79,10 @@ class Status:
 
 
 class ManagerTelemetry:
-    """`step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the protocol counts commits.
-    `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not reported. `announce`:
-    shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread, except for `report_for_ever`, which only
-    reads."""
+    """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
+    protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
+    reported. `announce`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread; `report_for_ever`
+    only reads."""
 
     def __init__(
         self,
@@ -153,11 +152,12 @@ class ManagerTelemetry:
         log.info("%s", text)
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
-        rank, odd, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
-        self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, odd)])
-        whose = " and ".join(map(name_of, odd or members))
-        others = len(members) - len(odd)
-        than = f"the same rank of {others} others" if odd else "each other, and no majority has the same"
+        """Reports that the weights of groups differ."""
+        rank, divergent, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
+        self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])
+        whose = " and ".join(map(name_of, divergent or members))
+        others = len(members) - len(divergent)
+        than = f"the same rank of {others} others" if divergent else "each other, and no majority has the same"
         text = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
         self._announce("corruption", effect.step, text)
         log.error("%s", text)

@@ -1,1 +1,1 @@
-"""The interface for programs, clients and lighthouses that were written for torchft. Nothing else in ft/ needs it but the group server."""
+"""Compatibility with programs, clients and lighthouses that are written for torchft. In ft/ only the group server uses it."""

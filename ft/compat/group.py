@@ -1,10 +1,10 @@
-"""A group whose ranks, or whose lighthouse, speak torchft.
+"""Replica groups whose ranks, or whose lighthouse, use torchft's protocol.
 
-TorchftGroup answers the ranks as torchft's ManagerServer does: it asks once when all ranks have asked, and ANDs their votes.
+TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quorum when all ranks have, and commits if all vote yes.
 
-TorchftConnection connects a group of ours to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's state
-travels in `data`, the JSON that torchft hands through to all members. Nothing is pushed: a death shows when a reduction breaks or times
-out, so such a job asks for a quorum before each step (every_step), as torchft does.
+TorchftConnection connects one of our groups to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's
+state is in `data`, JSON that torchft passes on to all members. That lighthouse sends no notices: a loss is noticed when a reduction fails
+or times out, so such a job requests a quorum before each step (every_step), as torchft does.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ft.rpc.lighthouse_link import CALL_S, LighthouseConnection, channel, status
 from ft.rpc.serving import CallRefused, Pending, PendingCalls, unary
 
 RETRY_S = 0.1
-BEAT_S = 0.1  # as torchft's own groups
-OURS = "pharos"  # the key of `data` that holds what torchft's QuorumMember has no field for
+BEAT_S = 0.1  # seconds between heartbeats, as of torchft's groups
+OURS = "pharos"  # key of `data` with the values for which torchft's QuorumMember has no field
 _FIELDS = ("commit_id", "commit_quorum_id", "writes_checkpoint", "assigned", "assignment_id", "init_sync")
 log = logging.getLogger("pharos.group")
-Waiting = list[list[Pending]]  # calls that wait for an answer, by rank; of each rank the newest last
+Waiting = list[list[Pending]]  # pending calls by rank, the newest last
 
 
 class TorchftGroup:
-    """torchft.ManagerService. `kill` ends the group; `metadata` tells where a rank of ours serves its state, or raises ValueError;
-    `spawn` starts tasks, and hears of what goes wrong in one."""
+    """The gRPC service torchft.ManagerService. `kill`: ends the group. `metadata`: returns where one of our ranks serves its state, or
+    raises ValueError. `spawn`: starts a task, and handles its errors."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class TorchftGroup:
         self.config, self._kill, self._metadata_of, self._spawn = config, kill, metadata, spawn
         self._lighthouse, self._credentials = channel(lighthouse, access, aio=True), access.metadata()
         self._metadata: dict[int, str] = {}
-        # By round (None: a quorum; a number: the votes on that step) and rank. A rank that stops waiting before a round is full was never
-        # in it; of one that calls twice the newest call that still waits counts.
+        # By round (None: a quorum request; a number: the votes on that step) and rank. A rank that stops waiting before all have called
+        # was never in the round; if a rank calls twice, its newest call that still waits counts.
         self._pending = PendingCalls(lambda key: None)
         self.routes = {
             "/torchft.ManagerService/Quorum": unary(self._on_quorum),
@@ -85,12 +85,12 @@ class TorchftGroup:
         return await self._join(request.step, request, context, decide)
 
     async def _join(self, round_: int | None, request: Any, context: Any, full: Callable[[Waiting], object]) -> bytes:
-        """Waits for the answer of a round. The last rank to ask calls `full` with the waiting calls, by rank."""
+        """Waits for the reply of a round. The call that completes the round calls `full` with the waiting calls, by rank."""
         keys = [(round_, rank) for rank in range(self.config.world_size)]
         mine = keys[self._rank(request.group_rank)]
 
         def feed() -> None:
-            # A call whose time is over leaves a moment later.
+            # a call that has timed out is removed a moment later
             waiting = [[one for one in self._pending.get(key, ()) if not one.answer.done()] for key in keys]
             if all(waiting):
                 for key in keys:
@@ -100,17 +100,17 @@ class TorchftGroup:
         return await self._pending.wait(mine, f"rank {mine[1]}", Pending(request=request), feed, context)
 
     async def _ask(self, waiting: Waiting, *, step: int, left_s: float) -> None:
-        """Tells all ranks what came of it; a failure that leaves no try at once, not at their deadlines."""
-        asked = [calls[-1].request for calls in waiting]
+        """Requests a quorum, and gives all ranks their replies, or the failure at once when no retries are left."""
+        requests = [calls[-1].request for calls in waiting]
         member = m.Member(
             self.config.replica_id,
             self.config.address,
             self.config.store_address,
             step,
             self.config.world_size,
-            shrink_only=any(one.shrink_only for one in asked),
-            commit_failures=max(one.commit_failures for one in asked),
-            reconfigure_handles=tuple(one.reconfigure_handle for one in asked),
+            shrink_only=any(one.shrink_only for one in requests),
+            commit_failures=max(one.commit_failures for one in requests),
+            reconfigure_handles=tuple(one.reconfigure_handle for one in requests),
         )
         try:
             quorum = await self._ask_lighthouse(member, left_s)
@@ -119,7 +119,7 @@ class TorchftGroup:
                     grpc.StatusCode.NOT_FOUND, f"{self.config.replica_id} is not in quorum {quorum.quorum_id}"
                 )
             for rank, calls in enumerate(waiting):
-                reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=asked[rank].init_sync)
+                reply = torchft_reply(quorum, self.config.replica_id, rank, init_sync=requests[rank].init_sync)
                 for pending in calls:
                     pending.give(reply.SerializeToString())
             return
@@ -131,14 +131,14 @@ class TorchftGroup:
                 refused = CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired")
         except ValueError as error:
             refused = CallRefused(grpc.StatusCode.INTERNAL, str(error))
-        except Exception as error:  # it ends this round, not the group: its ranks may ask again
-            log.exception("a round of torchft's calls failed")
+        except Exception as error:  # it ends this round, not the group: its ranks may call again
+            log.exception("a quorum request of torchft's ranks failed")
             refused = CallRefused(grpc.StatusCode.INTERNAL, repr(error))
         for pending in chain(*waiting):
             pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
-        """Tries again as often as `retries` says (-1: always), spread over the ranks' time as the peer does, and never beyond it."""
+        """Requests a quorum, with `retries` retries (-1: no limit), spread over the ranks' timeout as in torchft, and never beyond it."""
         retries, loop = self.config.retries or 0, asyncio.get_running_loop()
         pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
         while True:
@@ -169,16 +169,16 @@ class TorchftGroup:
 
 
 def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sync: bool = True) -> Any:
-    """The ManagerQuorumResponse for a rank whose Manager is torchft's. Steps alone count, for it has no commit ids.
+    """Returns the ManagerQuorumResponse for a rank of torchft's Manager. Only steps decide which group heals, as it has no commit IDs.
 
-    One thing is not as torchft's: *whether* a group heals is the same for all its ranks (at torchft's first step a group may end with half
-    of its own and half of another's state). The source of a rank rotates by group_rank. Raises KeyError for a foreign `replica_id`."""
+    Unlike in torchft, *whether* a group heals is the same for all its ranks (at the first step of torchft half of a group's ranks may
+    heal). A rank's source rotates by group_rank. Raises KeyError if `replica_id` is not in the quorum."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     max_step = max(member.step for member in members)
-    front = [rank for rank, member in enumerate(members) if member.step == max_step]
-    whole = front[:1] if init_sync and max_step == 0 else front
-    healing = [rank for rank in range(len(members)) if rank not in whole]
-    source_of = {rank: whole[(place + group_rank) % len(whole)] for place, rank in enumerate(healing)}
+    newest = [rank for rank, member in enumerate(members) if member.step == max_step]
+    sources = newest[:1] if init_sync and max_step == 0 else newest
+    healing = [rank for rank in range(len(members)) if rank not in sources]
+    source_of = {rank: sources[(place + group_rank) % len(sources)] for place, rank in enumerate(healing)}
     source = source_of.get(me)
     handles = [member.reconfigure_handles for member in members]
     return torchft_pb2.ManagerQuorumResponse(
@@ -186,10 +186,10 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
         recover_src_manager_address="" if source is None else members[source].address,
         recover_src_replica_rank=source,
         recover_dst_replica_ranks=tuple(rank for rank in healing if source_of[rank] == me),
-        store_address=members[front[group_rank % len(front)]].store_address,
+        store_address=members[newest[group_rank % len(newest)]].store_address,
         max_step=max_step,
-        max_replica_rank=front.index(me) if me in front else None,
-        max_world_size=len(front),
+        max_replica_rank=newest.index(me) if me in newest else None,
+        max_world_size=len(newest),
         replica_rank=me,
         replica_world_size=len(members),
         heal=source is not None,
@@ -200,7 +200,7 @@ def torchft_reply(quorum: m.Quorum, replica_id: str, group_rank: int, *, init_sy
 
 
 class TorchftConnection(LighthouseConnection):
-    """Connection to a lighthouse of torchft's, which takes no reports and no leave: it notices that the heartbeats end."""
+    """Connection to torchft's lighthouse, which accepts no reports and no leave: it notices only that heartbeats end."""
 
     async def _ask(self, call: m.Call) -> None:
         try:
@@ -212,7 +212,7 @@ class TorchftConnection(LighthouseConnection):
             self._on_event(m.LighthouseRefused(call.member.replica_id, "FAILED_PRECONDITION", str(error)))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """There is no stream: heartbeats are calls of their own, and an answer to one is all that is heard."""
+        """Sends heartbeats, each in a call of its own, as there is no stream; the lighthouse sends nothing but replies."""
         request = torchft_pb2.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
         call = self._channel.unary_unary("/torchft.LighthouseService/Heartbeat")
         logged = ""
@@ -225,12 +225,12 @@ class TorchftConnection(LighthouseConnection):
             except grpc.RpcError as error:
                 if status_of(error) != logged:
                     logged = status_of(error)
-                    log.warning("no beat reaches the lighthouse: %s", logged)
+                    log.warning("no heartbeat reaches the lighthouse: %s", logged)
             await asyncio.sleep(BEAT_S)
 
 
 async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float) -> m.Quorum:
-    """The quorum that a torchft lighthouse answers. Raises grpc.RpcError; ValueError for an answer that is none."""
+    """Requests a quorum from a lighthouse with torchft's protocol. Raises grpc.RpcError; ValueError for an invalid reply."""
     request = torchft_pb2.LighthouseQuorumRequest(requester=codec.torchft_member(member)).SerializeToString()
     call = to.unary_unary("/torchft.LighthouseService/Quorum")
     reply = await call(request, timeout=timeout_s, metadata=metadata)
@@ -238,12 +238,12 @@ async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float)
 
 
 def write(member: m.Member) -> m.Member:
-    """With our part of it in `data`."""
+    """Returns the member with our own fields in `data`."""
     return replace(member, data=json.dumps({OURS: {name: getattr(member, name) for name in _FIELDS}}))
 
 
 def read(quorum: m.Quorum) -> m.Quorum:
-    """Reads a quorum as our lighthouse would have answered it. Raises ValueError for members that are not ours."""
+    """Returns the quorum as our lighthouse would send it. Raises ValueError for members that are torchft's."""
     members = tuple(sorted(map(_member, quorum.members), key=lambda member: member.replica_id))
     return m.Quorum(quorum.quorum_id, members, reference_state(members) or (0, 0, ""), epoch="torchft")
 
@@ -254,7 +254,7 @@ def _member(member: m.Member) -> m.Member:
         message = codec.to_message(replace(member, data="", **{name: ours[name] for name in _FIELDS}))  # checks types
     except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
         raise ValueError(
-            f"{member.replica_id} is not one of Pharos's groups: a quorum holds torchft's or ours, never both"
+            f"{member.replica_id} is not a group of Pharos: a quorum must not have groups of both torchft and Pharos"
         ) from None
     found = codec.from_message(m.Member, message)
     if problem := validate_request(m.Call(found)):

@@ -1,5 +1,4 @@
-"""LighthouseClient of torchft, whose blocking calls any lighthouse takes that speaks its wire, and LighthouseServer: a lighthouse in a
-thread, for tests and for jobs on one machine."""
+"""torchft's LighthouseClient, for our lighthouse or torchft's, and LighthouseServer: a lighthouse in a thread, for tests and small jobs."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class LighthouseQuorum:
 
 
 class LighthouseClient:
-    """Client of any lighthouse that speaks torchft's wire. Raises TimeoutError where none answers, RuntimeError where it refuses."""
+    """Blocking client of a lighthouse with torchft's protocol. Raises TimeoutError if it does not answer, RuntimeError if it refuses."""
 
     def __init__(self, addr: str, connect_timeout: timedelta, *, token: str = "") -> None:
         access = Access(token)
@@ -69,7 +68,7 @@ class LighthouseClient:
         shrink_only: bool | None = None,
         data: dict[Any, object] | None = None,
     ) -> LighthouseQuorum:
-        """Waits until there is a quorum with `replica_id` in it. `data` goes to all members, as JSON."""
+        """Waits for a quorum with `replica_id` in it. `data` is sent to all members, as JSON."""
         member = torchft_pb2.QuorumMember(
             replica_id=replica_id,
             address=address or "",
@@ -101,10 +100,10 @@ class LighthouseClient:
 
 
 class LighthouseServer:
-    """A lighthouse in a thread of this process. `bind`: "host:port", port 0 for any free one. `state`: its state file; None keeps the
-    state in memory alone. `observer` gets every event of the lighthouse's state machine with the effects that follow from it.
+    """A lighthouse in a thread of this process. `bind`: "host:port"; port 0: any free one. `state`: its state file; None: keep the state
+    only in memory. `observer`: receives every event of its state machine with the effects.
 
-    Without `token` and `insecure` it listens on loopback alone, whatever address `bind` names. Raises ValueError where it cannot listen.
+    Without `token` and `insecure` it listens only on loopback, whatever address `bind` has. Raises ValueError if it cannot listen there.
     """
 
     def __init__(
@@ -138,11 +137,11 @@ class LighthouseServer:
         self._port = started.result()
 
     def address(self) -> str:
-        """http://host:port."""
+        """Returns http://host:port."""
         return f"http://{Endpoint(self._host, self._port)}"
 
     def shutdown(self) -> None:
-        """Fails the calls that wait and frees the port. May be called twice."""
+        """Fails pending calls, and closes the port. May be called twice."""
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)

@@ -1,14 +1,14 @@
-"""torchft's LocalSGD and DiLoCo: groups step by themselves, and sum now and then, with torchft's names over the Manager.
+"""torchft's LocalSGD and DiLoCo: replica groups step by themselves, and reduce only now and then, through the Manager.
 
     with DiLoCo(manager, [model], inner, outer, sync_every=100):
         for batch in data:
             inner.zero_grad()
             loss(model(batch)).backward()
-            inner.step()                        # sums, and steps the outer optimizer, when it is time
+            inner.step()                        # reduces, and steps the outer optimizer, when that is due
 
-semi_sync.py has the algorithm. A sum is a step of the Manager (`current_step`); with fragment_sync_delay its body has inner steps. Sums
-that fail are done again with the same values. Where a step is dropped all the same (a group of several ranks, a reported error) no weights
-change, and the next sum carries what this one would have. A group that heals begins from the outer weights, with zeros in its first sum.
+semi_sync.py has the algorithm. A reduction is a step of the Manager (`current_step`); with fragment_sync_delay its body has inner steps.
+Failed reductions are repeated with the same values. If a step is dropped (a group of several ranks, a reported error), no weights change,
+and the next reduction includes the changes. A group that heals starts from the outer weights, and sends zeros in its first reduction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET_MB = 32.0
 
 
 class _Syncs:
-    """Sums fragments in turns, by `schedule`, with hooks of `optimizer`. A context: outside of it the optimizer is as it was."""
+    """Reduces fragments in turn, by `schedule`, in hooks of `optimizer`. A context manager: the hooks are removed at its exit."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class _Syncs:
     ) -> None:
         self._manager, self.fragments, self._optimizer, self._schedule = manager, fragments, optimizer, schedule
         self._bucket_bytes = int((BUCKET_MB if bucket_mb is None else bucket_mb) * (1 << 20))
-        self.inner_steps_done = 0  # optimizer steps since the last sum
+        self.inner_steps_done = 0  # optimizer steps since the last reduction
         self._works: list[dist.Work] = []
-        self._pieces: list[Tensor] = []  # of the buckets on their way, by parameter
+        self._pieces: list[Tensor] = []  # views of the current reduction's buckets, by parameter
         self._quantized = quantized
-        self._feedback: list[list[ErrorFeedback]] = [[] for _ in fragments]  # of each, by bucket
+        self._feedback: list[list[ErrorFeedback]] = [[] for _ in fragments]  # by fragment and bucket
         self._hooks: list[Any] = []
         manager.heal_from_one()
         for place, fragment in enumerate(fragments):
@@ -70,9 +70,9 @@ class _Syncs:
         self.inner_steps_done += 1
         if self.inner_steps_done == self._schedule.inner_steps - self._schedule.delay:
             self._manager.start_quorum()
-            self._send(self._turn)
+            self._send(self._current)
         if self.inner_steps_done == self._schedule.inner_steps:
-            self.inner_steps_done, fragment = 0, self.fragments[self._turn]
+            self.inner_steps_done, fragment = 0, self.fragments[self._current]
             for work in self._works:
                 work.wait()
             if self._manager.should_commit():
@@ -80,26 +80,27 @@ class _Syncs:
             self._works, self._pieces = [], []
 
     @property
-    def _turn(self) -> int:
+    def _current(self) -> int:
+        """Index of the fragment that is reduced next."""
         return self._manager.current_step() % len(self.fragments)
 
-    def _send(self, turn: int) -> None:
-        """Whole buckets, in one order, each of one dtype on one device; so do all groups, also one that gives nothing."""
-        self._pieces, buckets = in_buckets(self.fragments[turn].pseudo_gradients(), self._bucket_bytes)
-        feedback = self._feedback[turn] = self._feedback[turn] or [ErrorFeedback() for _ in buckets]
+    def _send(self, index: int) -> None:
+        """Sends a fragment in buckets, each of one dtype on one device, in an order that is the same in all groups."""
+        self._pieces, buckets = in_buckets(self.fragments[index].pseudo_gradients(), self._bucket_bytes)
+        feedback = self._feedback[index] = self._feedback[index] or [ErrorFeedback() for _ in buckets]
         self._works = [
             self._manager.allreduce(bucket, self._quantized, feedback=own)
             for bucket, own in zip(buckets, feedback, strict=True)
         ]
 
-    def _heal(self, turn: int, state: dict[str, Any]) -> None:
-        self.fragments[turn].load_state_dict(state)
-        self.fragments[turn].reset()
-        self._feedback[turn] = []
+    def _heal(self, index: int, state: dict[str, Any]) -> None:
+        self.fragments[index].load_state_dict(state)
+        self.fragments[index].reset()
+        self._feedback[index] = []
 
 
 class LocalSGD(_Syncs):
-    """Every `sync_every` steps of `optimizer` the model's weights become the mean of all groups' (Stich, arXiv 1805.09767).
+    """Sets the model's weights to the mean over all groups after every `sync_every` steps of `optimizer` (Stich, arXiv 1805.09767).
 
     Raises ValueError for a `sync_every` below 1."""
 
@@ -110,14 +111,13 @@ class LocalSGD(_Syncs):
 
 
 class DiLoCo(_Syncs):
-    """Every `sync_every` steps of `inner_optimizer` what a fragment's weights have moved is averaged, and `outer_optimizer` steps with it
-    (Douillard et al., arXiv 2311.08105); of several fragments one every sync_every / len(model_fragments) steps (arXiv 2501.18512).
+    """Averages the changes of a fragment's weights after every `sync_every` steps of `inner_optimizer`, and steps `outer_optimizer` with
+    them (Douillard et al., arXiv 2311.08105); with several fragments, one every sync_every / len(model_fragments) steps (arXiv 2501.18512).
 
-    `outer_optimizer`: over the fragments' parameters, one for all or one for each. `fragment_sync_delay`: inner steps that a sum may
-    travel; `fragment_update_alpha`: the share of its own way that a group keeps. `should_quantize`: sums in eight bits, with error feedback
-    (quantized.py). `bucket_cap_mb`: MiB that travel together at most.
-    `backup_device`, `pin_memory`, `use_bucketization` change nothing: outer weights lie beside the local ones, and travel in buckets
-    always. Raises ValueError for a schedule that does not fit."""
+    `outer_optimizer`: one over the parameters of all fragments, or one for each. `fragment_sync_delay`: inner steps that a reduction may
+    overlap; `fragment_update_alpha`: weight of a group's local weights. `should_quantize`: reduce in int8, with error feedback
+    (quantized.py). `bucket_cap_mb`: size limit of a bucket in MiB. `backup_device`, `pin_memory` and `use_bucketization` have no effect:
+    outer weights are on the device of the local ones, and reductions always use buckets. Raises ValueError for an invalid schedule."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DiLoCo(_Syncs):
         schedule.check(("sync_every", "len(model_fragments)", "fragment_sync_delay", "fragment_update_alpha"))
         outer = outer_optimizer if isinstance(outer_optimizer, Sequence) else [outer_optimizer] * count
         if len(outer) != count:
-            raise ValueError(f"outer_optimizer: {len(outer)} of them for {count} fragments; nearest: one, or {count}")
+            raise ValueError(f"outer_optimizer: {len(outer)} optimizers for {count} fragments; nearest: 1 or {count}")
         fragments = [
             Fragment(_trained(module), optimizer, alpha=fragment_update_alpha)
             for module, optimizer in zip(model_fragments, outer, strict=True)
@@ -153,10 +153,10 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def in_buckets(tensors: Sequence[Tensor], most_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors as pieces of few flat ones of one kind each; and those. One larger than `most_bytes` is alone."""
+def in_buckets(tensors: Sequence[Tensor], max_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Copies tensors into flat ones of one kind, of at most `max_bytes` or a single tensor; returns views in their order, and flat ones."""
     pieces, flats = dict[int, Tensor](), list[Tensor]()
-    for bucket in _take_tensors(tensors, most_bytes):
+    for bucket in _take_tensors(tensors, max_bytes):
         flats.append(flat := _flatten_dense_tensors(bucket))
         pieces.update(zip(map(id, bucket), _unflatten_dense_tensors(flat, bucket), strict=True))
     return [pieces[id(tensor)] for tensor in tensors], flats

@@ -1,18 +1,18 @@
-"""torchft's Manager: its names and arguments over the Manager of ft/manager.py.
+"""torchft's Manager: its names and arguments on top of the Manager of ft/manager.py.
 
-    manager.start_quorum()            # Optimizer.zero_grad does it
-    loss = model(batch); loss.backward()            # DistributedDataParallel: afterwards .grad is the mean over those who contribute
-    manager.allreduce(tensor).wait()                # or whatever else is to be averaged
-    if manager.should_commit():                     # Optimizer.step does it
+    manager.start_quorum()                          # called by Optimizer.zero_grad
+    loss = model(batch); loss.backward()            # with DistributedDataParallel .grad is then the mean over the participants
+    manager.allreduce(tensor).wait()                # averages any other tensor
+    if manager.should_commit():                     # called by Optimizer.step
         optimizer.step()
 
-The *body* of a step lies between start_quorum and should_commit. Every group runs it for every step: a group that contributes nothing (a
-spare, one that has just healed) sends zeros, takes the others' mean, clips and steps as they do, so all stay equal. A group whose state is
-arriving waits for it in start_quorum.
+The *body* of a step is between start_quorum and should_commit. Each replica group runs it in each step: a group that contributes nothing (a
+spare, one that has just healed) sends zeros, receives the others' mean, and steps as they do, so all stay equal. A group waits for an
+arriving state in start_quorum.
 
-The step is decided when the sums are there: with DistributedDataParallel at the end of the backward, else in should_commit. Sums that fail
-are done again in the next generation, with the same gradients. The step is dropped in all groups, as torchft does, only where tensors were
-changed after they had been averaged, and in groups of several ranks.
+The step is decided when all reductions are complete: with DistributedDataParallel at the end of the backward, else in should_commit. Failed
+reductions are repeated in the next generation, with the same gradients. Only if tensors were changed after they had been averaged, and in
+groups of several ranks, the step is dropped in all groups, as in torchft.
 """
 
 from __future__ import annotations
@@ -53,38 +53,38 @@ from ft.seam import Commit
 from ft.user_sums import ManagedAllreduce
 
 T = TypeVar("T")
-CHANGE_NOTHING = {  # arguments of torchft's, and why
-    "use_async_quorum": "a quorum is asked for only when something has changed, and before the body, whose batch depends on it",
-    "connect_timeout": "the lighthouse is waited for in start_quorum, so quorum_timeout counts",
-    "enable_error_bus": "every group is told at once of a death, always",
+IGNORED = {  # arguments of torchft without effect here, with the reason
+    "use_async_quorum": "a quorum is requested only after a change, and before the body, whose batch depends on it",
+    "connect_timeout": "start_quorum waits for the lighthouse, so quorum_timeout applies",
+    "enable_error_bus": "every group is always notified at once of a loss",
 }
 log = logging.getLogger("pharos.torchft")
 
 
 class WorldSizeMode(Enum):
-    """DYNAMIC: all groups that are there train. FIXED_WITH_SPARES: min_replica_size of them; the others follow, and step in."""
+    """DYNAMIC: all groups of the quorum train. FIXED_WITH_SPARES: min_replica_size of them do; spares replace lost ones."""
 
     DYNAMIC = 0
     FIXED_WITH_SPARES = 1
 
 
 class Manager:
-    """torchft's Manager. `core`: the Manager of ft/manager.py that does the work.
+    """torchft's Manager. `core`: the underlying Manager of ft/manager.py.
 
-    `pg`: the process group to other groups; configured and closed here. `load_state_dict`, `state_dict`: what a group must receive to
-    equal the others. `min_replica_size`: groups without which no step is committed. `replica_id`: this group's name, by default
-    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: of this group, by default the launcher's. `lighthouse_addr`:
-    by default TORCHFT_LIGHTHOUSE. `max_retries`: steps in a row that may fail. `init_sync`: at step 0 all take the state of one.
-    `checkpoint_transport`: of ft.healing.transport's face; HTTP by default.
+    `pg`: process group to the other replica groups; configured and closed here. `load_state_dict`, `state_dict`: load and return the state
+    that a joining group receives. `min_replica_size`: fewest groups that commit a step. `replica_id`: this group's name, by default
+    REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by default the launcher's. `lighthouse_addr`:
+    by default TORCHFT_LIGHTHOUSE. `max_retries`: consecutive steps that may fail. `init_sync`: at step 0 all take the state of one.
+    `checkpoint_transport`: a healing.transport.Transport, by default over HTTP.
 
-    `quorum_timeout`: what start_quorum waits at most; by default for as long as it takes. `timeout`: what a sum may take at most. It is a
-    backstop, as `pg`'s own is: a death is noticed at once, and a group that heals is waited for, so less than a minute means a minute.
+    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s, a minute: it is only a
+    backstop, as losses are notified at once, and groups wait for one that heals.
 
-    Not of torchft: `interface` (addresses.advertised), `every_step` (ask for a quorum before each step, as torchft's own lighthouse needs),
-    `insecure` (serve others without a token), `dies_with_group` and `observer` (as ft/manager.py).
+    Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
+    requires), `insecure` (serve other machines without a token), `dies_with_group` and `observer` (see ft/manager.py).
 
-    Raises ValueError for arguments and variables, RuntimeError where the group's server does not start. start_quorum, backward and
-    should_commit raise Stopped and GroupEnded (seam.py); everything else that fails makes should_commit False.
+    Raises ValueError for invalid arguments and variables, RuntimeError if the group server does not start. start_quorum, backward and
+    should_commit raise Stopped and GroupEnded (seam.py); after any other failure should_commit returns False.
     """
 
     def __init__(
@@ -123,21 +123,21 @@ class Manager:
         lighthouse = lighthouse_addr or environment.lighthouse
         if not lighthouse:
             raise ValueError(
-                "TORCHFT_LIGHTHOUSE is not set, and there is no lighthouse_addr: such as http://localhost:29510"
+                "TORCHFT_LIGHTHOUSE is not set, nor is lighthouse_addr: set one of them, such as to http://localhost:29510"
             )
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
         times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
         if times.check_timeout_order():
             raise ValueError(
-                f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, after which silence is a loss"
+                f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, the heartbeat timeout"
             )
         config = ReplicaGroupConfig(
             name=group_name(replica_id or environment.replica_group_id or f"group-{secrets.token_hex(4)}"),
             group_rank=environment.group_rank if rank is None else rank,
             world_size=environment.world_size if world_size is None else world_size,
             lighthouse=lighthouse if "://" in lighthouse else f"http://{lighthouse}",
-            host=_number_of(hostname) if hostname else advertised(interface, lighthouse),
+            host=_resolve(hostname) if hostname else advertised(interface, lighthouse),
             access=Access(environment.token, insecure),
             times=times,
             restart_count=environment.restart_count,
@@ -147,9 +147,9 @@ class Manager:
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
         options = core.ManagerOptions(
-            keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step in all of them
+            keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step on all ranks
             max_retries=max_retries,
-            skip_unable=True,  # slots mean nothing here: the data is the user's
+            skip_unable=True,  # slots have no meaning here, as the user chooses the data
             init_sync=init_sync,
             zeros_wait=True,
             quorum_s=_seconds(environment.quorum_timeout_s, quorum_timeout),
@@ -170,19 +170,19 @@ class Manager:
         )
         for name, value in given.items():
             if value is not None:
-                say_once(f"Manager({name}={value}) changes nothing: {CHANGE_NOTHING[name]}")
+                say_once(f"Manager({name}={value}) has no effect: {IGNORED[name]}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
         self._parameters: list[nn.Parameter] = []
-        self._batches = 0  # that are in the weights
-        self._error: Exception | None = None  # reported since the step began
-        self._body = False  # start_quorum has returned, should_commit was not called
-        self._used = False  # the body has sent something
-        self._over = True  # the step was decided, one way or the other
-        self._decided: Commit | None = None
-        self._slots = 0  # that this body is for; with none it sends zeros
-        self._pass = ExitStack()  # holds the backward that sends gradients, while it is under way
-        self._user: Any = None  # how its state is loaded, and taken
-        self._late = BufferPool(shared=pg.IN_CHILD)
+        self._batches = 0  # number of batches that are in the weights
+        self._error: Exception | None = None  # error that was reported since the step began
+        self._body = False  # True: between start_quorum and should_commit
+        self._used = False  # True: the body has sent something
+        self._over = True  # True: the step was decided
+        self._decided: Commit | None = None  # the commit of a step until should_commit returns True for it
+        self._slots = 0  # number of slots that this body computes; with none it sends zeros
+        self._backward = ExitStack()  # has the context of core.last_backward during the backward
+        self._user: Any = None  # functions that load and return the user's state
+        self._late = BufferPool(shared=pg.IN_CHILD)  # buffers of all-reduces after the step was decided
         self.core.register_state("batches_committed", lambda: self._batches, partial(setattr, self, "_batches"))
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
@@ -190,20 +190,21 @@ class Manager:
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
-        """Returns when this group has a place in a quorum and its state is whole. The lighthouse is asked only if something has changed."""
+        """Returns when this group is in a quorum and its state is complete. Requests a quorum only if something has changed."""
         if not allow_heal:
             say_once(
-                "start_quorum(allow_heal=False) changes nothing: a group that is behind cannot go on without healing"
+                "start_quorum(allow_heal=False) has no effect: a group that is behind cannot continue without healing"
             )
         if self._body and not self._over and not self._used:
-            return  # nothing has happened since
+            return  # called twice
         if self._body:  # should_commit was not called
-            self._pass.close()
-            # What others sent in this generation may never be met by ours.
+            self._backward.close()
+            # this generation must fail, as our part of the others' reductions may be missing
             self._decide("the body was left before its end")
             if self._decided is not None:
                 log.warning(
-                    "step %d holds, but should_commit was not asked: was the optimizer's step left out?", self.core.step
+                    "step %d is committed, but should_commit was not called: was the optimizer's step left out?",
+                    self.core.step,
                 )
             self._decided = None
         self._error, self.core.shrink_only = None, shrink_only
@@ -212,7 +213,7 @@ class Manager:
             self.core.quorum_s = timeout.total_seconds()
         try:
             self._slots = len(self.core.begin_step().slots)
-        finally:  # the next call has its own
+        finally:  # the timeout is only for this call
             self.core.quorum_s = limit_s
         self._body, self._used, self._over = True, False, False
 
@@ -220,9 +221,9 @@ class Manager:
         """Does nothing: start_quorum has waited."""
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """True where the step is committed: the caller steps its optimizer. False: nothing has changed: go on with start_quorum."""
+        """Returns True if the step is committed: the caller then steps its optimizer. False: no state has changed; call start_quorum."""
         if timeout is not None:
-            say_once("should_commit(timeout=...) changes nothing: who is missing is noticed, and not waited for")
+            say_once("should_commit(timeout=...) has no effect: a missing rank or group is noticed, and not waited for")
         if not self._body:
             raise RuntimeError("should_commit without start_quorum")
         self._decide()
@@ -237,20 +238,20 @@ class Manager:
         *,
         feedback: ErrorFeedback | None = None,
     ) -> dist.Work:
-        """The mean (or the sum) over the groups that contribute, written into the tensor when the work ends. The work never fails: where a
-        sum does, the tensor keeps its values until the step is tried again, or should_commit is False. Each group's body calls it for the
-        same tensors in the same order. `should_quantize`: in eight bits (quantized.py); what rounding leaves out is lost, unless `feedback`
-        gives it to the next sum. Raises ValueError for other reductions, and for means of whole numbers."""
+        """Writes the mean (or the sum) over the groups that contribute into the tensor when the work ends. The work never fails: if the
+        reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group's body calls it
+        for the same tensors in the same order. `should_quantize`: reduce in int8 (quantized.py); rounding errors are lost, unless
+        `feedback` adds them to the next reduction. Raises ValueError for other reductions, and for means of integers."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM"):
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
         if not self._body:
             raise RuntimeError("allreduce without start_quorum")
-        if self._over and self._decided is None:  # the others may be in the next body already, with sums of other sizes
+        if self._over and self._decided is None:  # others may be in the next body, with different reductions
             work = GroupWork("AllReduce", [tensor])
             work.end(None)
         elif self._over:
-            work = self._sum_late(tensor, mean=op == "AVG")
+            work = self._reduce_late(tensor, mean=op == "AVG")
         else:
             self._used = True
             work = self.core.gradients.all_reduce(
@@ -261,23 +262,23 @@ class Manager:
 
     @property
     def replica_id(self) -> str:
-        """Id of the process that this group is now: its name, and a part that no other process has."""
+        """This group's replica ID: its name, and a part that differs after each restart."""
         return self.core.replica_id
 
     def current_step(self) -> int:
-        """Steps that hold. It moves in should_commit."""
+        """Returns the number of committed steps. It changes in should_commit."""
         return self.core.step - (self._decided is not None)
 
     def batches_committed(self) -> int:
-        """Batches that are in the weights: one for each group that contributed, in each step."""
+        """Returns the number of batches that are in the weights: in each step one for each group that contributed."""
         return self._batches
 
     def num_participants(self) -> int:
-        """Groups that contribute to this step."""
+        """Returns the number of groups that contribute to this step."""
         return len(self.core.quorum.participants) if self.core.quorum else 0
 
     def participating_rank(self) -> int | None:
-        """This group's place among them. None: it gives zeros."""
+        """Returns this group's rank among the participants. None: it sends zeros."""
         quorum = self.core.quorum
         if quorum is None or (not self._over and not self._slots) or quorum.replica_id not in quorum.participants:
             return None
@@ -287,18 +288,18 @@ class Manager:
         return self.participating_rank() is not None
 
     def report_error(self, e: Exception) -> None:
-        """This group cannot give anything in this step. The others take the step without it, and so does it: should_commit is True and
-        .grad has their mean. If it is alone, or has several ranks, the step is dropped. Too late once the step is decided."""
+        """Excludes this group's contribution from the step, if it is not decided yet. The step is committed with those of the others:
+        should_commit returns True, and .grad is their mean. If there are none, or this group has several ranks, the step is dropped."""
         if self._over:
-            log.warning("the step was decided before: %s", e)
+            log.warning("an error was reported after the step was decided: %s", e)
         self._error = self._error or e
 
     def errored(self) -> Exception | None:
-        """Error that was reported since start_quorum."""
+        """Returns the error that was reported since start_quorum."""
         return self._error
 
     def wrap_future(self, fut: Future[T], default: T, timeout: timedelta | None = None) -> Future[T]:
-        """A future that never fails: with `default`, and the error reported, where `fut` does, or takes longer than `timeout`."""
+        """Returns a future that never fails: if `fut` fails or takes longer than `timeout`, it has `default`, and the error is reported."""
         wrapped: Future[T] = Future()
         claim = threading.Lock()
 
@@ -325,32 +326,32 @@ class Manager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        """Adds a piece of state, under a name that is used once. Before the first quorum."""
+        """Registers further state under a new name. To be called before the first quorum."""
         self.core.register_state(key, state_dict, load_state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
-        """The state that the constructor could have been given; it may be set again."""
+        """Sets the functions for the user's state, as the constructor does; may be called again."""
         if self._user is None:
             self.core.register_state("default", lambda: self._user[1](), lambda state: self._user[0](state))
         self._user = (load_state_dict, state_dict)
 
     def heal_from_one(self) -> None:
-        """Fetches state from one source alone, for what groups register is not the same in all of them (local_sgd.py). Not of torchft."""
+        """Makes heals use a single source, as groups also register state that differs between them (local_sgd.py). Not in torchft."""
         self.core.healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
-        """The state is about to change between two steps that are counted (LocalSGD): who reads it is waited for, or served a copy."""
+        """Returns when the state may change between two counted steps (LocalSGD): joiners have received it, or are served from a copy."""
         self.core.healer.fence()
 
     def allow_state_dict_read(self) -> None:
-        """The state is read at the beginning of a step alone, so there is nothing to allow."""
+        """Does nothing: the state is only read at the begin of a step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON. To be taken between should_commit and start_quorum."""
+        """Returns the state for a checkpoint: numbers and strings. To be called between should_commit and start_quorum."""
         return {**self.core.state_dict(), "batches_committed": self._batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes torchft's, too: step and batches_committed alone. Before the first quorum."""
+        """Loads such a state, or torchft's, which has only step and batches_committed. To be called before the first quorum."""
         self._batches = int(state_dict["batches_committed"])
         if "ledger" not in state_dict:
             ledger = json.dumps({"position": self._batches})
@@ -358,44 +359,44 @@ class Manager:
         self.core.load_state_dict(state_dict)
 
     def leave(self) -> None:
-        """Leaves after this group's next step, which tells the others. All its ranks call it before the same step. Not of torchft."""
+        """Leaves after this group's next step, in which it tells the others. All its ranks call it before the same step. Not in torchft."""
         self.core.leave()
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leaves the job. May be called twice. Between two steps, it does not disturb the one that others may be about to finish: all may
-        stop at the same step. If they are to go on, `leave()` before the last step spares them a retry."""
+        """Leaves the job. May be called twice. Between two steps it does not fail a step that others are completing, so all groups may stop
+        at the same step. If the others continue, `leave()` before the last step saves them a retry."""
         if self._over and self.core.machine.phase is Phase.BOUNDARY and not self.core.machine.void:
-            self.core.may_exit = True  # whatever the others wait for, this group has sent
+            self.core.may_exit = True  # this group has sent everything that others may wait for
         self.core.gradients.close()
         self.core.close()
 
     def attach(self, model_parts: Sequence[nn.Module]) -> None:
-        """For DistributedDataParallel: their gradients are summed with those of other groups. Before the first quorum."""
+        """Registers modules whose gradients are reduced (DistributedDataParallel). To be called before the first quorum."""
         self.core.attach(model_parts)
         self._parameters += [parameter for part in model_parts for parameter in part.parameters()]
 
     def backward_begins(self) -> None:
-        """Called by DistributedDataParallel for the last one of the step, in whatever thread autograd says so."""
+        """Begins to send gradients: called by DistributedDataParallel in the last backward of the step, in a thread of autograd."""
         if self._over:
             raise RuntimeError(
-                "the gradients of this step are summed already: all backwards but the last belong in no_sync()"
+                "the gradients of this step are reduced already: wrap all backwards except for the last in no_sync()"
             )
         self._used = True
         if self._slots:
-            self._pass.enter_context(self.core.last_backward())
+            self._backward.enter_context(self.core.last_backward())
 
     def backward_ended(self) -> None:
-        """Returns when .grad is the mean, or the step is dropped. Nobody else is at work: the caller of backward waits."""
-        self._pass.close()
+        """Returns when .grad is the mean, or the step is dropped. The trainer's thread is inside backward meanwhile."""
+        self._backward.close()
         self._decide()
 
     def _decide(self, failure: str = "") -> None:
-        """Sums and votes, if need be again; .grad has the mean if the step is committed. `failure`: why it cannot in this generation."""
+        """Reduces and votes, repeatedly if needed; .grad is the mean if the step is committed. `failure`: why this attempt must fail."""
         if self._over:
             return
         self._over = True
-        # A body is one batch, however many slots it is for.
-        failure, tokens = failure or self._why_it_fails(), (1.0,) + (0.0,) * (self._slots - 1)
+        # a body has one batch, whatever its number of slots
+        failure, tokens = failure or self._why_not(), (1.0,) + (0.0,) * (self._slots - 1)
         kept = not failure and self.core.gradients.can_repeat
         totals = self.core.reduce(tokens, 0.0, self._error is None, kept=kept, failure=failure)
         self._decided = self.core.commit(totals)
@@ -405,19 +406,19 @@ class Manager:
             if gradients:
                 torch._foreach_div_(gradients, self._decided.divisor)
 
-    def _why_it_fails(self) -> str:
-        """The reason for which this step cannot hold in this generation, if there is one."""
+    def _why_not(self) -> str:
+        """Returns why this step cannot be committed in this generation; "": it can."""
         quorum = self.core.quorum
         if not self._slots or quorum is None:
             return ""
         if len(quorum.members) < self._min_replica_size:
-            return f"{len(quorum.members)} groups are there, min_replica_size asks for {self._min_replica_size}"
+            return f"the quorum has {len(quorum.members)} groups, and min_replica_size = {self._min_replica_size}"
         if self._error is not None and (len(quorum.members) == 1 or self._world_size > 1):
             return f"reported: {self._error}"
         return ""
 
-    def _sum_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
-        """After the step was decided, so whether it comes about changes nothing but the tensor. As it is: the attempt's lane is gone."""
+    def _reduce_late(self, tensor: Tensor, *, mean: bool) -> GroupWork:
+        """Reduces a tensor after the step was decided, without quantisation: a failure affects only the tensor."""
         user = ManagedAllreduce(tensor, self._late, mean=mean, keep=False, after_buckets=True)
         user.launch(self._pg, self.num_participants(), contributes=self.is_participating())
         user.work.get_future().add_done_callback(lambda _: user.forget())
@@ -425,32 +426,32 @@ class Manager:
 
 
 def _seconds(variable_s: int | None, given: timedelta | None) -> float | None:
-    """The variable stands above the argument, as in torchft."""
+    """Returns a timeout in seconds: the environment variable takes precedence over the argument, as in torchft."""
     if variable_s is not None:
         return float(variable_s)
     return None if given is None else given.total_seconds()
 
 
-def _number_of(hostname: str) -> str:
+def _resolve(hostname: str) -> str:
     try:
         return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
     except (socket.gaierror, UnicodeError):
         raise ValueError(
-            f"hostname = {hostname}: there is no such host; without it, `interface` says which address"
+            f"hostname = {hostname}: there is no such host; to choose an address of this machine, set interface instead"
         ) from None
 
 
 def _store(config: ReplicaGroupConfig, address: str, port: int | None) -> Store | None:
-    """The group's store. None where it has one rank, which needs none."""
+    """Returns the group's store; None for a group of one rank, which needs none."""
     if config.world_size == 1:
         return None
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     if not address or not port:
-        raise ValueError("MASTER_ADDR and MASTER_PORT are not set: the ranks of a group find each other by its store")
+        raise ValueError("MASTER_ADDR and MASTER_PORT are not set: a group of several ranks requires its store")
     return TCPStore(address, port, None, False, wait_for_workers=False)
 
 
-@lru_cache(None)  # once a process
-def say_once(what: str) -> None:
-    log.warning("%s", what)
+@lru_cache(None)  # once per process
+def say_once(message: str) -> None:
+    log.warning("%s", message)

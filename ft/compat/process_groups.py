@@ -1,4 +1,4 @@
-"""Two groups for special places: one that talks to nobody, and one whose failures the caller never sees."""
+"""torchft's ProcessGroupDummy, which has no peers, and ErrorSwallowingProcessGroup, whose works never fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ft.process_groups.forming import Ended, Engine, Rendezvous
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Talks to nobody: every operation ends at once, as if each other member had given the same as this one (a sum is left as it is).
-    For what insists on a group where the real one comes later, such as DDP's constructor."""
+    """A process group without peers: each operation ends at once, with outputs made of this member's inputs (an all-reduce changes
+    nothing). For code that requires a process group before there is one, such as DDP's constructor."""
 
     KIND = "ft_dummy"
 
@@ -39,15 +39,15 @@ class _Alone:
         ended(None, -1)
 
     def interrupt(self) -> None:
-        """Does nothing: nobody sleeps."""
+        """Does nothing: no operation is ever pending."""
 
     def end(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing: there are no resources to release."""
 
 
 class ErrorSwallowingProcessGroup(Collectives):
-    """A group whose works always succeed: after a failure tensors hold whatever they hold, and `errored` has the cause until the next
-    `configure`. Whoever uses it asks before taking the results."""
+    """A process group whose works always succeed: after a failure the tensors' values are undefined, and `errored` returns the cause until
+    the next `configure`. Its user must check that before using the results."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs
@@ -69,21 +69,21 @@ class ErrorSwallowingProcessGroup(Collectives):
         return self._error or self._group.errored()
 
     def report(self, error: Exception) -> None:
-        """A failure that was seen elsewhere: what follows does nothing."""
+        """Records a failure from elsewhere: later operations do nothing."""
         self._error = self._error or error
 
     def launch(self, operation: Operation) -> dist.Work:
-        mine = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
+        work = GroupWork(SIGNATURES[operation.method].name, operation.outputs())
         if self.errored() is not None:
-            mine.end(None)
-            return mine
-        theirs = self._group.launch(operation)
+            work.end(None)
+            return work
+        inner = self._group.launch(operation)
 
         def ended(future: Any) -> None:
-            error = theirs.exception()
+            error = inner.exception()
             if error is not None:
                 self.report(error)
-            mine.end(None, theirs._source_rank())
+            work.end(None, inner._source_rank())
 
-        theirs.get_future().add_done_callback(ended)
-        return mine
+        inner.get_future().add_done_callback(ended)
+        return work

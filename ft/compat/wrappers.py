@@ -1,4 +1,4 @@
-"""torchft's DistributedDataParallel, Optimizer and DistributedSampler: what a training loop wraps its model, optimizer and data in."""
+"""torchft's DistributedDataParallel, Optimizer and DistributedSampler: wrappers of a training loop's model, optimizer and data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ log = logging.getLogger("pharos.torchft")
 
 
 class DistributedDataParallel(nn.Module):
-    """After a backward, .grad is the mean over replica groups. The gradients of `module` go out in buckets while the backward computes the
-    others. It returns when all sums are there, in whatever generation: a group that dies on the way costs time, and no step. Outside of
-    no_sync there is one backward in a step.
+    """A module for which .grad is the mean over replica groups after a backward. Gradients are sent in buckets while the backward computes
+    others. It returns when all reductions are complete; a failed group costs time, but no step. A step has one backward outside of no_sync.
 
-    torch's further arguments are taken, and change nothing: buckets are the Manager's, unused parameters give zeros, buffers stay each
-    group's own until it heals. Raises ValueError for a module without parameters to train.
+    torch's further arguments are accepted, and have no effect: buckets are the Manager's, unused parameters send zeros, and each group has
+    its own buffers until it heals. Raises ValueError for a module without parameters to train.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
@@ -36,17 +35,17 @@ class DistributedDataParallel(nn.Module):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
         if kwargs:
-            log.warning("DistributedDataParallel(%s) change nothing: ft sums by its own buckets", ", ".join(kwargs))
+            log.warning("DistributedDataParallel(%s) has no effect: the Manager has its own buckets", ", ".join(kwargs))
         self.module = module
         self._manager = manager
-        self._sums = True
+        self._reduces = True
         self._in_backward = False
         manager.attach([module])
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
         outputs = self.module(*inputs, **more)
-        self._in_backward = False  # one that raised has not ended
-        if self._sums and torch.is_grad_enabled():
+        self._in_backward = False  # a backward that raised has not reset it
+        if self._reduces and torch.is_grad_enabled():
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_reached)
@@ -54,28 +53,28 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context for forward and backward of all microbatches but the last: gradients add up in this group."""
-        before, self._sums = self._sums, False
+        """Context for forward and backward of all microbatches except for the last: gradients are only accumulated in this group."""
+        before, self._reduces = self._reduces, False
         try:
             yield
         finally:
-            self._sums = before
+            self._reduces = before
 
     def _backward_reached(self, gradient: Tensor) -> None:
-        """Hook of every output; the first that the backward reaches counts."""
+        """Hook of every output: the first that the backward reaches begins to send gradients."""
         if not self._in_backward:
             self._manager.backward_begins()
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Called by autograd when all gradients are there, before `backward` returns."""
+        """Called by autograd when all gradients are complete, before `backward` returns."""
         self._in_backward = False
         self._manager.backward_ended()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in the output of a module. torch's own search knows of mappings only dict."""
+    """Yields the tensors in a module's output. Unlike torch's own search, it supports all mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -90,19 +89,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Begins a step in zero_grad, and steps only if the step holds. Looks like the optimizer that it wraps, to schedulers too. Closures
-    cannot be had: a step is decided once."""
+    """Begins a step in zero_grad, and steps only if it is committed. Has the wrapped optimizer's attributes. Closures are unsupported."""
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
-        # not torch's: all state is the wrapped one's
+        # without torch's constructor, as all state is the wrapped optimizer's
         self.manager, self.optim = manager, optim
         self.state_dict, self.load_state_dict = optim.state_dict, optim.load_state_dict  # type: ignore[method-assign]
         self.add_param_group = optim.add_param_group  # type: ignore[method-assign]
         self._is_new = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins the step, too. Before the first one, an optimizer without state is given what it will need: a group that joins has
-        tensors to receive into."""
+        """Also begins the step. Before the first one it creates the optimizer's state, as a joining group needs tensors to receive into."""
         self.optim.zero_grad(set_to_none)
         if self._is_new:
             init_optim_state(self.optim)
@@ -110,9 +107,9 @@ class Optimizer(torch.optim.Optimizer):
         self.manager.start_quorum()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Steps where the step holds; else changes nothing."""
+        """Steps the optimizer if the step is committed."""
         if closure is not None:
-            raise ValueError("Optimizer.step: a closure would compute again what the groups have agreed on")
+            raise ValueError("Optimizer.step: closure is not supported, as the gradients are reduced already")
         if self.manager.should_commit():
             self.optim.step()
 
@@ -123,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         return f"Optimizer({self.optim!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a managed optimizer cannot be copied: it belongs to a manager of this process")
+        raise TypeError("Optimizer cannot be copied or pickled, as it has a Manager of this process")
 
 
 class DistributedSampler(_DistributedSampler[Any]):
@@ -131,12 +128,11 @@ class DistributedSampler(_DistributedSampler[Any]):
     `num_replica_groups`. The order is a function of (seed, epoch), set by set_epoch; all ranks together draw the whole dataset, some
     samples twice where it does not divide evenly, or all but a rest with drop_last.
 
-    Groups have fixed numbers here, and one that is away takes its share of the epoch with it. Under train.py the ledger assigns positions
-    instead (ft/protocol/step.py), and no sample is lost when a group is.
+    Replica groups have fixed numbers here, and while one is missing, its share of the epoch is not trained on. Under train.py the ledger
+    assigns positions instead (ft/protocol/step.py), and no sample is lost with a group.
 
     `group_rank` and `num_replicas` default to those of the default process group, or to one rank. `replica_group` and `rank` are older
-    names of `replica_rank` and `group_rank`. Raises TypeError where one of the two is missing or both are given, ValueError where a
-    number is out of range.
+    names of `replica_rank` and `group_rank`. Raises TypeError for missing or double arguments, ValueError for numbers out of range.
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class DistributedSampler(_DistributedSampler[Any]):
         group = _one_of("replica_rank", replica_rank, "replica_group", replica_group)
         place = _one_of("group_rank", group_rank, "rank", rank)
         if group is None or num_replica_groups is None:
-            raise TypeError("DistributedSampler needs replica_rank and num_replica_groups")
+            raise TypeError("DistributedSampler requires replica_rank and num_replica_groups")
         in_group = dist.is_available() and dist.is_initialized()
         if num_replicas is None:
             num_replicas = dist.get_world_size() if in_group else 1

@@ -4,9 +4,8 @@ Flow: the trainer registers model, optimizer and metrics, and the Manager its le
 a step boundary and offers it; a joiner takes one of its own state, receives into its tensors, and loads the other values. Only local shards
 are used, without a collective, so each rank heals from the same rank of a different replica group, and waits for no rank of its own.
 
-A chunk inside one contiguous tensor in host memory *is* that memory: a transport sends and receives it in place. All other chunks (of
-several small tensors, of tensors that are not contiguous or are on a device) are copied through a StagingBuffer, by TensorPayload. For a
-device it is pinned, with a stream of its own.
+A chunk inside one contiguous tensor in host memory *is* that memory: a transport sends and receives it in place. TensorPayload copies all
+others (of several small tensors, of tensors that are not contiguous or are on a device) through a StagingBuffer, pinned for a device.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class StateSnapshot:
     """The current state. Tensors are not copied, so it is valid until the next commit. `registered`: the tensors by name; `local`: their
-    local shards, for DTensors. `device`: None: all tensors are in host memory. `ready`: event on the device at which the state is complete;
-    a body is made later, when the next forward may be queued already."""
+    local shards, for DTensors. `device`: None: all tensors are in host memory. `ready`: event on the device after which it is complete."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
@@ -40,13 +38,11 @@ class StateSnapshot:
     ready: Any
 
     def body(self, manifest: StateManifest | None = None) -> TensorPayload:
-        """Returns the tensors' bytes, in the order of `manifest`, by default of this state's own."""
         manifest = manifest or self.manifest
         return TensorPayload(manifest, [self.local[entry.name] for entry in manifest.entries], self.device, self.ready)
 
     def body_for(self, theirs: StateManifest) -> TensorPayload:
-        """Returns our memory for the state that `theirs` describes. Raises FormatError, which names the tensor, if ours differs; then no
-        byte is written."""
+        """Returns our memory for the state that `theirs` describes. Raises FormatError, which names the tensor, if ours differs."""
         ours, given = ({entry.name: str(entry) for entry in one.entries} for one in (self.manifest, theirs))
         for name in [*given, *ours]:
             if name not in ours or name not in given:
@@ -64,8 +60,6 @@ class StateSnapshot:
 
 
 class StateRegistry:
-    """The registered state of one rank."""
-
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
@@ -125,8 +119,7 @@ class StagingBuffer:
 
 
 class TensorPayload:
-    """The tensors' bytes, as numbered chunks. `tensors`: with the order, dtypes and shapes of the manifest, on `device` or the host. Copies
-    wait for `ready` on the device, but not for later work."""
+    """The tensors' bytes, as numbered chunks. `tensors`: as in the manifest, on `device` or the host. Copies wait only for `ready`."""
 
     def __init__(
         self, manifest: StateManifest, tensors: Sequence[torch.Tensor], device: torch.device | None, ready: Any
@@ -200,7 +193,6 @@ def _get(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
 
 
 def _put(bits: torch.Tensor, low: int, high: int, place: torch.Tensor) -> None:
-    """Copies `place` into bytes low..high of a tensor."""
     if bits.is_contiguous():
         bits[low:high].copy_(place, non_blocking=True)
         return

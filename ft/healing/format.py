@@ -31,11 +31,8 @@ MAX_DIMS = 64
 MAX_NAME = 1024  # characters
 MAX_DEPTH = 64  # of nested values
 _WORD = (1 << 64) - 1
-_FIXED = {
-    "format": "pharos healing 1",
-    "byte_order": sys.byteorder,
-    "chunk_bytes": CHUNK_BYTES,
-}  # constant fields of a header
+# constant fields of a header
+_FIXED = {"format": "pharos healing 1", "byte_order": sys.byteorder, "chunk_bytes": CHUNK_BYTES}
 
 NAMES = {
     dtype: str(dtype).removeprefix("torch.")
@@ -90,8 +87,7 @@ class StateManifest:
         return chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.total_bytes)
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Returns the parts of tensors in bytes start..end of the body: (index of the tensor, begin and end of the part in it, in
-        bytes)."""
+        """Returns the parts of tensors in bytes start..end of the body: (tensor's index, begin and end of the part in its bytes)."""
         found = []
         for index in range(max(0, bisect_right(self.offsets, start) - 1), len(self.entries)):
             entry = self.entries[index]
@@ -116,9 +112,7 @@ class StateManifest:
         }
         data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         if (size := len(data)) > MAX_HEADER_BYTES:
-            raise FormatError(
-                f"a header of {size} bytes, of {MAX_HEADER_BYTES} at most: register large values as tensors"
-            )
+            raise FormatError(f"a header of {size} bytes, of {MAX_HEADER_BYTES} at most: make large values tensors")
         return data
 
     @staticmethod
@@ -142,8 +136,7 @@ class StateManifest:
 
     @staticmethod
     def parse(data: bytes | bytearray | memoryview) -> StateManifest:
-        """Parses a header. Raises FormatError for anything that `encode` does not write: the state is rebuilt with entries in place of
-        tensors, and encoding it must give the same bytes."""
+        """Parses a header. Raises FormatError if `encode` does not write it: rebuilding and encoding must give the same bytes."""
         if len(data) > MAX_HEADER_BYTES:
             raise FormatError(f"a header of {len(data)} bytes, of {MAX_HEADER_BYTES} at most")
         try:
@@ -177,9 +170,8 @@ def _shape(listed: Any) -> tuple[int, ...]:
 
 
 def digest(chunk: int, data: memoryview) -> bytes:
-    """Returns XOR and wrapping sum of the 64-bit words, each combined with the chunk's number and length, so that a misplaced chunk
-    differs, too. It guards against accidents; tokens and TLS guard against attacks. numpy is twice as fast as torch, which has no XOR
-    reduction."""
+    """Returns XOR and wrapping sum of the 64-bit words, combined with the chunk's number and length, so that misplaced chunks differ. It
+    guards against accidents; tokens and TLS against attacks. numpy is twice as fast as torch, which has no XOR reduction."""
     aligned = len(data) & ~7
     words = np.frombuffer(data[:aligned], dtype=np.uint64)
     xored, added = int(np.bitwise_xor.reduce(words)), int(np.add.reduce(words, dtype=np.uint64))
@@ -193,7 +185,7 @@ def digest(chunk: int, data: memoryview) -> bytes:
 def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int = 0) -> Any:
     """Returns a value as JSON. Numbers, strings, None and lists stay as they are; all others become an object with one key: `tensor` (its
     number, from `tensor(name, it)`), `tuple`, `dict` (pairs, so keys may be integers, as in a torch optimizer's state) or `float` (NaN or
-    infinite). Raises FormatError, with the value's name, for other types."""
+    infinite). Raises FormatError for other types."""
     if depth > MAX_DEPTH:
         raise FormatError(f"{name[:200]}...: nested deeper than {MAX_DEPTH}")
     inner = lambda key, item: to_json(item, f"{name}/{key}"[: MAX_NAME + 1], tensor, depth + 1)  # noqa: E731
@@ -217,8 +209,7 @@ def to_json(value: Any, name: str, tensor: Callable[[str, Any], int], depth: int
 
 
 def from_json(tree: Any, tensors: Sequence[Any]) -> Any:
-    """Undoes `to_json`, with `tensors` by number. Raises FormatError for an unknown kind, and Python's own errors for other invalid
-    trees."""
+    """Undoes `to_json`, with `tensors` by number. Raises FormatError for an unknown kind, else Python's own errors."""
     if isinstance(tree, list):
         return [from_json(item, tensors) for item in tree]
     if not isinstance(tree, dict):

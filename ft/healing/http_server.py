@@ -43,8 +43,6 @@ log = logging.getLogger("pharos.healing")
 
 
 class BadRequest(ValueError):
-    """A request that is refused with an HTTP status."""
-
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
@@ -84,16 +82,16 @@ def parse_request(head: bytes, access: Access) -> HealRequest:
         raise BadRequest(405, f"{path[3]} is not for {request[1]}")
     if not _READER.fullmatch(joiner):
         raise BadRequest(400, "Reader: a name of at most 128 letters, digits and .:_-")
-    asked = path[3], int(path[1]), int(path[2]), joiner
+    target = path[3], int(path[1]), int(path[2]), joiner
     if path[3] != "body":
-        return HealRequest(*asked)
+        return HealRequest(*target)
     chunks = re.fullmatch(r"chunks=(\d{1,12})-(\d{1,12})", fields.get("range", ""), re.ASCII)
     lacks = re.fullmatch(r"(\d{1,12})-(\d{1,12})", fields.get("lacks", ""), re.ASCII)
     if not chunks:
         raise BadRequest(416, "Range: chunks=FIRST-LAST")
     if not lacks or not int(lacks[1]) <= int(chunks[1]) <= int(chunks[2]) <= int(lacks[2]):
         raise BadRequest(400, "Lacks: FIRST-LAST, and Range inside it")
-    return HealRequest(*asked, (int(chunks[1]), int(chunks[2])), (int(lacks[1]), int(lacks[2])))
+    return HealRequest(*target, (int(chunks[1]), int(chunks[2])), (int(lacks[1]), int(lacks[2])))
 
 
 class HealServer:
@@ -107,9 +105,7 @@ class HealServer:
         self, host: str, access: Access, offered: Callable[[], StateOffer | None], *, silence_s: float
     ) -> None:
         if not (Endpoint(host, 0).loopback or access.token or access.insecure):
-            raise ValueError(
-                f"healing on {host}: other machines could reach it, and the job has no token; nearest: 127.0.0.1"
-            )
+            raise ValueError(f"healing on {host}: others could reach it, and the job has no token; nearest: 127.0.0.1")
         self.access, self.offered, self.silence_s = access, offered, silence_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
@@ -152,8 +148,7 @@ class HealServer:
                 sock.close()
 
     def _start(self, new: _Connection) -> None:
-        """Starts a connection's thread. If there are too many, ends the oldest without a valid request; raises RuntimeError if all had
-        one."""
+        """Starts a thread. If there are too many, ends the oldest without a valid request; raises RuntimeError if all had one."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the server is closed")
@@ -169,11 +164,9 @@ class HealServer:
 
 
 class _Connection:
-    """One connection of a joiner. `trusted`: it has sent a valid request."""
-
     def __init__(self, server: HealServer, sock: socket.socket) -> None:
         self._server, self._sock = server, sock
-        self.trusted = False
+        self.trusted = False  # True: it has sent a valid request
         self._room = select.poll()  # ready when the kernel accepts more data
         self._room.register(sock, select.POLLOUT)
 
@@ -194,15 +187,12 @@ class _Connection:
             self._sock.close()
 
     def _head(self) -> bytes:
-        """Reads a request's head, without its empty line, or the begin of one that is too long; empty: the connection has ended. Raises
-        OSError."""
+        """Reads a request's head, without its empty line, or the begin of a too long one; empty: the end. Raises OSError."""
         data = b""
         deadline = time.monotonic() + (self._server.silence_s if self.trusted else self._server.head_s)
         while not data.endswith(b"\r\n\r\n") and len(data) <= MAX_HEAD_BYTES + 4:
             self._sock.settimeout(max(0.001, deadline - time.monotonic()))
-            more = self._sock.recv(
-                MAX_HEAD_BYTES + 5 - len(data)
-            )  # a joiner sends no request before it has the last reply
+            more = self._sock.recv(MAX_HEAD_BYTES + 5 - len(data))  # a joiner's next request follows the reply
             if not more:
                 return b""
             data += more
@@ -212,45 +202,44 @@ class _Connection:
     def _answer(self, head: bytes) -> bool:
         """Answers one request. Returns False if the connection must end. Raises OSError and Withdrawn."""
         try:
-            asked = parse_request(head, self._server.access)
+            request = parse_request(head, self._server.access)
             self.trusted = True
             offer = self._server.offered()
-            if offer is None or (asked.quorum_id, asked.step) > (offer.quorum_id, offer.step):
+            if offer is None or (request.quorum_id, request.step) > (offer.quorum_id, offer.step):
                 raise BadRequest(404, "not offered yet")
-            if (asked.quorum_id, asked.step) != (offer.quorum_id, offer.step):
+            if (request.quorum_id, request.step) != (offer.quorum_id, offer.step):
                 raise BadRequest(410, f"on offer is step {offer.step} of quorum {offer.quorum_id}")
-            if asked.lacks[1] >= offer.manifest.chunks:
+            if request.lacks[1] >= offer.manifest.chunks:
                 raise BadRequest(416, f"there are {offer.manifest.chunks} chunks")
             offer.check()
-            offer.add_joiner(asked.joiner)
+            offer.add_joiner(request.joiner)
         except (BadRequest, Withdrawn) as error:
             status, text = getattr(error, "status", 410), f"{error}\n".encode()
             with contextlib.suppress(OSError):
                 self._reply(status, len(text))
                 self._send(text)
             return status == 404 and self.trusted
-        if asked.what == "header":
+        if request.what == "header":
             self._send_checked(offer, offer.header)
-        elif asked.what == "digests":
+        elif request.what == "digests":
             staging, digests = StagingBuffer(offer.body), bytearray()
             for i in range(offer.manifest.chunks):
                 with offer.reading():
                     digests += offer.digests.get(i) or offer.digest_of(i, offer.direct(i, i) or offer.read(i, staging))
             self._send_checked(offer, bytes(digests))
-        elif asked.what == "body":
-            self._send_body(offer, asked)
+        elif request.what == "body":
+            self._send_body(offer, request)
         else:
-            offer.set_wanted(asked.joiner, ())
+            offer.set_wanted(request.joiner, ())
             self._reply(200, 0)
         return True
 
-    def _send_body(self, offer: StateOffer, asked: HealRequest) -> None:
-        offer.set_wanted(asked.joiner, range(asked.lacks[0], asked.lacks[1] + 1))
-        first, last = asked.chunks
+    def _send_body(self, offer: StateOffer, request: HealRequest) -> None:
+        offer.set_wanted(request.joiner, range(request.lacks[0], request.lacks[1] + 1))
+        first, last = request.chunks
         length = offer.manifest.span(last)[1] - offer.manifest.span(first)[0] + DIGEST_BYTES * (last - first + 1)
-        self._reply(
-            206, length + VALIDITY_TOKEN_BYTES, f"Content-Range: chunks {first}-{last}/{offer.manifest.chunks}\r\n"
-        )
+        length += VALIDITY_TOKEN_BYTES
+        self._reply(206, length, f"Content-Range: chunks {first}-{last}/{offer.manifest.chunks}\r\n")
         staging = StagingBuffer(offer.body)
         for chunk in range(first, last + 1):
             self._wait_for_room()  # usually for a whole chunk, which is then sent without a copy
@@ -262,7 +251,7 @@ class _Connection:
                     staging.view[: len(rest[0])] = rest[0]
                     rest[0] = staging.view[: len(rest[0])]
             self._send(*rest)
-            offer.sent(asked.joiner, [chunk])
+            offer.sent(request.joiner, [chunk])
         self._send_validity_token(offer)
 
     def _send_checked(self, offer: StateOffer, data: bytes) -> None:

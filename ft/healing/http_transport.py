@@ -6,9 +6,8 @@ arrived: until then the source may have changed its state during the transfer.
 
 Two sources must have the same bits, as the joiner would get a mixture otherwise. So the source that answers first is *chosen* and used at
 once; the other is used only after both have sent the digests of all their chunks, and these are equal. Digests have connections of their
-own, so a heal from two sources is never slower than from the first one only. If the digests differ, an error is logged and the other source
-is not used: the joiner will equal one of them, and the next comparison of weights finds that they differ. If the chosen source fails before
-the digests were compared, the fetch starts anew from the other.
+own, so a heal from two sources is never slower than from the first one only. If digests differ, an error is logged and the other source is
+not used: the next comparison of weights finds the difference. If the chosen one fails before that, the fetch starts anew from the other.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class HttpTransport(Transport):
-    """The HTTP transport of one rank. `host`: address to listen on. `replica_id`: this group's. Raises ValueError if other machines could
-    reach it without a token."""
+    """A rank's transport. `host`: address to listen on. Raises ValueError if other machines could reach it without a token."""
 
     min_stripe = MIN_STRIPE
     done_s = 1.0  # timeout of telling a source that this joiner needs nothing more
@@ -123,8 +121,7 @@ class SourceConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def request(self, method: str, what: str, fields: str = "") -> int:
-        """Sends a request, and returns the length of the reply's body, which is still to be read; -1: not offered yet. Raises SourceFailed
-        and OSError."""
+        """Sends a request, and returns the length of the reply's body; -1: not offered yet. Raises SourceFailed and OSError."""
         assert self._sock is not None
         token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
         always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
@@ -173,7 +170,6 @@ class SourceConnection:
             raise SourceFailed("the source changed its offer during the transfer")
 
     def hang_up(self, why: str) -> None:
-        """Interrupts the connection, from any thread."""
         self.ended = self.ended or why
         if self._sock:
             with contextlib.suppress(OSError):
@@ -193,8 +189,6 @@ def parse_reply(head: bytes) -> tuple[int, int]:
 
 
 class HttpFetch:
-    """One fetch from one or two sources."""
-
     def __init__(
         self, transport: HttpTransport, sources: Sources, into: StateSnapshot, path: str, progress: OnBytes
     ) -> None:
@@ -299,8 +293,7 @@ class HttpFetch:
         return connection.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """Returns the body that the first header describes. Raises SourceFailed if this header differs from it, FormatError if it does not
-        match this rank's state."""
+        """Returns the body that the first header describes. Raises SourceFailed if it differs from this one, FormatError from our state."""
         with self._lock:
             if self._body is None:
                 self._body = self._into.body_for(StateManifest.parse(header))
@@ -361,8 +354,7 @@ class HttpFetch:
     def _receive_stripe(
         self, connection: SourceConnection, body: TensorPayload, staging: StagingBuffer, stripe: range, lacks: range
     ) -> None:
-        """Receives a stripe into the tensors, and returns chunks that are not verified to the open ones. Raises SourceFailed and
-        OSError."""
+        """Receives a stripe into the tensors; chunks that are not verified are open again. Raises SourceFailed and OSError."""
         verified: list[int] = []
         began_s = time.monotonic()
         try:
@@ -407,7 +399,6 @@ class HttpFetch:
 
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
-    """Returns True if a connection with a stripe of `chunks` chunks is too slow, after a different one has waited for it for `waited_s`: at
-    its own `chunk_s` per chunk that one would have received them long ago; or, if it has no speed yet (0), no chunk has arrived for a third
-    of `grace_s`."""
+    """Returns True if a connection with a stripe of `chunks` chunks is too slow for the other one, which has waited for `waited_s`: at its
+    `chunk_s` per chunk that would have them long ago; without a speed yet (0), no chunk has arrived for `grace_s` / 3."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

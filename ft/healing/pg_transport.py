@@ -1,14 +1,13 @@
 """Healing over a process group: the same header and digests, in a process group of two for one source and one joiner.
 
 For clusters where replica groups reach each other only by process groups. It must support tensors in host memory, so it is a gloo one;
-state on a device passes through pinned memory. A message has some chunks of one tensor, sent and received in place if they are one piece of
-host memory. The order of messages follows from the header:
+state on a device passes through pinned memory. A message has some chunks of one tensor, in place in host memory if possible. The header
+determines their order:
 
-    length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks, which the joiner requests
-    again, up to ROUNDS times | the validity token again, if the offer is still valid
+    length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which the joiner
+    requests up to ROUNDS times | the validity token again, if the offer is still valid
 
-The source's thread keeps the tensors unchanged while a *flight* of messages is sent. So a fence waits for the current flight, which then
-ends early, for at most heal_grace_s.
+The source's thread keeps the tensors unchanged while a *flight* of messages is sent. A fence makes it end early, and waits for that.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ log = logging.getLogger("pharos.healing")
 
 
 class PgTransport(Transport):
-    """The transport of one rank. `make`: makes a process group, not configured yet. `address`: of a store for joiners,
-    "host:port/prefix"."""
+    """A rank's transport. `make`: makes a process group, not configured yet. `address`: of a store for joiners, "host:port/prefix"."""
 
     def __init__(
         self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
@@ -183,8 +181,7 @@ def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) ->
 
 
 def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
-    """Yields each message's first and last chunk, the same on both sides. Chunks of one tensor share a message; a chunk with parts of
-    several tensors has its own."""
+    """Yields each message's first and last chunk: those of one tensor share it; a chunk with parts of several tensors has its own."""
     first = 0
     while first < manifest.chunks:
         last = first
@@ -233,9 +230,7 @@ class _Sender:
             offer.check()
             self._send(_bytes(offer.validity_token))
             offer.set_wanted(self._name, ())
-            self.group.recv(
-                [torch.empty(1, dtype=torch.uint8)], 1, self._tag
-            ).wait()  # or an error, if it has ended: everything has arrived
+            self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or fails, if it has ended
         except (RuntimeError, ValueError) as error:
             log.info("sending the state to %s has ended: %s", self._name, error)
         finally:

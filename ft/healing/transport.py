@@ -1,5 +1,4 @@
-"""Interface of a healing transport between a source, a rank that has the state, and a joiner, a rank that heals; and the source's
-StateOffer, which is the same for all transports.
+"""Interface of healing transports, from a source, a rank with the state, to a joiner, a rank that heals; and the source's StateOffer.
 
     source:  offer(state.snapshot(), ...)  at a step boundary, before the forward
              fence()                       before the optimizer changes the state; without an offer it returns at once
@@ -62,9 +61,7 @@ class HealConfig:
     """Limits of healing for one rank; heal_copy_bytes and heal_grace_s come from [fault_tolerance]."""
 
     heal_copy_bytes: int = 256 << 20  # most bytes that are copied aside for joiners at a commit
-    heal_grace_s: float = (
-        30.0  # longest wait of a commit for joiners to need no more than that; timeout of a silent connection
-    )
+    heal_grace_s: float = 30.0  # longest wait of a commit until no more is needed; timeout of a silent connection
     heal_streams: int = 2  # connections to a single source: one alone is limited by the core that serves it
     offer_wait_s: float = 30.0  # longest wait of a joiner for an offer that is not made yet
 

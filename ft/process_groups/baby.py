@@ -177,8 +177,7 @@ def _ready_event(operation: Operation, lease: shared.PoolLease) -> tuple[int, by
 
 
 class ChildGroup(shared.SharedPoolClient):
-    """The child's end: carries out commands, one after the other, until its channel is closed. Descriptors that come with a command are its
-    last arguments."""
+    """The child's end: carries out commands until its channel is closed. A command's descriptors are its last arguments."""
 
     def __init__(self, channel: Channel, form_nccl: Callable[..., Engine] = form_nccl) -> None:
         super().__init__()

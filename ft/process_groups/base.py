@@ -74,9 +74,8 @@ SIGNATURES = {
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of torch's `method`: its arguments without the options (tensors, lists of them, lists of lists, or plain values), and the
-    fields of the options (`settings`). baby.py sends it to a child process: it replaces tensors by `map_tensors`; a reduce op is a
-    string."""
+    """A call of torch's `method`: its arguments without the options (tensors, lists of them, lists of lists, or plain values), and fields
+    of the options (`settings`). baby.py sends it to a child, with tensors replaced (`map_tensors`); a reduce op is a string."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -128,7 +127,7 @@ class Collectives(dist.ProcessGroup):
         return self.launch(Operation("allreduce_coalesced", (list(tensors),), {"reduceOp": reduction(opts)}))
 
     def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> dist.Work:
-        """`opts`: torch's BroadcastOptions, or the rank of the root."""
+        """Broadcasts from one rank. `opts`: torch's BroadcastOptions, or that rank."""
         start = root if root is not None else opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
         settings = {"rootRank": start, "rootTensor": getattr(opts, "rootTensor", 0)}
         return self.launch(Operation("broadcast", (tree_leaves(tensors),), settings))
@@ -287,9 +286,7 @@ class Generation:
 
     def ended(self, work: GroupWork, error: Exception | None, source: int = -1) -> None:
         if error is not None and not isinstance(error, ProcessGroupError):
-            error = ProcessGroupError(
-                f"{work.name}: {error}"
-            )  # without the traceback, which would keep the group alive
+            error = ProcessGroupError(f"{work.name}: {error}")  # without traceback, which keeps the group alive
         with self.lock:
             self.works.pop(work, None)
             self.error = self.error or error
@@ -342,8 +339,7 @@ def _end(last_reference: list[Engine], watch: threading.Thread, then: Callable[[
 
 class Reaper:
     """Ends abandoned generations, each in a thread of its own: torch's threads may still write into their buffers, and whatever drops a
-    native group waits for them. A generation that does not end (a driver hangs) keeps its memory and sockets: with more than `most` of
-    these the process must exit."""
+    native group waits for them. One that does not end keeps memory and sockets: with more than `most` the process must exit."""
 
     def __init__(self, most: int = MAX_ENDING) -> None:
         self._most = most
@@ -456,8 +452,7 @@ class ProcessGroup(Collectives):
             raise
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
-        """Joins the rendezvous and connects, in a thread. Before it blocks it must pass rendezvous.on_cancel a function that interrupts
-        it."""
+        """Joins the rendezvous and connects, in a thread. Before it blocks it passes rendezvous.on_cancel a function to interrupt it."""
         raise NotImplementedError
 
     def abandon(self, reason: str = "abandoned", then: Callable[[], None] | None = None) -> None:
@@ -584,8 +579,7 @@ class ProcessGroup(Collectives):
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
-    """Returns the error that `wait` raises, or None: without its traceback, whose frames refer to the process group, and with a message
-    without torch's source line, advice and C++ stack."""
+    """Returns the error that `wait` raises, or None: without traceback, which refers to the group, source line, advice and C++ stack."""
     try:
         wait()
     except Exception as error:  # noqa: BLE001 (torch raises any type; the work has the error)

@@ -4,8 +4,8 @@ A trainer has one fork server, started with its first process group that uses ch
 for an import. It starts no thread, and the pages of torch are shared. But to fork so large a process, and the child's first writes to
 shared pages, take tens of milliseconds on a busy machine. So one child, the standby, is forked in advance, while no generation waits; it
 receives its socket when it is used. A child is ended reliably: Child.kill sends SIGKILL through a descriptor, so never to a process that
-reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with the fork
-server; if that fails, all exit when their socket is closed.
+reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with that; else
+all exit when their socket closes.
 
 multiprocessing's fork server has no standby child, its children outlive it, and if it is suspended it blocks its caller.
 """
@@ -84,8 +84,6 @@ class Channel:
 
 
 class Child:
-    """A child process of the fork server, and the channel to it."""
-
     def __init__(self, pid: int, channel: Channel, fork_server: ForkServer) -> None:
         self.pid, self.channel, self.fork_server = pid, channel, fork_server
         self._handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None  # macOS
@@ -119,8 +117,8 @@ class Child:
 
 
 class ForkServer:
-    """The parent's end of a fork server. If that dies, or does not answer within answer_s as it is suspended, it is killed together with
-    its children, and the next call starts a new one."""
+    """The parent's end. If the server dies or does not answer within answer_s, it is killed with its children; the next call starts a new
+    one."""
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s
@@ -146,9 +144,7 @@ class ForkServer:
                 self._ready = message is not None and message[0] == READY
                 if not self._ready:
                     self._stop()
-            raise ProcessGroupError(
-                "the fork server for child processes dies, or is suspended, before it has imported torch"
-            )
+            raise ProcessGroupError("the fork server for child processes dies or hangs before it has imported torch")
 
     def child(self) -> Child:
         """Returns a new child: the standby, or one that is forked now. Raises ProcessGroupError."""

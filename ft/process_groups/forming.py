@@ -81,8 +81,7 @@ class Rendezvous:
         self._thread.start()
 
     def wait(self, limit_s: float) -> Engine:
-        """Returns the engine. Raises RendezvousFailed if forming has failed, was cancelled, or takes longer than limit_s after the
-        preparations; it is then cancelled."""
+        """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it limit_s after `prepare`."""
         if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
             self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
@@ -110,8 +109,8 @@ class Rendezvous:
             interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
-        """Records that these ranks have a different fingerprint. That is the cause even if the rendezvous is cancelled already, as a member
-        that noticed it earlier may have caused that."""
+        """Records that these ranks have a different fingerprint. That is the cause, even if the rendezvous was cancelled before because a
+        different member had noticed it."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 
@@ -156,8 +155,7 @@ class Rendezvous:
         return max(0.05, self._until_s - time.monotonic())
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """Connects to the store, and returns the `mine` (JSON) of all members, by rank, once all have joined with equal fingerprints.
-        Raises RendezvousFailed."""
+        """Connects to the store; returns the `mine` (JSON) of all members, by rank, if fingerprints are equal. Raises RendezvousFailed."""
         *_, fingerprint, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
         self.on_cancel(self.store.hang_up)

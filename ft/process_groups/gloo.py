@@ -30,9 +30,7 @@ from ft.process_groups.sockets import Address
 
 _Task = tuple[list[dist.Work], Operation, Ended]
 ANSWER_S = 0.02  # time for gloo to answer what it has received, and to notice the shutdown
-LINGER_S = (
-    1.0  # then sockets are closed; not earlier, as a reset by further data would discard what the peer has not read yet
-)
+LINGER_S = 1.0  # then sockets are closed: a reset any earlier could discard data that the peer has not read yet
 AGAIN_S = 0.5  # between two tries to duplicate sockets if no descriptors are left
 CONNECTS = 5  # gloo waits this many times its timeout for a peer to connect (waitUntil in its transport/tcp/pair.cc)
 NO_TAG = (1 << 31) - 1  # tag of a message that is never sent
@@ -105,8 +103,8 @@ class GlooEngine:
     are duplicated, and end in three steps: 1. the read side is shut down: gloo still answers what it has read, and no write fails; 2. a
     receive without a sender times out, at which gloo fails all pending works; 3. they are closed, and peers see the end.
 
-    A peer that is killed may still leave a thread blocked. A thread that sleeps touches no tensor, and is left to the backstop. `stranded`:
-    limits how many ended groups of this process may have such threads."""
+    A killed peer may still leave a thread blocked; it sleeps, touches no tensor, and ends at the backstop. `stranded` limits such
+    groups."""
 
     stranded: threading.Semaphore = threading.BoundedSemaphore(32)
     end_s = 2.0  # then the threads of works that have not ended are examined
@@ -195,8 +193,7 @@ class GlooEngine:
             sock.close()
 
     def _connections(self) -> list[socket.socket]:
-        """Returns duplicates of all its sockets. If no descriptors are left it waits for some, as peers would not notice the end
-        otherwise."""
+        """Returns duplicates of all its sockets; waits while no descriptors are left, as peers would not notice the end."""
         for tries in itertools.count():
             with suppress(OSError):
                 return sockets.duplicates(local=self.local, remote=self.remote)

@@ -40,7 +40,7 @@ CONSTRUCTOR_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # :101. The monitor ends the process when the watchdog's heartbeat stops: HeartbeatMonitor::runLoop, terminateProcess.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # :106. Even without monitoring a stopped heartbeat sets shouldDump_ (:1379), which is static, and the default group's monitor acts on it;
+    # :106. Even without monitoring a stopped heartbeat sets shouldDump_ (:1379), which is static, and the default group's monitor obeys it;
     # this monitor then sleeps as long again, and dropping the group joins its thread. 23 days: runLoop counts milliseconds in an int.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2000000",
     # :120. After a failed work the watchdog sleeps four times this, by default 60 s in all, and dropping the group joins its thread:
@@ -66,8 +66,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
 
 def process_settings(kind: str, rendezvous_s: float) -> dict[str, str]:
-    """Returns environment variables to be set in a trainer with that kind of process group (config.GroupKind) before its default group is
-    made.
+    """Returns environment variables for a trainer with that kind of group (config.GroupKind), to be set before its default group is made.
 
     TORCH_NCCL_DUMP_ON_TIMEOUT: Watchdog::runLoop calls broadcastDumpSignal for each failed work, whatever ASYNC_ERROR_HANDLING says, and
     that sets shouldDump_ (ProcessGroupNCCL.hpp:1379), which all groups of the process share: a default group that dumps would end a process

@@ -1,8 +1,8 @@
 """Reachability of the other members of a process group: a rank listens on a port of its own, and tries to connect to theirs.
 
-A wait for other replica groups may be due to a slow peer, a lost one or a broken link, and gloo does not say to which. So a rank that waits
-for longer than a moment probes each member by a connection attempt. The kernel answers it, whatever the process does: slow, suspended and
-hanging processes are reachable; a refusal, if no process listens, is an answer, too. Only a broken link gives none.
+A wait for other replica groups may be due to a slow peer, a lost one or a broken link; gloo does not say which. So a rank that waits for
+longer than a moment tries to connect to each member. The kernel answers, whatever the process does: slow, suspended and hanging processes
+are reachable; a refusal is an answer, too. Only a broken link gives none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ TRIES = 6  # connection attempts without an answer: over a link that loses every
 MOST = 64  # members that are probed at once, each of which takes a few descriptors for a moment
 KEPT = 256  # unreachable replica IDs that are remembered after their generation
 _ANSWERS = {0, errno.ECONNREFUSED, errno.ECONNRESET}  # results that need a kernel at the other end
-_OURS = {
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOBUFS,
-    errno.ENOMEM,
-    errno.EADDRNOTAVAIL,
-}  # local errors, which say nothing about a link
+_LOCAL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}  # independent of the link
 _RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which closing leaves no state at either end
 
 SocketAddress = tuple[int, Any]  # address family, address
@@ -80,8 +74,7 @@ class Prober:
             return tuple(self._unreachable)
 
     def probe(self, enough: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
-        """Probes all members, and returns the unreachable ones: as soon as all have answered, or after little more than within_s. Returns
-        earlier if `enough` returns True, as the result is not needed any more."""
+        """Probes all members. Returns the unreachable ones when all have answered, after some within_s, or when `enough()` is True."""
         with self._lock:
             self._wanted += 1
             mine = self._wanted
@@ -162,12 +155,11 @@ class Prober:
         return {} if self._closed else left
 
     def _note(self, left: dict[str, SocketAddress], replica_id: str, error: int) -> None:
-        """Handles the result of one try. An error of a router or of this machine about the route is no answer: the next try may find
-        one."""
+        """Handles the result of one try. A router's or this machine's error about the route is no answer: the next try may get one."""
         if error in _ANSWERS:
             with self._lock:
                 self._unreachable.pop(replica_id, None)
-        if error in _ANSWERS or error in _OURS:
+        if error in _ANSWERS or error in _LOCAL:
             left.pop(replica_id, None)
 
     def _accept(self) -> None:

@@ -47,8 +47,7 @@ class SharedTensor:
 def empty(
     shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Returns a tensor in memory that a child can map: on a GPU outside of expandable segments, else outside of /dev/shm, as containers
-    limit that."""
+    """Returns a tensor that a child can map: on a GPU outside of expandable segments, else outside of /dev/shm, which is often small."""
     shape = (shape,) if isinstance(shape, int) else shape
     if torch.device(device).type == "cuda":
         with plain_segments():
@@ -80,8 +79,7 @@ def plain_segments() -> Iterator[None]:
 
 @dataclass
 class PoolLease:
-    """Resources of one operation until it ends: buffers, pairs of (tensor, copy) to be copied back, and references that keep memory
-    alive."""
+    """Resources of an operation until it ends: buffers, (tensor, copy) pairs to be copied back, and references that keep memory alive."""
 
     buffers: list[UntypedStorage] = field(default_factory=list)
     back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -123,8 +121,7 @@ class SharedPoolOwner:
         return SharedTensor(self._number(buffer), copy.dtype, shape, copy.stride(), 0, copy.device)
 
     def give_back(self, lease: PoolLease, *, complete: bool) -> None:
-        """Copies an operation's results back, and keeps its buffers for reuse. Does nothing if it failed, as torch may still write to
-        them."""
+        """Copies an operation's results back, and keeps its buffers for reuse; not if it failed, as torch may still write to them."""
         if not complete:
             return
         for tensor, copy in lease.back:

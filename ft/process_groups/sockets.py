@@ -3,8 +3,8 @@
 A gloo group cannot be interrupted: its abort does nothing, and dropping it waits for pending operations. But when its sockets are shut
 down, all waits on them end within milliseconds, here and on the peers. torch does not tell which sockets these are. A gloo device listens
 on one port of its own, and each connection has such a port at one end; members exchange these ports before they connect (forming.py). So a
-socket belongs to the group if its local port is ours or its remote port is a peer's. That holds for connections that are made later, too,
-and never for a socket that a different thread opens at the same moment.
+socket belongs to the group if its local port is ours or its remote port is a peer's. That holds for later connections, too, and never for a
+different thread's socket.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def shut(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -
 
 
 def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> list[socket.socket]:
-    """Returns duplicates of these sockets: when their owner closes one, its peer notices it only once the duplicate is closed, too. Raises
-    OSError if no descriptors are left, and then keeps none."""
+    """Returns duplicates of these sockets: a peer notices a close only once they are closed. Raises OSError if descriptors run out."""
     found: list[socket.socket] = []
     try:
         found.extend(sock.dup() for sock in _sockets() if _belongs(sock, local, remote))
@@ -53,8 +52,7 @@ def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] =
 
 
 def end(socks: Collection[socket.socket], how: int) -> None:
-    """Shuts down sockets. SHUT_RD: this end receives no more, unnoticed by the peer. SHUT_RDWR: both see the end, the peer after all
-    data."""
+    """Shuts sockets down. SHUT_RD: this end receives no more, unnoticed by the peer. SHUT_RDWR: the peer sees it, after all data."""
     for sock in socks:
         with suppress(OSError):  # its peer is gone
             sock.shutdown(how)

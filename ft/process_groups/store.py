@@ -48,8 +48,7 @@ def parse(address: str) -> tuple[str, int, str]:
 
 
 def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
-    """Starts torch's store on a free port of that address only, as it requires no token. It runs as long as the object exists. From then on
-    torch makes no reverse look-ups in this process."""
+    """Starts torch's store on a free port of that address only, as it has no token. torch then makes no look-ups in this process."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host.partition("%")[0], 0), family=family, backlog=1024) as listening:
         port = listening.getsockname()[1]
@@ -84,10 +83,7 @@ class StoreClient(Store):
 
     def connect(self) -> None:
         """Connects to the server. To be called once, before all other methods."""
-        until_s, error = (
-            time.monotonic() + self._limit_s,
-            OSError(f"{self._where}: not reached within {self._limit_s:g} s"),
-        )
+        until_s, error = time.monotonic() + self._limit_s, OSError(f"{self._where}: not reached in time")
         for family, kind, protocol, _, place in socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
             sock.settimeout(max(0.05, until_s - time.monotonic()))

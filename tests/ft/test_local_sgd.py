@@ -234,7 +234,7 @@ def test_a_sum_that_is_dropped_is_carried_by_the_next():
         (dict(sync_every=5), r"sync_every = 5: must be a multiple of len\(model_fragments\) = 2, .* nearest: 4 or 6"),
         (dict(sync_every=4, fragment_sync_delay=2), "fragment_sync_delay = 2: must be from 0 to 1, .* nearest: 1"),
         (dict(sync_every=4, fragment_update_alpha=1.5), "fragment_update_alpha = 1.5: must be from 0 to 1; nearest: 1"),
-        (dict(sync_every=4, outer=3), "outer_optimizer: 3 of them for 2 fragments; nearest: one, or 2"),
+        (dict(sync_every=4, outer=3), "outer_optimizer: 3 optimizers for 2 fragments; nearest: 1 or 2"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str):

@@ -236,7 +236,7 @@ def test_a_former_member_that_is_a_stranger_by_now_waits_and_holds_nobody_up(cap
         for rank in finish(*ranks):
             assert len(rank.seen_of(m.AbandonGeneration)) == 2  # the broken one, and that in which they met
         assert stranger.thread.is_alive() and stranger.manager.machine.phase is Phase.ASKING
-        assert "rank 2 has another optimizer.lr than the job: this is rank 2, which waits" in caplog.text
+        assert "rank 2 has another optimizer.lr than the job: this group, rank 2, waits" in caplog.text
         # Of the two the one that sees it first reports it, and its report may end the other's comparison: one is enough.
         assert caplog.text.count("rank 2 has another optimizer.lr than the job: left out of the next quorum") in (1, 2)
 

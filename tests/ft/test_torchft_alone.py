@@ -113,7 +113,7 @@ def test_a_step_that_holds_and_was_not_taken_is_counted(alone: Group, caplog: py
     alone.optimizer.zero_grad()
     alone.backward()
     alone.optimizer.zero_grad()
-    assert "step 1 holds, but should_commit was not asked" in caplog.text
+    assert "step 1 is committed, but should_commit was not called" in caplog.text
     assert alone.manager.current_step() == 1
 
 
@@ -148,7 +148,7 @@ def test_what_changes_nothing_is_said_once(
     manager.shutdown()
     manager.shutdown()
     said = [record.getMessage() for record in caplog.records if record.name == "pharos.torchft"]
-    assert [text.partition(" changes nothing")[0] for text in said] == [
+    assert [text.partition(" has no effect")[0] for text in said] == [
         "Manager(use_async_quorum=True)",
         "Manager(enable_error_bus=True)",
         "start_quorum(allow_heal=False)",
