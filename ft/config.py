@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc.access import Endpoint, find_token
 
 
@@ -116,7 +116,7 @@ class FaultTolerance:
         "machine stays faulty); without a majority, as with two groups, all end and resume from the newest checkpoint",
     ] = "heal"
     max_retries: Annotated[int, "failed attempts in a row after which a group ends; -1: never", ">= -1"] = -1
-    # The ladder: each length is below the next (heal_grace_s may equal takeover_s, takeover_s collective_s); stall_s is not of it.
+    # Timeout order: each is below the next (heal_grace_s may equal takeover_s, takeover_s collective_s); stall_s is not part of it.
     beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
         float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
@@ -236,10 +236,10 @@ class FaultTolerance:
         return 1 if self.semi_sync_method == "none" else self.schedule.inner_steps
 
     @property
-    def times(self) -> Times:
+    def times(self) -> Timeouts:
         """The lengths that all processes of the job must agree on."""
-        lengths = {length.name: getattr(self, length.name) for length in fields(Times)}
-        return Times(**{**lengths, "takeover_s": self.takeover_s or None})
+        lengths = {length.name: getattr(self, length.name) for length in fields(Timeouts)}
+        return Timeouts(**{**lengths, "takeover_s": self.takeover_s or None})
 
 
 GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]

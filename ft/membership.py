@@ -14,9 +14,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ft.process_groups.store import serve, sweep
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.clients import GroupProcess, is_torchfts
+from ft.rpc.clients import GroupProcess, is_torchft_lighthouse
 from ft.rpc.group_server import Settings
 
 START_S = 60.0  # that ranks give rank 0 to start the server
@@ -32,9 +32,9 @@ class ReplicaGroupConfig:
     lighthouse: str  # http://host:port
     host: str  # of this machine, as other groups reach it
     access: Access
-    times: Times
+    times: Timeouts
     restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
-    spares_above: int | None = None
+    max_active_groups: int | None = None
     retries: int | None = None
     every_step: bool = False  # a quorum before each step; then torchft's lighthouse will do, too
     port: int = 0  # of the group's server
@@ -78,7 +78,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    torchfts = is_torchfts(config.lighthouse, config.access, config.contact_s)
+    torchfts = is_torchft_lighthouse(config.lighthouse, config.access, config.contact_s)
     if torchfts and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": the lighthouse is torchft\'s, which announces no change; nearest: "every_step"'
@@ -95,7 +95,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         access=config.access,
         times=config.times,
         retries=config.retries,
-        spares_above=config.spares_above,
+        max_active_groups=config.max_active_groups,
     )
     server = GroupProcess(settings)
     return Membership(settings.replica_id, server.address, server, rendezvous)

@@ -292,7 +292,7 @@ class GroupClient:
         return codec.parse(reply_type, answer_of(call, request, timeout_s, self._metadata))
 
 
-def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
+def is_torchft_lighthouse(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
     """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
     warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
     until_s, warned = time.monotonic() + patience_s, False

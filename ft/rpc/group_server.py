@@ -52,9 +52,9 @@ class Settings:
     port: int = 0
     wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
     access: Access = field(default_factory=Access)
-    times: m.Times = field(default_factory=m.Times)
+    times: m.Timeouts = field(default_factory=m.Timeouts)
     retries: int | None = None
-    spares_above: int | None = None
+    max_active_groups: int | None = None
     parent: int = 0  # pid; 0: nobody's child
 
 
@@ -183,7 +183,7 @@ class GroupService:
         }
         self.driver = Driver(self.machine, handlers, tick_s=TICK_S)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.obey)
+        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.on_operator_order)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -357,7 +357,7 @@ class GroupService:
             if outbox := self._streams.get(rank):
                 outbox.send(message)
 
-    def obey(self, order: pharos_pb2.Order) -> None:
+    def on_operator_order(self, order: pharos_pb2.Order) -> None:
         """Signals this host's trainers: ranks agree on a signal that one gets, so a group on several hosts obeys, too."""
         if order.kind == "kill":
             self.end(f"killed by an operator: {order.reason[:200]}")
@@ -420,7 +420,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     server = Server(access, routes, [at])
     address = f"{'https' if access.tls else 'http'}://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
-    config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
+    config = GroupConfig(*identity, settings.times, settings.retries, max_active_groups=settings.max_active_groups)
     wire = PharosConnection if settings.wire == "pharos" else TorchftConnection
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
     torchft = TorchftGroup(
@@ -468,7 +468,7 @@ def main() -> int:
 
     try:
         given = json.loads(sys.stdin.readline())
-        access, times = given["access"], m.Times(**given["times"])
+        access, times = given["access"], m.Timeouts(**given["times"])
         tls = access["tls"] and Tls(**{name: path and Path(path) for name, path in access["tls"].items()})
         settings = Settings(**{**given, "times": times, "access": Access(**{**access, "tls": tls})})
         if settings.parent:  # said only by a main thread: clients.GroupProcess

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft.protocol.lighthouse import LighthouseConfig
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, Tls, endpoints, find_token, try_to_listen
 
@@ -104,7 +104,7 @@ def read_options(
         min_replicas=given.min_replicas,
         join_timeout_s=given.join_timeout_ms / 1000,
         tick_s=given.quorum_tick_ms / 1000,
-        times=Times(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
+        times=Timeouts(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
         num_replica_groups=given.num_replica_groups,
     )
     http = [] if given.http == "none" else _http_at(given.http, at, access)

@@ -57,7 +57,7 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 
 class LighthouseConnection:
     """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `on_event` gets
-    every event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+    every event, `on_operator_order` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class LighthouseConnection:
         access: Access,
         on_event: Callable[[m.Event], None],
         spawn: Callable[[Any], asyncio.Task[Any]],
-        obey: Callable[[pharos_pb2.Order], None],
+        on_operator_order: Callable[[pharos_pb2.Order], None],
     ) -> None:
-        self._on_event, self._spawn, self._obey = on_event, spawn, obey
+        self._on_event, self._spawn, self._on_operator_order = on_event, spawn, on_operator_order
         self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
         self._question: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
@@ -144,8 +144,8 @@ class PharosConnection(LighthouseConnection):
         which = reply.WhichOneof("answer")
         if which == "restore":
             return m.LighthouseRequiresRestore(reply.restore.settled)
-        times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
-        terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
+        times = codec.from_message(m.Timeouts, reply.times) if reply.HasField("times") else None
+        terms = codec.from_message(m.JobLimits, reply.terms) if reply.HasField("terms") else None
         quorum = static_quorum.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
             self._quorum, self._static_quorum = (
@@ -203,7 +203,7 @@ class PharosConnection(LighthouseConnection):
             elif which == "waits":
                 self._on_event(m.LighthouseWaits(down.waits[: codec.MAX_LINE]))
             elif which == "order":
-                self._obey(down.order)
+                self._on_operator_order(down.order)
             elif which == "send_quorum" and self._quorum:
                 await self.write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
         except ValueError as error:  # of another version; opened again, the stream would begin with the same

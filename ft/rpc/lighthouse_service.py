@@ -256,7 +256,7 @@ class LighthouseService:
         if name not in self._forms:
             if name == "torchft":
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
-            elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
+            elif name == "short" and (same := codec.static_quorum_update(quorum)):  # for those who hold its roster
                 reply = pharos_pb2.QuorumReply(same=same, **self._terms)
             else:
                 reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._terms)

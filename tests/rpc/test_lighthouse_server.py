@@ -143,7 +143,7 @@ def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
 
 
 FINGERPRINT, OTHER_FINGERPRINT = (("layout", "1"),), (("layout", "2"),)
-ODD = ("FAILED_PRECONDITION", "b:1 has another layout than the job")
+ODD = ("FAILED_PRECONDITION", "b:1 differs from the job in layout")
 
 
 def test_ids_and_the_layout_go_on_after_a_restart(house: Any, tmp_path: Path):
@@ -214,7 +214,9 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
     fingerprints = [tuple((f"{i} {'x' * 500}", digest) for i in range(64)) for digest in "12"]
     quorum_of(wire.pharos(m.Call(m.Member("a:1"), fingerprint=fingerprints[0])))
     code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=fingerprints[1])))
-    assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith("b:1 has another 0 xxx")
+    assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith(
+        "b:1 differs from the job in 0 xxx"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bad input

@@ -66,8 +66,8 @@ def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path
     code, said = other.refused()
     assert code == 2
     assert re.fullmatch(
-        "pharos: group 1 cannot take part: 1:[0-9a-f]+ has another model.hidden_dim and optimizer.lr"
-        " and gradient shapes than the job",
+        "pharos: group 1 cannot take part: 1:[0-9a-f]+ differs from the job in model.hidden_dim and"
+        " optimizer.lr and gradient shapes",
         said,
     )
     told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"

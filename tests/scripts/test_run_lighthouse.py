@@ -51,7 +51,10 @@ def _run(folder: Path, *flags: str, **env: str) -> tuple[int, str, str]:
         ([], "--min_replicas is missing: the fewest groups that train, 1 or more"),
         (["--min_replicas", "0"], "--min_replicas: 0: must be a whole number from 1 to 1048576"),
         (["--min_replicas", "x\ny"], "--min_replicas: x y: must be a whole number from 1 to 1048576"),
-        ([*N, "--bind", "192.0.2.1:29510", "--insecure"], "--bind 192.0.2.1:29510: that is no address of this machine"),
+        (
+            [*N, "--bind", "192.0.2.1:29510", "--insecure"],
+            "--bind 192.0.2.1:29510: that is not an address of this machine",
+        ),
         ([*N, "--bind", "no..host:1", "--insecure"], "there is no host no..host"),
         ([*N, "--bind", "127.0.0.1:65535"], "say --http HOST:PORT or none"),
         ([*HERE, "--tls_cert", "empty", "--tls_key", "empty"], "TLS with empty, empty: "),
