@@ -22,7 +22,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(("token", "said"), [(OTHER, "has another one"), ("", "asks for one, and it is not set")])
+@pytest.mark.parametrize(
+    ("token", "said"), [(OTHER, "has a different token"), ("", "requires a token, and it is not set")]
+)
 def test_a_token_that_is_not_taken(token: str, said: str):
     server = LighthouseServer("127.0.0.1:0", 1, token=TOKEN)
     try:

@@ -70,7 +70,7 @@ def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path
         " optimizer.lr and gradient shapes",
         said,
     )
-    told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"
+    told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has a different token"
     assert stranger.refused() == (2, told)
     code, said = lost.refused()  # not the user's fault for sure: whoever started it may start it again
     assert code == 1 and f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {NOBODY} within 1 s" in said

@@ -56,7 +56,7 @@ def _run(folder: Path, *flags: str, **env: str) -> tuple[int, str, str]:
             "--bind 192.0.2.1:29510: that is not an address of this machine",
         ),
         ([*N, "--bind", "no..host:1", "--insecure"], "there is no host no..host"),
-        ([*N, "--bind", "127.0.0.1:65535"], "say --http HOST:PORT or none"),
+        ([*N, "--bind", "127.0.0.1:65535"], "set --http HOST:PORT or none"),
         ([*HERE, "--tls_cert", "empty", "--tls_key", "empty"], "TLS with empty, empty: "),
         ([*HERE, "--token_file", "folder"], "no token in folder: "),
         ([*HERE, "--token_file", "empty"], "the token of empty must have at least 16 printable characters"),
