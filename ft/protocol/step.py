@@ -290,7 +290,7 @@ class StepMachine:
         self._out, phase = [], self.phase
         match event:
             case _ if phase is Phase.STOPPED:
-                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
+                return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
             case Outcome():  # AGREEING takes kind "configured", VOTING takes "commit", every phase takes "healed"
                 self._on_outcome(event, now_s)
             case m.Begin() if phase is Phase.BOUNDARY:
@@ -331,7 +331,7 @@ class StepMachine:
             case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
                 self._on_restored(event)
             case _:
-                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
+                return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
         return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
