@@ -8,7 +8,7 @@ Design choices:
 - When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
   a restart of the lighthouse ends no group, and each rank's own deadline (RankCancelled) bounds the wait.
 - A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
-- A group waits for others (and tells its ranks, every beat_s) when all its ranks do: they have requested a quorum, or voted on a commit
+- A group waits for others (and reports it to them every beat_s) when all its ranks do: they have requested a quorum, or voted on a commit
   that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends its wait after
   LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
 """
@@ -433,7 +433,7 @@ class GroupMachine:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._released and now_s - since_s >= LEAVE_BEATS * beat_s:
-                # The wait ends: all ranks ask for a quorum, and are released with one state.
+                # The wait ends: all ranks request a quorum, and are released with the same state.
                 self._released, why = True, "this group was asked to leave while it waited"
                 if self._pending_commit:
                     self._fail_pending_commit(why)

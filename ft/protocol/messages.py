@@ -734,7 +734,7 @@ class LoadState(Effect):
 
 
 class LoadCheckpoint(Effect):
-    """Load the newest valid checkpoint, drop held sums, feed back Restored."""
+    """Load the newest valid checkpoint, drop held steps, feed back Restored."""
 
     settled: int
 

@@ -112,7 +112,7 @@ class QuorumRecord:
         quorum, me = self.quorum, (replica_id,)
         if replica_id not in self._roster.previous:
             if known:
-                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} goes on without this group"))
+                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} continues without this group"))
             return
         if self.lost:
             self._notify(me, m.MemberLost(quorum.quorum_id, tuple(self.lost), self._lost_why))

@@ -67,7 +67,7 @@ def _check(saved: m.PersistentState) -> None:
         for part in filter(None, (saved.terms, saved.quorum)):
             codec.to_message(part)  # raises TypeError for a field of a wrong type
     if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
-        raise ValueError(f"{saved.terms}")
+        raise ValueError(f"out of range: {saved.terms}")
     if quorum := saved.quorum:
         if list(map(type, quorum.reference)) != [int, int, str]:
             raise ValueError(f"reference {quorum.reference}")

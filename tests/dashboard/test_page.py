@@ -239,7 +239,9 @@ def test_a_thousand_groups_the_worst_first(job: Jobs, tab: Open):
     print(f"1,000 groups stand there {page.evaluate('window.usable - window.began'):.0f} ms after the log-in")
     groups.lose(ids[700])
     page.wait_for_selector(f"tbody tr[data-health='lost'] >> text={ids[700].partition(':')[0]}")
-    assert page.locator("tbody tr").count() == 1 and "1 of 1,000 groups need attention" in page.inner_text("#groups-note")
+    assert page.locator("tbody tr").count() == 1 and "1 of 1,000 groups need attention" in page.inner_text(
+        "#groups-note"
+    )
     page.fill("#find", "CA_00042")
     until(page, "document.querySelectorAll('tbody tr').length === 1")
     assert "replica_00042" in page.inner_text("tbody tr")
