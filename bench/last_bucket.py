@@ -37,7 +37,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     from ft.manager import ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups.gloo import ProcessGroupGloo
-    from ft.protocol.messages import Times
+    from ft.protocol.messages import Timeouts
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
 
@@ -48,7 +48,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
 
     torch.set_num_threads(1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
-    config = ReplicaGroupConfig(folder.name, 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    config = ReplicaGroupConfig(folder.name, 0, 1, lighthouse, "127.0.0.1", Access(), Timeouts())
     gradients = (Told if folder.name == "c" else Gradients)(bucket_bytes=BUCKET_BYTES)
     manager = RecordingManager(folder, ProcessGroupGloo(), config, ManagerOptions(init_sync=False), gradients=gradients)
     manager.register_state("model", model.state_dict, model.load_state_dict)

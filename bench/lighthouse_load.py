@@ -62,7 +62,7 @@ FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
 NUMBERS = itertools.count(1)  # of the calls of all LoadGroups
 BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)  # a stream that is just lost
 # Of a Herd, which only says that it trains
-PHASES = ("forward, backward and reduction", "waits for the commit vote")
+PHASES = ("computes and reduces gradients", "waits for the outcome of the commit vote")
 STEP_S = 0.5
 CONNECTIONS = 16
 STATE_BYTES = 3 << 30  # that a healing group fetches
@@ -407,7 +407,7 @@ class Herd:
             heals = group.healed_bytes >= 0
             report = pharos_pb2.Report(
                 step=m.VOID if heals else self.step, settled=max(0, self.step - 1), commit_quorum_id=self.quorum_id, mean_loss=loss,
-                phase="waits for the state it heals" if heals else PHASES[place % 7 == 6], median_step_s=STEP_S,
+                phase="waits for the state that it heals with" if heals else PHASES[place % 7 == 6], median_step_s=STEP_S,
                 heal_done_bytes=max(0, group.healed_bytes), heal_total_bytes=STATE_BYTES if heals else 0,
                 sent_s=wall_s, wall_s=wall_s, goodput_s=wall_s * (0.9 + place % 9 / 100),
             )  # fmt: skip

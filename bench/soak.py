@@ -132,9 +132,9 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                     background_writer,
                 )
                 cleanup.enter_context(closing(relay))
-                config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Times())
+                config = ReplicaGroupConfig(name, 0, 1, lighthouse, "127.0.0.1", Access(), m.Timeouts())
                 options = ManagerOptions(init_sync=False, dies_with_group=False)
-                group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Times().rendezvous_s)
+                group = ProcessGroupGloo(SUM_S, rendezvous_s=m.Timeouts().rendezvous_s)
                 manager = Manager(group, config, options, restore=lambda: checkpointer.load())
                 states: dict[str, Any] = {"model": ModelState([model]), "ledger": manager, "figures": relay}
                 manager.register_state("model", model.state_dict, self._heal)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc.access import Endpoint, find_token
 
 
@@ -236,10 +236,10 @@ class FaultTolerance:
         return 1 if self.semi_sync_method == "none" else self.schedule.inner_steps
 
     @property
-    def times(self) -> Times:
+    def times(self) -> Timeouts:
         """Timeouts, which must be equal in all processes of the job."""
-        timeouts = {timeout.name: getattr(self, timeout.name) for timeout in fields(Times)}
-        return Times(**{**timeouts, "takeover_s": self.takeover_s or None})
+        timeouts = {timeout.name: getattr(self, timeout.name) for timeout in fields(Timeouts)}
+        return Timeouts(**{**timeouts, "takeover_s": self.takeover_s or None})
 
 
 GroupKind = Literal["gloo", "nccl", "baby_gloo", "baby_nccl"]

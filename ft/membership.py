@@ -13,9 +13,9 @@ from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ft.process_groups.store import serve, sweep
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access, Endpoint
-from ft.rpc.clients import GroupServerProcess, is_torchfts
+from ft.rpc.clients import GroupServerProcess, is_torchft_lighthouse
 from ft.rpc.group_server import Settings
 
 START_S = 60.0  # time for rank 0 to start the server
@@ -31,9 +31,9 @@ class ReplicaGroupConfig:
     lighthouse: str  # http://host:port
     host: str  # address at which other groups reach this machine
     access: Access
-    times: Times
+    times: Timeouts
     restart_count: int = 0  # TORCHELASTIC_RESTART_COUNT
-    spares_above: int | None = None  # most groups that are assigned slots; None: no limit
+    max_active_groups: int | None = None  # most groups that are assigned slots; None: no limit
     retries: int | None = None  # failed lighthouse calls that are repeated; None: no limit
     every_step: bool = False  # request a quorum before each step; required by torchft's lighthouse
     port: int = 0  # port of the group server; 0: any free one
@@ -77,7 +77,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:
-    is_torchft = is_torchfts(config.lighthouse, config.access, config.contact_s)
+    is_torchft = is_torchft_lighthouse(config.lighthouse, config.access, config.contact_s)
     if is_torchft and not config.every_step:
         raise ValueError(
             'fault_tolerance.quorum = "on_change": torchft\'s lighthouse announces no changes; nearest: "every_step"'
@@ -94,7 +94,7 @@ def _start(config: ReplicaGroupConfig) -> Membership:
         access=config.access,
         times=config.times,
         retries=config.retries,
-        spares_above=config.spares_above,
+        max_active_groups=config.max_active_groups,
     )
     server = GroupServerProcess(settings)
     return Membership(settings.replica_id, server.address, server, rendezvous)

@@ -127,7 +127,7 @@ class LighthouseServer:
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
             tick_s=quorum_tick_ms / 1000,
-            times=m.Times(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
+            times=m.Timeouts(heartbeat_timeout_s=heartbeat_timeout_ms / 1000),
         )
         started: Future[int] = Future()
         self._host = asked.host if safe and not asked.wildcard else socket.gethostname() if safe else "localhost"

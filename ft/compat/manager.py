@@ -127,7 +127,7 @@ class Manager:
             )
         if min_replica_size < 1:
             raise ValueError(f"min_replica_size = {min_replica_size}: must be at least 1")
-        times = m.Times() if heartbeat_interval is None else m.Times(beat_s=heartbeat_interval.total_seconds())
+        times = m.Timeouts() if heartbeat_interval is None else m.Timeouts(beat_s=heartbeat_interval.total_seconds())
         if times.check_timeout_order():
             raise ValueError(
                 f"heartbeat_interval = {times.beat_s:g} s: must be below {times.heartbeat_timeout_s:g} s, the heartbeat timeout"
@@ -142,7 +142,7 @@ class Manager:
             times=times,
             restart_count=environment.restart_count,
             every_step=every_step,
-            spares_above=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
+            max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )

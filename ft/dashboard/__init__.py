@@ -1,1 +1,1 @@
-"""The lighthouse's live page: what the job does, why it waits, what has happened. It reads the lighthouse and decides nothing."""
+"""The lighthouse's dashboard: state of the job, reason of a wait, and timeline of events. It reads the lighthouse's state only."""

@@ -1,9 +1,9 @@
-"""The stream of updates to watchers: server-sent events, each made once for all.
+"""The stream of updates to open pages (watchers): server-sent events, each made once for all watchers.
 
-    tick -> publish: what has changed since the last update -> a ring of the newest ones <- each watcher reads at its own pace
+    tick -> publish: the changes since the last update -> a ring buffer of the newest updates <- each watcher reads at its own pace
 
-The last event of an update has an id. A watcher that was cut off sends the last one that it has (Last-Event-ID), and gets what it missed,
-or the whole state. A watcher that is too slow for the ring, or for its socket, is dropped. No timers: the lighthouse's ticks are enough.
+The last event of an update has an id. A watcher that reconnects sends the last id that it has (Last-Event-ID), and gets the updates that it
+missed, or the whole state. A watcher that is too slow for the ring buffer or its socket is dropped. Driven by the lighthouse's ticks.
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
@@ -27,36 +27,36 @@ from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
 
-SOCKET_BYTES = 128 << 10  # that the kernel keeps of what a watcher has not read
-KEEPALIVE_S = 5.0  # between two updates at most: so both sides notice that the other is gone
-URGENT_PER_GROUP_S = 0.0004  # where something has happened
-HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # nginx would hold it back
-MAX_BYTES = 48_000  # of one message
+SOCKET_BYTES = 128 << 10  # the kernel's send buffer of a watcher
+KEEPALIVE_S = 5.0  # longest interval of updates, so that both sides notice that the other is gone
+URGENT_PER_GROUP_S = 0.0004  # shortest interval of updates after an event or a step, for each group
+HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}  # no buffering in nginx
+MAX_BYTES = 48_000  # bytes of one message
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Feed:
-    """Listener of the lighthouse's service, which sends updates to watchers. To be made and used on its loop."""
+    """Listener of the lighthouse's service that sends updates to watchers. Must be made and used on the service's loop."""
 
     most_watchers = 64
-    most_updates, most_bytes = 256, 4 << 20  # that are kept for those who lag, or come back
-    linger_s = 30.0  # updates are made for so long after the last watcher, who may only have been cut off
-    slow_s = 10.0  # that a write may take
-    calm_s, calm_per_group_s = 0.25, 0.001  # between two updates
+    most_updates, most_bytes = 256, 4 << 20  # size of the ring buffer
+    linger_s = 30.0  # updates continue for this time after the last watcher, since it may reconnect
+    slow_s = 10.0  # timeout of a write to a watcher
+    calm_s, calm_per_group_s = 0.25, 0.001  # interval of updates: the first plus the second for each group
 
     def __init__(self, service: LighthouseService, *, takes_orders: bool) -> None:
         self.history = History(service.machine)
         self.reported, self.on_event = self.history.reported, self.history.on_event
         self.view = View(service, self.history, takes_orders=takes_orders)
-        self.boot = secrets.token_hex(4)  # an id of another lighthouse's life means nothing here
-        self.watchers: dict[asyncio.Transport, float] = {}  # since when one is written to; 0: it is not
-        self.ring: deque[bytes] = deque()  # the newest last; its number is self._number
+        self.boot = secrets.token_hex(4)  # part of event ids, so that those of a former lighthouse process are invalid
+        self.watchers: dict[asyncio.Transport, float] = {}  # watcher -> begin of its current write; 0: none
+        self.ring: deque[bytes] = deque()  # the newest update last; its number is self._number
         self._ring_bytes = 0
         self._number = 0
-        self.awake = False  # somebody watches, or has just watched
-        self._watched_s = self._published_s = self._spoke_s = 0.0
-        self._whole: tuple[int, bytes] = (0, b"")  # for who knows nothing; made once an update
-        self._news = asyncio.Event()
+        self.awake = False  # True: updates are made
+        self._watched_s = self._published_s = self._sent_s = 0.0  # last tick with watchers, last attempt, last update
+        self._whole: tuple[int, bytes] = (0, b"")  # number of an update, and the whole state at it
+        self._new_update = asyncio.Event()
         self._over = False
 
     def saw(self, event: m.Event, out: m.Out) -> None:
@@ -76,29 +76,29 @@ class Feed:
             self.ring.clear()
             self._ring_bytes = 0
             return
-        groups = len(self.view.told_rows)
-        something_happened = self.history.changes > self.view.told_changes  # an event, or a step
+        groups = len(self.view.sent_rows)
+        is_urgent = self.history.changes > self.view.sent_changes  # an event, or a step
         calm_s = self.calm_s + self.calm_per_group_s * groups
-        if now - self._published_s >= (URGENT_PER_GROUP_S * groups if something_happened else calm_s):
+        if now - self._published_s >= (URGENT_PER_GROUP_S * groups if is_urgent else calm_s):
             self._published_s = now
             self._publish(now)
 
     def _publish(self, now: float) -> None:
         parts = self.view.changes()
-        if not any(parts.values()) and now - self._spoke_s < KEEPALIVE_S:
+        if not any(parts.values()) and now - self._sent_s < KEEPALIVE_S:
             return
-        self._spoke_s = now
+        self._sent_s = now
         self._number += 1
         update = self._bytes(parts)
         self.ring.append(update)
         self._ring_bytes += len(update)
         while len(self.ring) > self.most_updates or self._ring_bytes > self.most_bytes:
             self._ring_bytes -= len(self.ring.popleft())
-        self._news.set()
-        self._news = asyncio.Event()
+        self._new_update.set()
+        self._new_update = asyncio.Event()
 
     def _bytes(self, parts: Parts) -> bytes:
-        """Events of an update; the last one has its id, so a watcher that has the id has all of them."""
+        """Returns the events of an update. Only the last one has the id, so a watcher that has the id has all of them."""
         *first, last = messages(parts, time.time())
         lines = [*(f"data: {text}\n\n" for text in first), f"id: {self.boot}-{self._number}\ndata: {last}\n\n"]
         return "".join(lines).encode()
@@ -106,7 +106,7 @@ class Feed:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """GET /events. Ends when the watcher goes, is too slow, or the lighthouse stops."""
         if self._over:
-            text = "the page had a fault and is switched off; the lighthouse's log has it\n"
+            text = "the dashboard had an error and is switched off; the error is in the lighthouse's log\n"
             raise web.HTTPServiceUnavailable(text=text)
         if len(self.watchers) >= self.most_watchers:
             text = f"{self.most_watchers} pages are open already; close one of them\n"
@@ -115,11 +115,11 @@ class Feed:
         await response.prepare(request)
         watcher = request.transport
         assert watcher
-        with contextlib.suppress(OSError):  # the kernel would take megabytes for one that does not read
+        with contextlib.suppress(OSError):  # by default the kernel buffers megabytes for one that does not read
             watcher.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self.watchers[watcher] = 0.0
         try:
-            with contextlib.suppress(ConnectionError):  # it went
+            with contextlib.suppress(ConnectionError):  # the watcher is gone
                 await self._serve(watcher, response, request.headers.get("Last-Event-ID", ""))
         finally:
             del self.watchers[watcher]
@@ -128,13 +128,13 @@ class Feed:
     async def _serve(self, watcher: asyncio.Transport, response: web.StreamResponse, last_id: str) -> None:
         if not self.awake:
             self.awake, self._watched_s = True, now_s()
-            self._number += 1  # so what an earlier watcher has is too long ago
+            self._number += 1  # so that the ids of earlier watchers are too old
             self.view.changes()
-        # the number of the update that it has; -1: of none that means anything here
+        # number of the update that the watcher has; -1: none, or of a former lighthouse process
         known = re.fullmatch(f"{self.boot}-([0-9]{{1,15}})", last_id)
         read = int(known[1]) if known and int(known[1]) <= self._number else -1
         while not self._over:
-            if read < self._number - len(self.ring):  # it begins, or its place is lost
+            if read < self._number - len(self.ring):  # a new watcher, or one that is too late for the ring buffer
                 if self._whole[0] != self._number:
                     self._whole = (self._number, self._bytes(self.view.whole()))
                 update = self._whole[1]
@@ -146,15 +146,15 @@ class Feed:
                 await response.write(update)
                 self.watchers[watcher] = 0.0
             if read == self._number and not self._over:
-                await self._news.wait()
+                await self._new_update.wait()
 
     def end(self) -> None:
         self._over = True
-        self._news.set()
+        self._new_update.set()
 
 
 def messages(parts: Parts, now_s: float) -> list[str]:
-    """JSON objects of at most MAX_BYTES each, one at least; section -> items. now_s: since 1970."""
+    """Returns an update as one or more JSON objects (section -> items) of about MAX_BYTES at most. `now_s`: seconds since 1970."""
     made: list[dict[str, list[str]]] = [{"now": [f"{now_s:.1f}"]}]
     size = 0
     for section, items in parts.items():

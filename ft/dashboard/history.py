@@ -1,6 +1,6 @@
-"""History of a job since its lighthouse began: points of the loss curve, and the events of the timeline below it.
+"""History of a job since its lighthouse process started: points of the loss curve, and events of the timeline.
 
-It records every step and change, with or without watchers; so it is cheap, O(1) for a report or a tick, and bounded.
+It is recorded whether or not a page is open, so it is cheap, O(1) for a report or a tick, and bounded.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Grade = Literal["good", "info", "bad"]
 LANES = get_args(Lane)
 MAX_EVENTS, MAX_POINTS, MAX_SIZES, MAX_GONE = 400, 1000, 400, 4096
 MAX_TEXT = 300  # characters of an event
-NAMED = 6  # groups that an event names; of more it says how many
-MERGED = 12  # of the newest events, one that says the same again is counted there
-RATE_S = 60.0  # the step rate is that of so long
+NAMED = 6  # most groups named in an event; of further ones it has the count
+MERGED = 12  # an event equal to one of so many newest events is counted there
+RATE_S = 60.0  # period of the step rate
 
 
-# Of these the page gets all fields but the last, in their order. `at_s`: since 1970. `changed`: the number of its latest change.
+# The page gets the fields of these classes in order, except the last. `at_s`: since 1970. `changed`: History.changes at the latest change.
 
 
 @dataclass
 class Happening:
     number: int
     at_s: float
-    lane: int  # of LANES
+    lane: int  # index of LANES
     grade: Grade
     step: int
     text: str
@@ -44,7 +44,7 @@ class Happening:
 
 @dataclass
 class Point:
-    """The loss of a step as a group's beat reports it: at fast steps not of each one, and now and then a step late."""
+    """The loss of a step, from a heartbeat: with short steps not of each step, and sometimes one step late."""
 
     at_s: float
     step: int
@@ -54,7 +54,7 @@ class Point:
 
 @dataclass
 class Size:
-    """Number of members of the newest quorum, from then on."""
+    """Number of live members of the newest quorum, from `at_s` on."""
 
     at_s: float
     members: int
@@ -68,7 +68,7 @@ class Departure(NamedTuple):
 
 
 class History:
-    """History of one lighthouse's life. `changes` counts all changes; `told_between` gives the newer ones."""
+    """History of a job during one lighthouse process. `changes` counts all changes of it; `items_between` returns the changed items."""
 
     def __init__(self, machine: LighthouseMachine, wall_clock: Callable[[], float] = time.time) -> None:
         self._machine, self._wall_clock = machine, wall_clock
@@ -76,16 +76,16 @@ class History:
         self.events: deque[Happening] = deque(maxlen=MAX_EVENTS)
         self.points: list[Point] = []
         self.sizes: deque[Size] = deque(maxlen=MAX_SIZES)
-        self.cut_at = (0, 0)  # at which change the curve went back, and to which step
-        self.healing: dict[str, tuple[int, tuple[str, ...]]] = {}  # id -> the step that it fetches, its sources
-        self.gone: OrderedDict[str, Departure] = OrderedDict()  # ids, the latest last
-        self.last_step_s = 0.0  # when a step was last seen to be committed, since 1970
+        self.cut_at = (0, 0)  # the job last went back: at this change, to this step
+        self.healing: dict[str, tuple[int, tuple[str, ...]]] = {}  # id that heals -> step of the state, its sources
+        self.gone: OrderedDict[str, Departure] = OrderedDict()  # by id, the latest last
+        self.last_step_s = 0.0  # time of the newest reported commit, in seconds since 1970
         self._numbers = 0
-        self.clean_leaves: set[str] = set()  # the id that has just said good-bye
-        self._ids: frozenset[str] = frozenset()  # of the newest quorum
+        self.clean_leaves: set[str] = set()  # the id whose clean Leave is being handled
+        self._ids: frozenset[str] = frozenset()  # ids of the newest quorum
         self._quorum_id = 0
-        self.recent_steps: deque[tuple[float, int]] = deque()  # when, how far: of the last minute
-        for replica_id in machine.roster.lost:  # before anybody looked
+        self.recent_steps: deque[tuple[float, int]] = deque()  # (time, step) of each new step of the last RATE_S
+        for replica_id in machine.roster.lost:  # lost before this began
             self.gone[replica_id] = Departure(0.0, "", clean=False)
         self._see_quorum()
 
@@ -97,16 +97,16 @@ class History:
                 self._see_quorum()
             elif isinstance(effect, m.Refuse) and effect.code != "LOST":
                 self.add("membership", "bad", f"{effect.replica_id} is refused: {effect.reason}")
-            elif isinstance(effect, m.MustRestore) and effect.settled:  # else the job begins
-                who = f"{named(effect.replica_ids)} to load a checkpoint"
-                self.add("commit", "bad", f"step {effect.settled} was settled, and nobody has it: {who}")
+            elif isinstance(effect, m.MustRestore) and effect.settled:  # at settled 0 the job only begins
+                who = f"{named(effect.replica_ids)} must load a checkpoint"
+                self.add("commit", "bad", f"step {effect.settled} was settled, and no group has its state: {who}")
             elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.GenerationAborted):
                 if self._ids.isdisjoint(effect.replica_ids):
-                    continue  # a former member hears that the quorum goes on
+                    continue  # for a former member only: the newest quorum is not aborted
                 self.add("commit", "bad", f"quorum {effect.notice.quorum_id} is aborted: {effect.notice.reason}")
 
     def reported(self, report: Any) -> None:
-        """A pharos_pb2.Report."""
+        """Records a pharos_pb2.Report."""
         now_s, step = self._wall_clock(), report.step
         if not self.recent_steps or step > self.recent_steps[-1][1]:
             if self.recent_steps:
@@ -114,7 +114,7 @@ class History:
             self.recent_steps.append((now_s, step))
             while not 0 <= now_s - self.recent_steps[0][0] <= RATE_S:  # below 0: the clock was set back
                 self.recent_steps.popleft()
-        loss = report.mean_loss  # 0: that group has not committed a step since its start
+        loss = report.mean_loss  # 0: the group's process has committed no step yet
         if math.isfinite(loss) and loss and (not self.points or step > self.points[-1].step):
             self.points.append(Point(round(now_s, 1), step, float(f"{loss:.5g}"), self._change()))
             if len(self.points) > MAX_POINTS:
@@ -124,9 +124,9 @@ class History:
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
 
     def on_event(self, replica_id: str, happened: Any) -> None:
-        """Adds a pharos_pb2.Happened. All groups see the same event: the first group that reports it is named."""
+        """Adds a pharos_pb2.Happened. Most events happen in all groups, and equal ones are merged, so the group is not named."""
         text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
-        if happened.lane == "storage":  # each group's own
+        if happened.lane == "storage":  # concerns this group only
             text = f"{replica_id}: {text}"
         self.add(happened.lane, "bad", text, step=happened.step)
 
@@ -141,22 +141,22 @@ class History:
         at_s = round(self._wall_clock(), 1)
         self.events.append(Happening(self._numbers, at_s, number, grade, step, text, 1, self._change()))
 
-    def told_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
-        """Items that changed after one change and up to another, as the page gets them."""
+    def items_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
+        """Returns the items whose latest change is after `since` and not after `until`, as the page gets them."""
         lists: dict[str, Iterable[Any]] = {"points": self.points, "sizes": self.sizes, "events": self.events}
         return {
-            name: [list(vars(x).values())[:-1] for x in told if since < x.changed <= until]
-            for name, told in lists.items()
+            name: [list(vars(x).values())[:-1] for x in items if since < x.changed <= until]
+            for name, items in lists.items()
         }
 
     @property
     def step(self) -> int:
-        """The newest that is known to be committed."""
+        """Returns the newest step that is known to be committed."""
         quorum = self._machine.quorum
         return max(self.recent_steps[-1][1] if self.recent_steps else 0, quorum.reference[0] if quorum else 0)
 
     def steps_per_s(self) -> float:
-        """Rate of the last minute; 0: no step."""
+        """Returns the step rate of the last RATE_S; 0 if there was no step."""
         if len(self.recent_steps) < 2 or self._wall_clock() - self.recent_steps[-1][0] > RATE_S:
             return 0.0
         (began_s, first), (ended_s, last) = self.recent_steps[0], self.recent_steps[-1]
@@ -216,7 +216,7 @@ class History:
 
 
 def named(ids: Iterable[str]) -> str:
-    """A few ids, or how many there are."""
+    """Returns the ids as one string, the last ones only as a count if there are more than NAMED."""
     all_ids = list(ids)
     if len(all_ids) > NAMED:
         return f"{', '.join(all_ids[: NAMED - 1])} and {len(all_ids) - NAMED + 1} more"
@@ -224,6 +224,6 @@ def named(ids: Iterable[str]) -> str:
 
 
 def clean(text: str, most: int) -> str:
-    """Text from elsewhere, made fit for people: nothing that moves a cursor or turns the direction of text, and not too long."""
+    """Returns a string of another process fit for display: at most `most` characters, unprintable ones (also direction marks) replaced."""
     text = "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in text[: most + 1])
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,11 +1,11 @@
-"""The lighthouse's pages, on the loop that serves gRPC:
+"""The lighthouse's HTTP server, on the loop that serves gRPC:
 
-    /                     the live page, the same for every job and every visitor
-    /events  /orders      the state of the job; an operator's orders to a group: to leave (drain), or to die (kill)
-    /status.json /metrics for programs
+    /                     the dashboard's files, the same for every job and visitor
+    /events  /orders      updates of the job's state; orders of an operator to a replica group: leave (drain), or be killed (kill)
+    /status.json /metrics the same state for programs
 
-All but the files want the job's token, where there is one: `Authorization: Bearer TOKEN`. A browser sends that header for no other site, so
-a link or a form elsewhere orders nothing. A job without a token takes no orders, as anybody's page could give them then.
+All but the files require the job's token, if it has one: `Authorization: Bearer TOKEN`. Browsers do not add this header to requests from
+other sites, so a link or a form there cannot send an order. A job without a token accepts no orders, since any site could send them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FOLDER = Path(__file__).resolve().parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {f"/{path.name}": (path.read_bytes(), TYPES[path.suffix]) for path in FOLDER.iterdir() if path.suffix in TYPES}
 FILES["/"] = FILES.pop("/index.html")
-# Nothing from elsewhere, nothing inline, no string that becomes code or markup (Trusted Types), in no frame.
+# Content security policy: only files of this server, no inline code, no strings as code or markup (Trusted Types), no frames.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-HEADERS = {  # of every answer
+HEADERS = {  # in every response
     "Cache-Control": "no-store",
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -54,21 +54,21 @@ HEADERS = {  # of every answer
     "X-Frame-Options": "DENY",
 }
 
-BURST, PER_S = 10, 1.0  # orders at once, and how many more a second
-MAX_BYTES = 16 << 10  # of a request
+BURST, PER_S = 10, 1.0  # rate limit of orders: token bucket of this size, refilled with so many a second
+MAX_BYTES = 16 << 10  # bytes of a request
 MAX_CONNECTIONS = 256
-IDLE_S = 75.0  # longer than a Prometheus scrapes apart, usually
+IDLE_S = 75.0  # keep-alive of a connection; longer than the usual scrape interval of Prometheus
 HANDSHAKE_S = 10.0
-BACKLOG = 100  # taken at one go; far less than MAX_CONNECTIONS, so that the oldest one is always complete
+BACKLOG = 100  # connections accepted at once; below MAX_CONNECTIONS, so that the oldest connection is fully set up
 FLAGS = {"drain": DRAINED, "kill": KILLED}
 log = logging.getLogger("pharos.lighthouse")
-# of Report -> name and help of a gauge with the label `replica`
-FIGURES = {
+# field of Report -> name and help of its gauge, which has the label `replica`
+METRICS = {
     "step": ("pharos_step", "Committed optimizer steps, -1 while healing"),
-    "median_step_s": ("pharos_step_seconds", "Median length of a step"),
-    "healed_bytes": ("pharos_healed_bytes", "Bytes received from other groups since the start"),
+    "median_step_s": ("pharos_step_seconds", "Median duration of a step"),
+    "healed_bytes": ("pharos_healed_bytes", "Bytes received from other groups since the process started"),
     "goodput_s": ("pharos_goodput_seconds", "Time spent in steps that were committed"),
-    "wall_s": ("pharos_wall_seconds", "Time since the group's start"),
+    "wall_s": ("pharos_wall_seconds", "Time since the group's process started"),
     "mean_loss": ("pharos_loss", "Mean loss of the newest step, nats per token"),
 }
 
@@ -77,9 +77,9 @@ FIGURES = {
 async def serve_http(
     service: LighthouseService, access: Access, at: Sequence[Endpoint], *, must: bool
 ) -> AsyncIterator[int]:
-    """Yields the port; 0 where none can be opened, which is logged. must: raises ValueError instead."""
+    """Serves HTTP. Yields the port; 0 if none can be opened, which is logged. `must`: raises ValueError instead."""
     quiet = logging.getLogger("pharos.http")
-    # not the stack of a client's mistake: it has been answered with 400, and it could fill a disk with it
+    # no stack traces of invalid requests, which are answered with 400: a client could fill the disk with them
     quiet.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
     app, feed = _app(service, access)
     runner = web.AppRunner(app, access_log=None, handle_signals=False, keepalive_timeout=IDLE_S, logger=quiet)
@@ -95,11 +95,11 @@ async def serve_http(
             except OSError as error:
                 if must and place is at[0]:
                     raise ValueError(f"--http {place}: {error.strerror}") from None
-                log.warning("no page on %s: %s", place, error.strerror)
+                log.warning("no dashboard on %s: %s", place, error.strerror)
                 continue
             port = port or int(open_[-1].sockets[0].getsockname()[1])
             where = f"http{'s' if tls else ''}://{Endpoint(place.host, port)}"
-            log.info("the live page: %s/; for programs: %s/status.json, /metrics", where, where)
+            log.info("the dashboard: %s/; for programs: %s/status.json, /metrics", where, where)
         yield port
     finally:
         for server in open_:
@@ -109,14 +109,14 @@ async def serve_http(
 
 
 class _Newest:
-    """Makes connections, and drops the oldest for one too many, so that a client with many idle ones keeps no other client out."""
+    """Protocol factory that closes the oldest connection above MAX_CONNECTIONS: many idle connections of one client exclude no other."""
 
     def __init__(self, make: Any) -> None:
         self._make, self._open = make, deque[Any]()
 
     def __call__(self) -> Any:
         if len(self._open) == MAX_CONNECTIONS:
-            self._open.popleft().force_close()  # nothing, where it is closed already
+            self._open.popleft().force_close()  # no effect if it is closed already
         self._open.append(self._make())
         return self._open[-1]
 
@@ -136,7 +136,7 @@ def _app(service: LighthouseService, access: Access) -> tuple[web.Application, F
         return web.Response(body=exposition.generate_latest(registry), headers=headers)
 
     async def file(request: web.Request) -> web.Response:
-        data, kind = FILES[request.path]  # the path is looked up, never joined
+        data, kind = FILES[request.path]  # a lookup: the path is never joined to a folder
         return web.Response(body=data, content_type=kind, charset="utf-8")
 
     @web.middleware
@@ -164,9 +164,9 @@ class Orders:
         self._left, self._filled_s = float(BURST), clock()
 
     async def give(self, request: web.Request) -> web.Response:
-        """Answers 202 if the group got the order; with another status nothing was done, and the text has the cause."""
+        """Answers 202 if the group got the order. With a different status nothing was done, and the body has the cause."""
         if not self._has_token:
-            text = "this job has no token, so it takes no orders: start the lighthouse with --token_file\n"
+            text = "this job has no token, so it accepts no orders: start the lighthouse with --token_file\n"
             raise web.HTTPForbidden(text=text)
         now_s = self._clock()
         self._left = min(BURST, self._left + PER_S * (now_s - self._filled_s))
@@ -201,15 +201,15 @@ class Orders:
         if peer is None:
             raise web.HTTPNotFound(text=f"no such group is alive: {clean(replica_id, MAX_TEXT)}\n")
         if peer.kind == "torchft":
-            raise web.HTTPConflict(text="that is a group of torchft's, which takes no orders from here\n")
+            raise web.HTTPConflict(text="that is a torchft group, which cannot get orders from here\n")
         flags = self._feed.view.ordered
-        if service.order(replica_id, order, f"on the lighthouse's page, from {who}"):
+        if service.order(replica_id, order, f"on the lighthouse's dashboard, from {who}"):
             words = {"drain": "it leaves after its step", "kill": "it ends now"}[order]
         elif order == "kill":
             service.driver.feed(m.Evict(replica_id))
-            words = "it has no stream, so it was taken out of the job"
+            words = "it has no stream for orders, so it is removed from the job"
         else:
-            raise web.HTTPConflict(text="it has no stream that an order could go down; kill takes it out of the job\n")
+            raise web.HTTPConflict(text="it has no stream for orders; kill removes it from the job\n")
         flags[replica_id] = flags.get(replica_id, 0) | FLAGS[order]
         for gone in [i for i in flags if i not in service.machine.roster.peers and i != replica_id]:
             del flags[gone]
@@ -218,9 +218,9 @@ class Orders:
 
 
 def status(service: LighthouseService) -> dict[str, Any]:
-    """The lighthouse's state as JSON values. Members in the order of their replica_rank; reports as they came last."""
+    """Returns the lighthouse's state as JSON values: members by replica_rank, and the newest report of each group."""
     quorum, saved = service.machine.quorum, service.machine.saved
-    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(FIGURES)[1:])
+    names = ("step", "commit_quorum_id", "waiting", "settled", "phase", *list(METRICS)[1:])
     whole = [quorum.ids[rank] for rank in quorum.holders] if quorum else []
     members = [
         {
@@ -234,7 +234,7 @@ def status(service: LighthouseService) -> dict[str, Any]:
         replica_id: {name: getattr(report, name) for name in names}
         for replica_id, report in sorted(service.reports.items())
     }
-    for report in reports.values():  # JSON has nothing for NaN and Inf, such as a loss that has overflowed
+    for report in reports.values():  # JSON has no NaN and Inf, which a loss may be
         report |= {name: None for name, it in report.items() if isinstance(it, float) and not math.isfinite(it)}
     return {
         "reason": service.machine.reason,
@@ -258,7 +258,7 @@ def status(service: LighthouseService) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class _Collector:
-    """Made anew at each scrape: a group that is gone leaves nothing behind."""
+    """Prometheus collector. It makes all metrics at each scrape, so groups that are gone have none."""
 
     service: LighthouseService
 
@@ -266,17 +266,17 @@ class _Collector:
         service, quorum = self.service, self.service.machine.quorum
         settled, waiting, streams = service.machine.saved.settled, len(service.waiting_ids), len(service.streams)
         for kind, name, text, value in (
-            (GaugeMetricFamily, "pharos_quorum_id", "The current generation", quorum.quorum_id if quorum else 0),
-            (GaugeMetricFamily, "pharos_quorum_members", "Groups in it", len(quorum.members) if quorum else 0),
-            (GaugeMetricFamily, "pharos_settled_step", "The newest step that can never be taken back", settled),
-            (GaugeMetricFamily, "pharos_waiting_groups", "Groups whose call is not answered yet", waiting),
-            (GaugeMetricFamily, "pharos_streams", "Groups that are connected", streams),
-            (CounterMetricFamily, "pharos_quorums", "Quorums answered", service.issued),
+            (GaugeMetricFamily, "pharos_quorum_id", "Id of the newest quorum", quorum.quorum_id if quorum else 0),
+            (GaugeMetricFamily, "pharos_quorum_members", "Members of it", len(quorum.members) if quorum else 0),
+            (GaugeMetricFamily, "pharos_settled_step", "Newest step that is final", settled),
+            (GaugeMetricFamily, "pharos_waiting_groups", "Groups whose quorum request waits", waiting),
+            (GaugeMetricFamily, "pharos_streams", "Groups with an open stream", streams),
+            (CounterMetricFamily, "pharos_quorums", "Quorums issued", service.issued),
             (CounterMetricFamily, "pharos_losses", "Generations that lost a member", service.lost),
-            (CounterMetricFamily, "pharos_refusals", "Calls refused", service.refused),
+            (CounterMetricFamily, "pharos_refusals", "Requests refused", service.refused),
         ):
             yield kind(name, text, value=value)
-        for field, (name, text) in FIGURES.items():
+        for field, (name, text) in METRICS.items():
             family = GaugeMetricFamily(name, text, labels=["replica"])
             for replica_id, report in service.reports.items():
                 family.add_metric([replica_id], getattr(report, field))

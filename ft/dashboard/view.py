@@ -1,6 +1,6 @@
-"""The state of the job as the page shows it: a row for each group, its heals, and the few words over them.
+"""The state of the job as the dashboard shows it: a row for each replica group, the heals, and the job's headline with its reason.
 
-Made while somebody watches: O(N), some milliseconds for 1,000 groups. Its appearance is decided in static/.
+Computed while a page is open: O(N), some milliseconds for 1,000 groups. static/ decides how it looks.
 """
 
 from __future__ import annotations
@@ -14,85 +14,85 @@ from ft.protocol import messages as m
 from ft.rpc.driver import now_s
 from ft.rpc.lighthouse_service import LighthouseService
 
-# A row has the word's place.
+# State of a group; a row has the index.
 HEALTH = ("training", "waiting", "joining", "healing", "late", "silent", "sitting out", "left", "lost")
 TRAINS, WAITS, JOINS, HEALS, LATE, SILENT, SITS_OUT, LEFT, LOST = range(len(HEALTH))
-IN_REDUCTION, CONNECTED, DRAINED, KILLED = 1, 2, 4, 8  # flags of a row; CONNECTED: an order reaches it
-SILENT_BEATS = 2.5  # without a word, before that is said
-GONE_SHOWN_S, GONE_SHOWN = 60.0, 100  # groups that are no longer members: for how long, and how many
-HEALS_SHOWN = 200  # that are told one by one
-LATE_SHARE = 10  # late is who keeps others waiting, if it is at most one group in so many
-NO_STEP_S, NO_STEP_STEPS = 15.0, 5  # without a step, before the page shows it
-PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # different phases; characters
+IN_REDUCTION, CONNECTED, DRAINED, KILLED = 1, 2, 4, 8  # flags of a row; CONNECTED: it has a stream for orders
+SILENT_BEATS = 2.5  # heartbeats missed before a group is shown as silent
+GONE_SHOWN_S, GONE_SHOWN = 60.0, 100  # time for which, and number of, groups that are shown as left or lost
+HEALS_SHOWN = 200  # most heals in an update
+LATE_SHARE = 10  # groups that keep others waiting are shown as late if they are at most one in so many
+NO_STEP_S, NO_STEP_STEPS = 15.0, 5  # time without a step, in seconds and in median steps, before it is shown
+PHASES, PHASE_TEXT, NAME_TEXT, NOTE_TEXT = 32, 80, 512, 200  # most different phases; most characters
 
 Row = tuple[int, int, int, int, int, int, int, str]  # see View.rows
-Parts = dict[str, list[Any]]  # section of an update -> its items, in the order in which static/state.js applies them
+Parts = dict[str, list[Any]]  # section of an update -> its items; static/state.js applies the sections in this order
 
 
 class View:
-    """The state that the page shows, up to the newest update. `ordered`: id -> flags of the orders that it was given."""
+    """The state that the pages show, up to the newest update. `ordered`: id -> flags of the orders sent to it."""
 
     def __init__(self, service: LighthouseService, history: History, *, takes_orders: bool = False) -> None:
         self._service, self._machine, self._history = service, service.machine, history
         self._constants = {"health": HEALTH, "lanes": LANES, "orders": takes_orders}
         self.ordered: dict[str, int] = {}
-        self._members: dict[str, m.Member] = {}  # of the newest quorum
+        self._members: dict[str, m.Member] = {}  # members of the newest quorum, by id
         self._phase_numbers: dict[str, int] = {"": 0}
-        self._phases = ["", "other"]  # the groups' own words, by number
-        self.told_changes = self._told_phases = 0
-        self._names: dict[str, tuple[Any, ...]] = {}  # ids that are shown; begins with a key: short, not used twice
+        self._phases = ["", "other"]  # phases as the groups name them, by number
+        self.sent_changes = self._sent_phases = 0  # History.changes and number of phases of the newest update
+        self._names: dict[str, tuple[Any, ...]] = {}  # shown id -> its key (short, never reused), and static_info
         self._next_key = 1
-        self.told_rows: dict[str, Row] = {}
+        self.sent_rows: dict[str, Row] = {}  # rows of the newest update
         self._job: dict[str, Any] = {}
         self._heals: list[Any] = []
 
     def changes(self) -> Parts:
         """Returns the changes since the last call."""
-        history, since = self._history, self.told_changes
-        rows, old = self.rows(), self.told_rows
+        history, since = self._history, self.sent_changes
+        rows, old = self.rows(), self.sent_rows
         gone = [self._names.pop(i)[0] for i in old if i not in rows]
-        # how many ranks a group has may not have been known when it was named
-        named = [i for i in rows if i not in old or (not self._names[i][2] and self.lasting(i)[1])]
+        # sent again if the number of ranks was not known at first
+        named = [i for i in rows if i not in old or (not self._names[i][2] and self.static_info(i)[1])]
         for i in named:
             key = self._names[i][0] if i in old else self._next_key
             self._next_key = max(self._next_key, key + 1)
-            self._names[i] = (key, *self.lasting(i))
+            self._names[i] = (key, *self.static_info(i))
         keys, job = {i: name[0] for i, name in self._names.items()}, self.job(rows)
         heals = []
         for i, (_, sources) in list(history.healing.items())[:HEALS_SHOWN]:
-            if i in keys:  # bytes that have come, of how many (0: not known yet)
+            if i in keys:
                 report = self._service.reports.get(i)
-                come = (report.heal_done_bytes, report.heal_total_bytes) if report else (0, 0)
-                heals.append((keys[i], [keys[source] for source in sources if source in keys], *come))
+                progress = (report.heal_done_bytes, report.heal_total_bytes) if report else (0, 0)  # total 0: not known
+                heals.append((keys[i], [keys[source] for source in sources if source in keys], *progress))
         parts: Parts = {
             "gone": gone,
-            "phases": self._phases[self._told_phases :],
+            "phases": self._phases[self._sent_phases :],
             "names": [self._names[i] for i in named],
             "rows": [(keys[i], *row) for i, row in rows.items() if old.get(i) != row],
             "job": [job] if job != self._job else [],
             "heals": [heals] if heals != self._heals else [],
             "cut": [history.cut_at[1]] if history.cut_at[0] > since else [],
-            **history.told_between(since, history.changes),
+            **history.items_between(since, history.changes),
         }
-        self.told_rows, self._job, self._heals, self._told_phases = rows, job, heals, len(self._phases)
-        self.told_changes = history.changes
+        self.sent_rows, self._job, self._heals, self._sent_phases = rows, job, heals, len(self._phases)
+        self.sent_changes = history.changes
         return parts
 
     def whole(self) -> Parts:
-        """Returns the state up to the last call of `changes`, for a new watcher."""
+        """Returns the state up to the last call of `changes`, for a new page."""
         return {
             "begin": [self._constants],
-            "phases": self._phases[: self._told_phases],
+            "phases": self._phases[: self._sent_phases],
             "names": list(self._names.values()),
-            "rows": [(self._names[i][0], *row) for i, row in self.told_rows.items()],
+            "rows": [(self._names[i][0], *row) for i, row in self.sent_rows.items()],
             "job": [self._job],
             "heals": [self._heals],
-            **self._history.told_between(0, self.told_changes),
+            **self._history.items_between(0, self.sent_changes),
         }
 
     def rows(self) -> dict[str, Row]:
-        """Row of each id: step (-1: it has no whole state), phase, health, id of the newest quorum if it is in that, seconds of silence (0:
-        as it should be), goodput in percent (-1: not known), flags, and why it is how it is, where that needs a word."""
+        """Returns the row of each id: step (-1: no complete state), number of the phase, index of HEALTH, id of the newest quorum (0: not a
+        member), seconds of silence (0: not silent), goodput in percent (-1: not known), flags, and a note on its health."""
         roster, reports, quorum = self._machine.roster, self._service.reports, self._machine.quorum
         quorum_id = quorum.quorum_id if quorum else 0
         members = self._members = {x.replica_id: x for x in quorum.members} if quorum else {}
@@ -117,8 +117,8 @@ class View:
             rows[replica_id] = (m.VOID, 0, health, 0, 0, -1, self.ordered.get(replica_id, 0), note)
         return rows
 
-    def lasting(self, replica_id: str) -> tuple[str, int, int]:
-        """Constants of a group: its id as it is shown, its ranks (0: not known), when its process began, since 1970."""
+    def static_info(self, replica_id: str) -> tuple[str, int, int]:
+        """Returns a group's id as shown, its number of ranks (0: not known), and the start of its process in seconds since 1970."""
         report, peer = self._service.reports.get(replica_id), self._machine.roster.peers.get(replica_id)
         member = self._members.get(replica_id) or (peer.call.member if peer and peer.call else None)
         born_s = time.time() - (report.wall_s if report else 0)
@@ -143,7 +143,7 @@ class View:
         return TRAINS if member else JOINS, ""
 
     def _late(self) -> frozenset[str]:
-        """Members that the others wait for: in a reduction, or because they have not asked for the quorum that others have asked for."""
+        """Returns the members that the others wait for: in an all-reduce, or because they have not requested the next quorum."""
         roster, reports = self._machine.roster, self._service.reports
         members, late = roster.previous, set[str]()
         if roster.present and self._waited_s():
@@ -153,12 +153,12 @@ class View:
         return frozenset(late if len(late) <= max(1, len(members) // LATE_SHARE) else ())
 
     def _waited_s(self) -> float:
-        """Wait of the next quorum's first caller; 0 for a wait that is in the nature of things."""
+        """Returns the seconds for which a quorum request has waited; 0 up to beat_s, since a short wait is normal."""
         waited_s = self._machine.roster.waited(now_s())
         return waited_s if waited_s > self._service.config.times.beat_s else 0.0
 
     def _gone(self, shown: dict[str, Row]) -> list[tuple[str, int, str]]:
-        """The latest departures, of those whose name has not come back."""
+        """Returns the latest departures of groups whose name has not come back: id, index of HEALTH, reason."""
         live, after_s = self._machine.roster.live, time.time() - GONE_SHOWN_S
         gone: list[tuple[str, int, str]] = []
         for replica_id, departure in reversed(self._history.gone.items()):
@@ -177,7 +177,7 @@ class View:
         return self._phase_numbers[words]
 
     def job(self, rows: dict[str, Row]) -> dict[str, Any]:
-        """Figures that are shown above the rows; all are sent again where one has changed."""
+        """Returns the values shown above the rows. All are sent again if one has changed."""
         service, machine, history = self._service, self._machine, self._history
         quorum, saved = machine.quorum, machine.saved
         health = Counter(row[2] for row in rows.values())
@@ -205,35 +205,35 @@ class View:
         }
 
     def _words(self, rows: dict[str, Row], counts: list[int]) -> tuple[str, str, str]:
-        """State (good, busy or bad), headline and reason: the first that holds."""
+        """Returns state (good, busy or bad), headline and reason of the job: the first case below that applies."""
         machine, history = self._machine, self._history
         reason, asking = clean(machine.reason, NOTE_TEXT), len(machine.roster.candidates)
         late = [i for i, row in rows.items() if row[2] == LATE]
         if not rows:
-            return "busy", "No group has come yet", "The lighthouse waits for the first one to call."
+            return "busy", "No group has connected yet", "The lighthouse waits for the first quorum request."
         if machine.quorum is None:
-            return "busy", "Waits for the first quorum", _sentence(reason)
+            return "busy", "Waiting for the first quorum", _sentence(reason)
         if counts[LOST] and all(row[2] in (LOST, LEFT) for row in rows.values()):
-            where = "Those that come back begin where the newest checkpoint or the last survivor is."
+            where = "Groups that return continue from the state of a process that is still there, or from a checkpoint."
             return "bad", "All groups are gone", where
         if waited_s := self._waited_s():
-            wanted = f" Waits for {named(late)}." if late else ""
-            head = "A group waits to come in" if not machine.roster.present else "Waits for the next quorum"
-            return "busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} {asking} asked."
+            wanted = f" Waiting for {named(late)}." if late else ""
+            head = "A group waits to join" if not machine.roster.present else "Waiting for the next quorum"
+            return "busy", f"{head}, {waited_s:.0f} s", f"{_sentence(reason)}{wanted} Waiting requests: {asking}."
         if late:
             verb = "keeps" if len(late) == 1 else "keep"
-            return "busy", "Waits in a step", f"{named(late)} {verb} the others waiting in the reduction."
+            return "busy", "Waiting in a step", f"{named(late)} {verb} the others waiting in the all-reduce."
         if no_step_s := self._no_step_s():
-            return "bad", f"No step for {no_step_s:.0f} s", f"The newest quorum: {reason}."
+            return "bad", f"No step for {no_step_s:.0f} s", f"Reason of the newest quorum: {reason}."
         if counts[HEALS]:
-            healing = f"{named(history.healing)} fetches the state; the others go on without a pause."
-            return "busy", "Trains, and heals", healing
+            healing = f"State transfer to {named(history.healing)}; the others continue without a pause."
+            return "busy", "Training, with a heal", healing
         if out := [i for i, row in rows.items() if row[2] in (LOST, SILENT, SITS_OUT)]:
-            return "busy", "Trains, short of groups", f"{named(out)}: started again, a group heals and comes back in."
-        return "good", "Trains", f"Nobody asks for another quorum. The newest: {reason}."
+            return "busy", "Training with fewer groups", f"Missing: {named(out)}. A group that returns heals and joins."
+        return "good", "Training", f"No group requests a new quorum. Reason of the newest: {reason}."
 
     def _no_step_s(self) -> float:
-        """Time since the last step, where that is too long; else, and where no group has reported a step, 0."""
+        """Returns the seconds since the last step if that is too long; else, or if no group has reported a step, 0."""
         last_s, reports = self._history.last_step_s, self._service.reports
         if not last_s or not reports:
             return 0.0

@@ -1,5 +1,5 @@
-"""The rules of fault tolerance, pure: events and `now_s` go in, effects and a reason come out. Standard library only.
+"""The fault-tolerance protocol as pure state machines: each event, with the time, returns effects and a reason. Standard library only.
 
-Read in this order: messages.py (events and effects), rules.py (which members continue together), lighthouse.py (forms quorums) with
-roster.py (the live ids) and quorum_record.py (the history of a quorum), group.py (the ranks of a group
-decide as one), step.py (a rank's step, from begin to commit, and the ledger of samples) with compare.py (whose weights differ)."""
+Reading order: messages.py (events and effects), rules.py (which members continue together), lighthouse.py (forms quorums) with
+roster.py (live ids) and quorum_record.py (history of a quorum), group.py (the ranks of a replica group
+decide as one), step.py (a rank's step, from begin to commit, and the ledger of samples) with compare.py (comparison of weights)."""

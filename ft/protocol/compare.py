@@ -1,9 +1,9 @@
-"""Comparison of weights between groups, by digests in a step's tail.
+"""Comparison of weights between replica groups, by digests in the tail of a step (see step.py).
 
-Each member puts its digest into its own place, zeros elsewhere. A digest is DIGEST_WORDS integers below 2**24, which a sum in fp32 with
-zeros leaves as they are: the reduction gives each rank the digests of the same rank of all groups, without a further message. Negative ones
-are a copy's: its group has healed since weights were last compared. An error of its source is its error, too, so it is no witness: else a
-faulty group would outvote the others together with those that have healed from it.
+Each member writes its digest at its own index of the tail, and zeros elsewhere. A digest is DIGEST_WORDS integers below 2**24, which fp32
+adds to zeros exactly: so the all-reduce gives each rank the digests of the same group_rank of all groups, without a further message. A
+negative digest marks a copy: its group has healed since weights were last compared. It is no witness, since an error of its source is its
+error too: else a faulty group could outvote the others together with groups that have healed from it.
 """
 
 from __future__ import annotations
@@ -12,33 +12,34 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-DIGEST_WORDS = 2  # 48 bits of a digest: shards that differ have the same one once in 3e14 times
+DIGEST_WORDS = 2  # 48 bits in all: shards that differ have equal digests once in 3e14 comparisons
 
 Digest = tuple[float, ...]
-NONE: Digest = (0.0,) * DIGEST_WORDS  # of a member without a state
+NONE: Digest = (0.0,) * DIGEST_WORDS  # digest of a member without a state
 
 
 def in_tail(digest: Digest, *, copied: bool) -> Digest:
-    """Returns the digest as a member puts it into its place of the tail."""
+    """Returns the digest as a member writes it into the tail."""
     return tuple(-word for word in digest) if copied else digest
 
 
 def member_digest(digests: Sequence[float], rank: int) -> Digest:
-    """Returns the digest of that replica rank's member."""
+    """Returns the digest of the member with that replica rank."""
     return tuple(digests[DIGEST_WORDS * rank : DIGEST_WORDS * (rank + 1)]) or NONE
 
 
-@lru_cache(64)  # the same for all ranks that a process drives
+@lru_cache(64)  # a process that drives several ranks asks the same for each
 def find_divergent(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
-    """Members whose digest is not the one that most witnesses have, and, where that is a single witness, most members. All members where
-    they differ and no digest has that majority. Empty: there is no difference."""
+    """Returns the members whose digest is not the majority's; all members where digests differ without a majority; none where all are
+    equal. The majority's digest is that of more than half of the witnesses, and, if this is one witness only, of more than half of the
+    members."""
     given = {member: digest for rank, member in enumerate(members) if (digest := member_digest(digests, rank)) != NONE}
     held = {member: tuple(map(abs, digest)) for member, digest in given.items()}
     votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())
     if len(of_all) < 2:
         return ()
     for right, times in votes.most_common(1):
-        # two that went wrong by themselves do not go wrong alike, but one alone may have done so after the others had its state
+        # two independent faults do not give equal digests, but a single witness may be at fault while the others are its copies
         if 2 * times > votes.total() and (times > 1 or 2 * of_all[right] > len(given)):
             return tuple(member for member, digest in held.items() if digest != right)
     return members

@@ -1,16 +1,16 @@
-"""The state machine of a group's server (torchft: ManagerServer): joins the quorum calls of the group's ranks into one call to the
-lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which
-collective they enter next. No torch here.
+"""The state machine of a replica group's server (torchft: ManagerServer): joins the quorum requests of the group's ranks into one request
+to the lighthouse, turns the answer into each rank's QuorumResult (torchft: compute_quorum_results), and decides by the ranks' votes which
+collective they enter next. Imports no torch.
 
-Where the rules leave a choice:
-- A verdict `failed` decides at once. `retry` waits for all votes: another attempt or another generation is decided by what all ranks saw.
-- Ranks of one group that report different states are a fault that healing must not hide: the group ends and starts again.
-- A failed lighthouse call fails all waiting ranks when no retries are left. By default their number has no limit: a lighthouse that
-  restarts stops no group, and each rank's own deadline (RankCancelled) bounds the wait.
-- A commit that waits, because the lighthouse was away too long, fails when a notice tells that the others have gone on.
-- A group waits for others (and tells its ranks, once a beat) when all its ranks do: they have asked for a quorum, or voted on a commit that
-  waits, or are in the sums with other groups or past them. If a rank is then asked to leave, the group ends its wait after LEAVE_BEATS,
-  and releases all ranks at their next call for a quorum, when they have one state.
+Design choices:
+- A verdict `failed` decides at once. `retry` waits for all votes, since any of them may be `failed`.
+- If the ranks of one group report different states, that is a fault which healing must not hide: the group ends and is restarted.
+- When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
+  a restart of the lighthouse ends no group, and each rank's own deadline (RankCancelled) bounds the wait.
+- A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
+- A group waits for others (and reports it to them every beat_s) when all its ranks do: they have requested a quorum, or voted on a commit
+  that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends its wait after
+  LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
 """
 
 from __future__ import annotations
@@ -21,23 +21,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ft.protocol import messages as m
-from ft.protocol.messages import (
-    Effect,
-    Event,
-    Notice,
-    Outcome,
-    Quorum,
-    QuorumResult,
-    RankCall,
-    Source,
-    Times,
-    Vote,
-    VoteKey,
-)
+from ft.protocol.messages import Effect, Event, Notice, Outcome, Quorum, QuorumResult, RankCall, Source, Vote, VoteKey
 
-OUTCOMES_KEPT = 16  # of the last votes; a rank repeats its vote on the newest few at most
+OUTCOMES_KEPT = 16  # newest outcomes that are remembered; a rank repeats only votes on the newest few
 LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
-_WORST = {"yes": 0, "retry": 1, "failed": 2}
+_WORST = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
 
 
 @dataclass(frozen=True)
@@ -46,53 +34,53 @@ class GroupConfig:
     world_size: int
     address: str = ""
     store_address: str = ""
-    times: Times = field(default_factory=Times)
-    retries: int | None = None  # failed lighthouse calls that are tried again; None: as long as a rank waits
+    times: m.Timeouts = field(default_factory=m.Timeouts)
+    retries: int | None = None  # retries of a failed request to the lighthouse; None: as long as a rank waits
     retry_s: float = 1.0
-    spares_above: int | None = None  # groups that are assigned slots; None: all
+    max_active_groups: int | None = None  # most groups that are assigned slots, the others are spares; None: all
 
 
 class GroupMachine:
-    """In: the cases of `handle`. Out: CallLighthouse OpenStream CloseStream AnswerRank FailRank AnswerVote NotifyRank Waits EndGroup."""
+    """Takes the events that `handle` lists. Effects: CallLighthouse, OpenStream, CloseStream, AnswerRank, FailRank, AnswerVote, NotifyRank,
+    Waits, EndGroup. The driver opens the first stream itself, and sends no heartbeat while a trainer process is stopped (SIGSTOP)."""
 
     def __init__(self, config: GroupConfig, now_s: float) -> None:
-        """The driver opens the first stream itself, and sends no heartbeat while a trainer process is stopped (SIGSTOP)."""
         self.config = config
-        self.replica_id = config.replica_id  # another one after this group was lost and returned
+        self.replica_id = config.replica_id  # a different one after this group was lost and has returned
         self.quorum: Quorum | None = None
-        self.reason = "no rank has called"
+        self.reason = "no rank has requested a quorum"
         self._rejoin_count = 0
-        self._is_lost = False  # the lighthouse gave up this id, and not all ranks have called since: no stream is open
+        self._is_lost = False  # True: the id is lost, and not all ranks have called since: no stream is open
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
-        # when the newest call to the lighthouse was first sent, and when the last answered heartbeat was
+        # when the newest request to the lighthouse was first sent, and when the newest answered heartbeat was sent
         self._called_s = self._answered_s = now_s
         self._last_tick_s = self._told_waits_s = now_s
-        self._newest: dict[int, int] = {}  # by rank: the number of its newest call
-        self.checkpoint_metadata: dict[int, str] = {}  # by rank: the address where it serves its state
-        self.waiting: dict[int, RankCall] = {}  # for a quorum, by rank
-        self._joining_since_s: float | None = None  # some ranks have asked, not yet all
-        self._asks_since_s: float | None = None  # all have, and there is no answer yet
-        self._joined_calls: dict[int, RankCall] = {}  # the calls that were joined into the newest one to the lighthouse
-        self._calling: m.Call | None = None
-        self._number = 0  # of the newest call to the lighthouse
+        self._newest: dict[int, int] = {}  # rank -> number of its newest request
+        self.checkpoint_metadata: dict[int, str] = {}  # rank -> address at which it serves its state
+        self.waiting: dict[int, RankCall] = {}  # rank -> its waiting quorum request
+        self._joining_since_s: float | None = None  # begin of a wait for ranks that have not requested a quorum
+        self._asks_since_s: float | None = None  # begin of the wait for the lighthouse's answer
+        self._joined_calls: dict[int, RankCall] = {}  # the ranks' requests that _calling stands for
+        self._calling: m.Call | None = None  # request to the lighthouse that is not answered yet
+        self._number = 0  # number of the newest request to the lighthouse
         self._tries = 0
-        self._lighthouse_says = ""  # the reason of this group's wait
-        # The calls answered last: with self.quorum, unless _restore_step or _released is set.
+        self._lighthouse_says = ""  # reason of this group's wait, as the lighthouse reports it
+        # Requests that were answered last: with self.quorum, unless _restore_step or _released is set.
         self._answered_calls: dict[int, RankCall] = {}
         self._restore_step: int | None = None  # not None: the answer was to load a checkpoint, of this settled step
         self._released = False  # True: the answer was Released
         self._answered_as = ""  # this group's id in that answer
-        self._votes: dict[VoteKey, dict[int, Vote]] = {}  # by rank, which waits for the outcome
+        self._votes: dict[VoteKey, dict[int, Vote]] = {}  # votes without an outcome, by rank
         self._outcomes: OrderedDict[VoteKey, Outcome] = OrderedDict()
         self._decided = 0, 0  # step and attempt of the newest outcome in this generation
-        self._healed = False  # since the quorum was answered: all ranks have the state that they fetched
-        self._pending_commit: Outcome | None = None  # a yes that waits, as the lighthouse was away too long
+        self._healed = False  # True: all ranks have fetched the state that this quorum heals them with
+        self._pending_commit: Outcome | None = None  # outcome "yes" held back because the lighthouse is silent
         self._pending_since_s = 0.0
-        self._sums_since_s: float | None = None  # all ranks wait in a step's sums, or for the outcome of the commit
+        self._sums_since_s: float | None = None  # begin of a wait of all ranks in the all-reduce of a step
         self._wants_to_leave = False
         self._streams: set[int] = set()
-        self._notices: list[Notice] = []  # of the current generation
-        self._early: list[Notice] = []  # of a newer one
+        self._notices: list[Notice] = []  # notices of the current generation
+        self._early: list[Notice] = []  # notices of a newer generation, whose answer has not arrived
         self._out: list[Effect] = []
 
     def handle(self, event: Event, now_s: float) -> m.Out:
@@ -151,11 +139,11 @@ class GroupMachine:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks that have yet to ask, while others wait for them."""
-        asked = self._calling is None and self.waiting
-        return [rank for rank in range(self.config.world_size) if rank not in self.waiting] if asked else []
+        """Returns the ranks that have not requested a quorum, while others wait for them."""
+        joining = self._calling is None and self.waiting
+        return [rank for rank in range(self.config.world_size) if rank not in self.waiting] if joining else []
 
-    # ---- one call for all ranks
+    # ---- one request for all ranks
 
     def _on_call(self, event: RankCall, now_s: float) -> None:
         rank, size = event.group_rank, self.config.world_size
@@ -163,20 +151,20 @@ class GroupMachine:
             self._out.append(m.FailRank(rank, "INVALID_ARGUMENT", f"rank {rank}: this group has ranks 0 to {size - 1}"))
             return
         if event.number < self._newest.get(rank, 0):
-            self.reason = f"rank {rank}: a late copy of an older question"
+            self.reason = f"rank {rank}: a late copy of an older request"
             return
         self._newest[rank] = event.number
         self.checkpoint_metadata[rank] = event.checkpoint_metadata
         if self._answered_calls.get(rank) == event:
-            self.reason = f"rank {rank} asked again: its answer got lost"
+            self.reason = f"rank {rank} repeated its request: its answer got lost"
             self._answer(rank)
             return
         self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self.waiting[rank] = event
         if self._calling:
-            self.reason = f"rank {rank} asked again; the lighthouse has been asked"
+            self.reason = f"rank {rank} repeated its request; the lighthouse has not answered yet"
             return
-        self.reason = f"{len(self.waiting)} of {size} ranks have asked for a quorum"
+        self.reason = f"{len(self.waiting)} of {size} ranks have requested a quorum"
         if len(self.waiting) == size:
             self._call_lighthouse(now_s)
 
@@ -208,7 +196,7 @@ class GroupMachine:
         self._calling = m.Call(member, "pharos", known, failed, blame, calls[0].fingerprint, self._number)
         self._tries, self._called_s = 0, now_s
         self._asks_since_s = now_s if self._asks_since_s is None else self._asks_since_s
-        self.reason = "all ranks have asked: the lighthouse is asked"
+        self.reason = "all ranks have requested a quorum: the request is sent to the lighthouse"
         if self._is_lost:
             self._is_lost = False
             self._out.append(m.OpenStream(self.replica_id))
@@ -217,7 +205,8 @@ class GroupMachine:
     def _on_answered(self, event: m.LighthouseAnswered) -> None:
         quorum = event.quorum
         if event.times and (incompatible_timeouts := self.config.times.incompatible_timeouts(event.times)):
-            self._refused("INVALID_ARGUMENT", "its times do not fit the job's: " + "; ".join(incompatible_timeouts))
+            why = "; ".join(incompatible_timeouts)
+            self._refused("INVALID_ARGUMENT", f"its timeouts are incompatible with the lighthouse's: {why}")
             return
         if theirs := event.terms or event.times:
             self._takeover_s = theirs.takeover_s
@@ -225,20 +214,20 @@ class GroupMachine:
             self.reason = f"quorum {quorum.quorum_id} is over, the newest is {self.quorum.quorum_id}"
             return
         if self._calling is None or self.replica_id not in quorum.ids:
-            self.reason = f"quorum {quorum.quorum_id} is not for this group, or nobody asked"
+            self.reason = f"quorum {quorum.quorum_id} does not contain this group, or no rank has requested it"
             self._overtaken(quorum.quorum_id)
             return
         if self._calling.failed and quorum.quorum_id <= self._calling.known:
-            self.reason = f"quorum {quorum.quorum_id} has failed, and is no answer to that"
+            self.reason = f"quorum {quorum.quorum_id} has failed, so it does not answer the request for the next one"
             return
         if any(x.replica_id == self.replica_id and x.state != self._calling.member.state for x in quorum.members):
-            self.reason = f"quorum {quorum.quorum_id} answers an older question of this group"
+            self.reason = f"quorum {quorum.quorum_id} answers an older request of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
             self._notices, self._votes, self._decided = [], {}, (0, 0)
         self._notices = [n for n in self._notices if not isinstance(n, m.ChangeAnnounced)]
         self.quorum, self._answered_as, self._healed = quorum, self.replica_id, False
-        self._answered_s = max(self._answered_s, self._called_s)  # the lighthouse has answered a call sent then
+        self._answered_s = max(self._answered_s, self._called_s)  # the lighthouse has answered the request sent then
         self._answer_all(None)
         early, self._early = [n for n in self._early if n.quorum_id == quorum.quorum_id], []
         for notice in early:
@@ -246,7 +235,7 @@ class GroupMachine:
         self.reason = f"quorum {quorum.quorum_id} of {len(quorum.members)} groups"
 
     def _answer_all(self, restores: int | None) -> None:
-        """Answers all ranks whose calls were joined; one that is between two tries gets the answer when it calls again."""
+        """Answers all ranks whose requests were joined; a rank that is between two tries gets the answer when it repeats its request."""
         self._answered_calls, self._restore_step = self._joined_calls, restores
         self._clear_calls()
         for rank in sorted(self._answered_calls):
@@ -260,12 +249,13 @@ class GroupMachine:
             self._out.append(m.AnswerRank(rank, m.RestoreRequired(self._restore_step)))
         elif quorum:
             same = all(c.known == quorum.quorum_id and not c.failed for c in self._answered_calls.values())
-            result = plan(quorum, self._answered_as, rank, spares_above=self.config.spares_above, same_generation=same)
+            most = self.config.max_active_groups
+            result = plan(quorum, self._answered_as, rank, max_active_groups=most, same_generation=same)
             self._out.append(m.AnswerRank(rank, result))
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
-        """Fails a newcomer's calls: the user has to correct its settings. A former member has a state, and tries again: the error may be
-        the lighthouse's (of another job, with other times or another token, or one that began anew)."""
+        """Fails the requests of a newcomer, since the user has to correct its settings. A former member has a state and tries again, since
+        the error may be the lighthouse's (of a different job, with different timeouts or token, or one that began anew)."""
         if self.quorum is None:
             self._fail_waiting(code, reason)
         elif self._calling:
@@ -274,8 +264,8 @@ class GroupMachine:
             self._out.append(m.CallLighthouse(self._calling, self.config.retry_s))
 
     def _rejoin_under_new_id(self, why: str, now_s: float) -> None:
-        """Continues under a new replica_id, with its state, after the lighthouse gave up the old one. The stream opens only when all ranks
-        have called: so a rank that hangs delays no other group, and a restarted group can take the name."""
+        """Continues under a new replica_id, with its state, after the old one was lost. The stream opens only when all ranks have requested
+        a quorum: so a rank that hangs delays no other group, and a restarted group can take the name."""
         self._rejoin_count += 1
         self.replica_id = f"{self.config.replica_id}.{self._rejoin_count}"
         self.reason = f"lost ({why}): returning as {self.replica_id}"
@@ -297,7 +287,7 @@ class GroupMachine:
         self.reason = reason
 
     def _clear_calls(self) -> None:
-        """Clears the calls that were answered: the next one is the first of a new round."""
+        """Forgets the requests that were answered: the next one begins a new round."""
         self.waiting, self._calling, self._joining_since_s = {}, None, None
         self._asks_since_s, self._lighthouse_says = None, ""
 
@@ -348,7 +338,7 @@ class GroupMachine:
         )
         if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._lighthouse_is_silent(now_s)):
             self._decide(outcome)
-        elif self._is_lost:  # no beat is answered before all ranks have asked anew
+        elif self._is_lost:  # no heartbeat is answered before all ranks have requested a quorum again
             self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
         else:
             self._pending_commit = self._outcomes[key] = outcome
@@ -377,7 +367,7 @@ class GroupMachine:
         self.reason = f"{outcome.kind}: {outcome.verdict} ({outcome.reason})"
 
     def _lighthouse_is_silent(self, now_s: float) -> bool:
-        """True when the lighthouse was silent for takeover_s / 2: others may soon go on without this group, and a commit be its alone."""
+        """True when the lighthouse was silent for takeover_s / 2: others may soon continue without this group, and lack this commit."""
         return self._takeover_s is not None and now_s - self._answered_s > self._takeover_s / 2
 
     # ---- notices
@@ -386,7 +376,7 @@ class GroupMachine:
         current = self.quorum.quorum_id if self.quorum else 0
         if notice.quorum_id != current:
             self.reason = f"a notice for quorum {notice.quorum_id}; this group is in {current}"
-            if notice.quorum_id > current:  # it may have overtaken the answer
+            if notice.quorum_id > current:  # it may have arrived before the answer with that quorum
                 self._early = [n for n in self._early if n.quorum_id == notice.quorum_id and n != notice] + [notice]
                 self._overtaken(notice.quorum_id)
             return
@@ -396,7 +386,7 @@ class GroupMachine:
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
     def _overtaken(self, quorum_id: int) -> None:
-        """Ends the ranks' waits on the current quorum, as a newer one was formed."""
+        """Ends the ranks' waits on the current quorum if a newer one was formed."""
         if self.quorum and quorum_id > self.quorum.quorum_id:
             self._notify_ranks(m.GenerationAborted(self.quorum.quorum_id, f"quorum {quorum_id} was formed"))
 
@@ -409,7 +399,7 @@ class GroupMachine:
     # ---- waits
 
     def waits(self, now_s: float) -> tuple[str, float] | None:
-        """Returns the reason of this group's wait and since when it lasts, where none of its ranks is late."""
+        """Returns the reason and the begin of this group's wait for others; None if it waits for none, or for a rank of its own."""
         if self._pending_commit:
             return f"the commit waits: {self._lighthouse_is_away(now_s)}", self._pending_since_s
         if self._calling and self._asks_since_s is not None:
@@ -417,7 +407,7 @@ class GroupMachine:
             says = [self._lighthouse_is_away(now_s)] * away + [self._lighthouse_says] * bool(self._lighthouse_says)
             return f"no quorum: {'; before that: '.join(says)}", self._asks_since_s
         if self._sums_since_s is not None and now_s - self._sums_since_s <= self.config.times.collective_s:
-            return "other groups, in the sums of a step", self._sums_since_s
+            return "other groups, in the all-reduce of a step", self._sums_since_s
         return None
 
     def _lighthouse_is_away(self, now_s: float) -> str:
@@ -425,24 +415,25 @@ class GroupMachine:
 
     def _release_ranks(self) -> None:
         self._answer_all(None)
-        self.reason = "asked to leave while it waited: all ranks are let go"
+        self.reason = "asked to leave while it waited: all ranks are released"
 
     def _on_tick(self, now_s: float) -> None:
-        """Ends the group where a rank is late by stall_s: it died before it opened its stream, or hangs."""
+        """Ends the group if a rank keeps the others waiting for stall_s: it died before it opened its stream, or hangs. Reports waits for
+        other groups to the ranks."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
             self._joining_since_s += gap_s  # this process was stopped, or the host asleep, and the ranks with it
         stall_s, joining_s = self.config.times.stall_s, self._joining_since_s
         if joining_s is not None and self._calling is None and now_s - joining_s >= stall_s:
             self._joining_since_s = None
-            self._end(f"ranks {self.absent} have not asked for a quorum within {stall_s:g} s of the others")
+            self._end(f"ranks {self.absent} have not requested a quorum within {stall_s:g} s of the others")
         if waits := self.waits(now_s):
             (reason, since_s), beat_s = waits, self.config.times.beat_s
             if now_s - self._told_waits_s >= beat_s:
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._released and now_s - since_s >= LEAVE_BEATS * beat_s:
-                # The wait ends: all ranks ask for a quorum, and are released with one state.
+                # The wait ends: all ranks request a quorum, and are released with the same state.
                 self._released, why = True, "this group was asked to leave while it waited"
                 if self._pending_commit:
                     self._fail_pending_commit(why)
@@ -456,13 +447,13 @@ class GroupMachine:
         self._out.append(m.EndGroup(why))
 
 
-# ---- the QuorumResult of each rank: pure functions of the quorum, so that all groups come to the same plan
+# ---- the QuorumResult of each rank: pure functions of the quorum, so that all groups get consistent plans
 
 
 def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
-    """The replica rank of each group that must fetch the reference state, with those of its sources, at most two, taken in turns.
-    Another commit_id than the reference's is enough to heal, at an equal or a higher step too; a void member always does. At step 0
-    with init_sync initial states differ under one name, so all but the first reference member fetch."""
+    """Returns the replica rank of each group that must heal, with those of its sources: at most two, assigned round-robin. A member heals
+    if its state is not the reference state, even at an equal or higher step. At step 0 with init_sync, initial states differ although they
+    have the same (empty) commit_id: then all but the first reference member heal."""
     whole, members = quorum.holders, quorum.members
     if quorum.reference[0] == 0 and any(x.init_sync for x in members):
         whole = whole[:1]
@@ -475,12 +466,16 @@ def recover_src_replica_ranks(quorum: Quorum) -> dict[int, tuple[int, ...]]:
 
 
 def plan(
-    quorum: Quorum, replica_id: str, group_rank: int, *, spares_above: int | None = None, same_generation: bool = False
+    quorum: Quorum,
+    replica_id: str,
+    group_rank: int,
+    *,
+    max_active_groups: int | None = None,
+    same_generation: bool = False,
 ) -> QuorumResult:
-    """The QuorumResult of a rank of our own members. `spares_above`: only so many groups are assigned slots; the rest stand by with zeros.
-
-    Only the store depends on group_rank, to spread the load: a group heals with all its ranks, from the same groups, or not at all.
-    Raises KeyError when `replica_id` is not in the quorum."""
+    """Returns the QuorumResult of one rank of a Pharos member. `max_active_groups`: most groups that are assigned slots; the others are
+    spares, which contribute zeros. Only store_address (to spread the load) and `handles` depend on group_rank, so all ranks of a group heal
+    from the same groups, or none does. Raises KeyError if `replica_id` is not in the quorum."""
     me, members = replica_rank(quorum, replica_id), quorum.members
     holders = [members[rank] for rank in quorum.holders]
     sources = recover_src_replica_ranks(quorum)
@@ -495,7 +490,7 @@ def plan(
         heal=me in sources,
         sources=tuple(Source(rank, members[rank].address) for rank in sources.get(me, ())),
         recover_dst_replica_ranks=tuple(rank for rank, from_ranks in sources.items() if me in from_ranks),
-        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:spares_above],
+        participants=tuple(x.replica_id for rank, x in enumerate(members) if rank not in sources)[:max_active_groups],
         assigned=holders[0].assigned if len({x.assignment_id for x in holders}) == 1 else 0,
         same_generation=same_generation,
         handles=tuple(
@@ -506,7 +501,7 @@ def plan(
 
 
 def replica_rank(quorum: Quorum, replica_id: str) -> int:
-    """The place in the quorum. Raises KeyError when it has none."""
+    """Returns the index in the quorum. Raises KeyError if the id is not in it."""
     for rank, member in enumerate(quorum.members):
         if member.replica_id == replica_id:
             return rank

@@ -1,11 +1,9 @@
-"""The lighthouse's machine: forms quorums, and answers or refuses each call. Driven by rpc/lighthouse_service.py and the simulator.
+"""The lighthouse's state machine: forms quorums, and answers or refuses quorum requests. rpc/lighthouse_service.py and the simulator drive
+it. roster.py has the live ids of replica groups; rules.py decides whether they form a quorum; quorum_record.py has the history of the
+newest quorum and sends its notices.
 
-roster.py has the live ids; rules.py decides, as a pure function of the roster's counts, whether they make a quorum; quorum_record.py has
-the history of the newest quorum, and the notices of it.
-
-Where the rules leave a choice:
-- A quorum of another epoch is not adopted once this lighthouse has issued its own: its members were away when the job began anew
-  without a state file. They are notified that theirs is over, and heal.
+Design choice: a quorum of a different epoch is not adopted once this lighthouse has issued one of its own, since its members were away when
+the job began anew without a state file. They are notified that their quorum is over, and heal.
 """
 
 from __future__ import annotations
@@ -14,38 +12,38 @@ import math
 from dataclasses import dataclass, field, replace
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Effect, Event, Fingerprint, Kind, Out, PersistentState, Quorum, Terms, Times
+from ft.protocol.messages import Call, Effect, Event, Fingerprint, Kind, Out, PersistentState, Quorum, Timeouts
 from ft.protocol.quorum_record import QuorumRecord
 from ft.protocol.roster import Roster, pairs_with, takeover_order_s
 from ft.protocol.rules import (
     Decision,
     Problem,
-    choose_sitting_out,
+    choose_excluded,
     decide,
     describe_pairs,
     fingerprint_problem,
     validate_request,
 )
 
-PERSIST_EVERY_S = 10.0  # the settled step, when nothing else is to be written
-LEAP = 1_000_000  # over the ids of a lost state file: more than are issued while a group is away
+PERSIST_EVERY_S = 10.0  # interval of writes of the settled step, where nothing else has to be written
+LEAP = 1_000_000  # ids skipped after the state file was lost: more than can have been issued while a group was away
 
 
 @dataclass(frozen=True)
 class LighthouseConfig:
-    min_replicas: int = 1  # members, healing ones included
+    min_replicas: int = 1  # fewest members of a quorum, healing ones included
     join_timeout_s: float = 60.0
     tick_s: float = 0.1
-    times: Times = field(default_factory=Times)
-    num_replica_groups: int = 0  # of the whole job; 0: unknown
+    times: Timeouts = field(default_factory=Timeouts)
+    num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
 
     @property
-    def terms(self) -> Terms:
-        return Terms(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
+    def terms(self) -> m.JobLimits:
+        return m.JobLimits(self.min_replicas, self.times.takeover_s, self.num_replica_groups)
 
 
 class LighthouseMachine:
-    """In: the cases of `handle`. Out: Persist Answer Refuse MustRestore Notify. The reason: of the last quorum, or why there is none."""
+    """Takes the events that `handle` lists. Effects: Persist Answer Refuse MustRestore Notify. Reason: why there is (no) new quorum."""
 
     def __init__(
         self,
@@ -57,21 +55,21 @@ class LighthouseMachine:
         fresh: bool = False,
         lower_terms: bool = False,
     ) -> None:
-        """`epoch`: unique to this start, used unless `saved` or a report names the job's. `saved`: the state file. `fresh`: no state
-        file has ever existed. Neither: the file is lost, and members' reports are awaited for takeover_s, so that no newcomer takes over
-        while they go on; if takeover_s is None, until a report or an operator's order. `lower_terms`, an operator's order: the config's
-        terms count, also below the state file's."""
+        """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
+        no state file has ever existed. With neither, the file was lost: no quorum of newcomers is formed before members had takeover_s to
+        report (None: before a report or an operator's order). `lower_terms`: the config's limits apply even where they are below those
+        of the state file."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
         self.roster = Roster()
-        self.reason = "nobody has called"
-        self._record: QuorumRecord | None = None  # of the newest quorum
+        self.reason = "no group has requested a quorum"
+        self._record: QuorumRecord | None = None  # record of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
-        self._restored_in = 0  # the last quorum that went back to a checkpoint
-        self._fingerprint: Fingerprint = ()  # of the job
+        self._restored_in = 0  # id of the last quorum that went back to a checkpoint
+        self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
-        self._persisted = (0, now_s)  # settled, when
+        self._persisted = (0, now_s)  # settled step of the last Persist, and its time
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
         self._state_file_lost = not (saved or fresh)
         self._awaits_reports_until_s = now_s + takeover_s if self._state_file_lost else now_s
@@ -88,13 +86,13 @@ class LighthouseMachine:
 
     @property
     def saved(self) -> PersistentState:
-        over = self._record is not None and not self.roster.claims  # nobody holds a state any more
+        over = self._record is not None and not self.roster.claims  # no group holds the job's state any more
         quorum, terms = (None, None) if over else (self.quorum, self.config.terms)
         return PersistentState(self._epoch, self._highest_id, self._settled, self.roster.kind, quorum, terms)
 
     @property
     def _highest_id(self) -> int:
-        """Upper bound of the ids ever issued; after a lost state file there may have been quorums of which no member can tell."""
+        """Upper bound of the ids ever issued. After the state file was lost, quorums may have been issued that no live member knows."""
         return self._last_id + (LEAP if self._state_file_lost and self._last_id else 0)
 
     def handle(self, event: Event, now_s: float) -> Out:
@@ -138,14 +136,14 @@ class LighthouseMachine:
         if event.kind == "pharos":
             roster.live[member.name] = replica_id
             if event.number < peer.number:
-                return  # a late copy of an older question
+                return  # a late copy of an older request
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
                 if record.members[replica_id].state == member.state:
                     self._out.append(m.Answer((replica_id,), record.quorum))
                     return
-                record.fail(f"{replica_id} has gone on since it was put in", replica_id)
+                record.fail(f"{replica_id} changed its state after the quorum was issued", replica_id)
             if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
                 record.keep_wait(replica_id)
                 if not record.failed:
@@ -156,13 +154,13 @@ class LighthouseMachine:
             roster.on_blame(replica_id, event.blame)
             roster.update_claim(member)
         if event.kind == "torchft" and peer.call:
-            roster.drop_call(replica_id)  # its join time is that of its newest call
+            roster.drop_call(replica_id)  # torchft counts the join timeout from a member's newest request
         peer.called_s = peer.called_s if peer.call else now_s
         peer.call, peer.called, peer.cancelled = event, True, False
         roster.update_sets(replica_id)
         newcomer = event.kind == "pharos" and replica_id not in roster.previous
         if record and newcomer and replica_id in roster.candidates:
-            record.announce(f"{replica_id} waits to come in", now_s)
+            record.announce(f"{replica_id} waits to join", now_s)
 
     def _on_stream_opened(self, event: m.StreamOpened, now_s: float) -> None:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
@@ -173,8 +171,8 @@ class LighthouseMachine:
             self._choose_kind("pharos")
             self._last_id = max(self._last_id, known_id)
             if known.members and (self.quorum is None or known.epoch == self.quorum.epoch):
-                if known_id > newest_id:  # the lighthouse that was here before has put the group into it
-                    old, self._epoch, self._settled = self.quorum, known.epoch, 0  # it may have gone back since
+                if known_id > newest_id:  # issued by the lighthouse process before this one, maybe after going back
+                    old, self._epoch, self._settled = self.quorum, known.epoch, 0
                     self._adopt(known, now_s).leave_behind(old)
                 if known_id >= newest_id:
                     self._settled = max(self._settled, event.settled)
@@ -185,13 +183,13 @@ class LighthouseMachine:
             if member and 0 < known_id < self._record.quorum.quorum_id:
                 self._out.append(m.Answer((replica_id,), self._record.quorum))
             elif known_id and not member:
-                # left out by the lighthouse that was here before, which alone knew since when
+                # excluded by the lighthouse process before this one; the time since then is not known
                 roster.left_out.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_id)
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
-        """Takes a broken stream for the end of its process, whose kernel closes it, unless this lighthouse was stopped: then the group may
-        have given it up, and silence decides."""
+        """Counts the group as lost, since the kernel closes the stream of a process that died. If this lighthouse itself was stopped, the
+        group may have closed the stream for its silence: then only the heartbeat timeout counts."""
         timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
         if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
@@ -209,9 +207,9 @@ class LighthouseMachine:
         self.roster.on_blame(event.replica_id, event.blame)
         record = self._record
         if record and event.replica_id in self.roster.previous:
-            in_it = event.commit_quorum_id == record.quorum.quorum_id
-            of_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
-            self._settled = max(self._settled, event.settled * of_this_history, (event.step - 1) * in_it)
+            in_newest = event.commit_quorum_id == record.quorum.quorum_id
+            in_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
+            self._settled = max(self._settled, event.settled * in_this_history, (event.step - 1) * in_newest)
             record.on_report(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
@@ -219,7 +217,7 @@ class LighthouseMachine:
         if roster.kind == "pharos":
             roster.drop_claim(replica_id)
         if held and not roster.claims:
-            self._persist(now_s)  # the job is over: its terms and its layout bind nobody any more
+            self._persist(now_s)  # the job is over: its limits and fingerprint do not apply to the next one
         if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
             return
         if not event.clean:
@@ -237,23 +235,23 @@ class LighthouseMachine:
         roster, record, times = self.roster, self._record, self.config.times
         gap_s = now_s - self._last_tick_s - self.config.tick_s
         self._last_tick_s = now_s
-        if gap_s > times.heartbeat_timeout_s / 2:  # it was itself stopped, and missed beats: silence is counted without
+        if gap_s > times.heartbeat_timeout_s / 2:  # this process was stopped: the gap does not count as silence
             roster.extend_deadlines(gap_s, now_s)
             if record:
                 record.extend_deadlines(gap_s, now_s)
         silent = roster.silent(now_s, times.heartbeat_timeout_s)
         self._lose(silent, f"silent for {times.heartbeat_timeout_s:g} s")
         for replica_id in silent:
-            roster.mark_unhealthy(replica_id)  # those that are not lost: torchft's
+            roster.mark_unhealthy(replica_id)  # torchft's members, which _lose does not remove
         roster.expire_claims(now_s, times.takeover_s)
-        why = f"others went on without it, and for {times.stall_s:g} s it has not called"
-        self._lose(roster.stalled(now_s, times.stall_s), why)
+        why = f"the others continued without it, and it has requested no quorum for {times.stall_s:g} s"
+        self._lose(roster.find_stalled(now_s, times.stall_s), why)
         if record:
-            self._lose(*record.stalled(now_s))
+            self._lose(*record.find_stalled(now_s))
             record.end_deadlock(now_s)
         roster.end_waits(now_s)
         if record and roster.candidates and roster.waited(now_s) >= times.beat_s:
-            record.announce(f"{next(iter(roster.candidates))} waits", now_s)
+            record.announce(f"{next(iter(roster.candidates))} waits for a quorum", now_s)
         if self._settled > self._persisted[0] and now_s - self._persisted[1] >= PERSIST_EVERY_S:
             self._persist(now_s)
 
@@ -267,7 +265,7 @@ class LighthouseMachine:
             return
         awaits_reports = roster.takeover_until_s <= now_s < self._awaits_reports_until_s
         if awaits_reports and roster.kind == "pharos" and self._record is None:
-            self.reason = "just started without a state file: members of a running job are given time to report"
+            self.reason = "started without a state file: members of a running job are given time to report"
             return
         least, join_s = self.config.min_replicas, self.config.join_timeout_s
         decision = decide(roster, now_s, settled=self._settled, min_replicas=least, join_timeout_s=join_s)
@@ -276,30 +274,30 @@ class LighthouseMachine:
             self._out.append(m.MustRestore(decision.must_restore, self._settled))
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
-        cut = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
-        if cut and (out := choose_sitting_out(decision, cut, least)):  # some sit out, and the others go on
-            roster.sit_out(out, cut, now_s)
+        pairs = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
+        if pairs and (out := choose_excluded(decision, pairs, least)):  # these sit out; the others form a quorum
+            roster.sit_out(out, pairs, now_s)
             self._evaluate(now_s)
-            self.reason += f"; {', '.join(sorted(out))} sit out: {describe_pairs(cut)}"
-        elif cut:  # all wait until the links are whole
+            self.reason += f"; {', '.join(sorted(out))} sit out: {describe_pairs(pairs)}"
+        elif pairs:  # all wait until these can work together
             too_few = f"fewer than min_replicas = {least} would be left"
-            self.reason = f"{describe_pairs(cut)}; without some of them {too_few}"
+            self.reason = f"{describe_pairs(pairs)}; without some of them {too_few}"
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
-            # They are let in where there is no quorum without them; those whose heals failed only when no other group comes.
+            # They are readmitted if there can be no quorum without them; those whose heals failed only if no other group joins in time.
             alone = roster.healthy() < least and roster.waited(now_s) >= join_s
-            if len(roster.candidates) < least and roster.let_in(now_s, early=True, unhealed=alone):
+            if len(roster.candidates) < least and roster.readmit(now_s, early=True, unhealed=alone):
                 self._evaluate(now_s)
-            elif cut := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
-                self.reason += f"; {', '.join(roster.sitting)} sit out: {describe_pairs(cut)}"
+            elif pairs := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
+                self.reason += f"; {', '.join(roster.sitting)} sit out: {describe_pairs(pairs)}"
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
         calls = [call for replica_id in ids if (call := self.roster.peers[replica_id].call)]
-        # The id grows if the members changed, one of them reports a failed generation or knows of a quorum that this lighthouse does not;
-        # else they keep it. It also grows when they go back to a checkpoint: what was decided on the steps after it keeps its names.
+        # A new id if the members changed, if one of them reports a failed generation or knows a newer quorum, or if they go back to a
+        # checkpoint (the steps after it are then made again, and must not have the names of the first ones); else the same id.
         if (
             self._record is None
             or self._record.failed
@@ -334,7 +332,7 @@ class LighthouseMachine:
         return record
 
     def _adopt(self, quorum: Quorum, now_s: float) -> QuorumRecord:
-        """From the state file or a report."""
+        """Makes a quorum from the state file or from a report the newest one."""
         self._last_id = max(self._last_id, quorum.quorum_id)
         self._settled = max(self._settled, quorum.reference[0])
         self._take_fingerprint(quorum.fingerprint)
@@ -353,10 +351,10 @@ class LighthouseMachine:
         if self._record:
             self._record.lose([i for i in gone if i in self.roster.previous], why)
 
-    # ---- what to refuse
+    # ---- refusals
 
     def _refuse_call(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group under one name, another fingerprint, impossible claims. True: it did."""
+        """Refuses a lost id, a wrong kind, a second group of one name, a different fingerprint, impossible values. Returns True if so."""
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
@@ -364,16 +362,14 @@ class LighthouseMachine:
         self._choose_fingerprint(event, now_s)
         problem = validate_request(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
-        if (
-            mismatched and self.roster.claims and not self.roster.has_members
-        ):  # they may come back, or may be taken over
+        if mismatched and self.roster.claims and not self.roster.has_members:  # members may come back, or be taken over
             self.roster.mismatched[member.replica_id] = mismatched[1]
         elif problem := problem or mismatched:
             self._out.append(m.Refuse(member.replica_id, *problem))
         return problem is not None
 
     def _choose_fingerprint(self, event: Call, now_s: float) -> None:
-        """Settles the job's fingerprint: its members', or, where none may come back, that of the first caller."""
+        """Sets the job's fingerprint: its members', or, if none of them may come back, that of the first group that requests a quorum."""
         roster, record = self.roster, self._record
         if record and roster.was_in(event.member.replica_id):
             if self._fingerprint != (fingerprint := record.quorum.fingerprint or event.fingerprint):
@@ -382,7 +378,7 @@ class LighthouseMachine:
             self._take_fingerprint(event.fingerprint)
 
     def _take_fingerprint(self, fingerprint: Fingerprint) -> None:
-        """Makes this the fingerprint of the job, and refuses waiting callers of another."""
+        """Makes this the fingerprint of the job, and refuses waiting groups that have a different one."""
         self._fingerprint, roster = fingerprint, self.roster
         for replica_id in [*roster.candidates, *roster.mismatched]:
             roster.mismatched.pop(replica_id, None)
@@ -393,7 +389,7 @@ class LighthouseMachine:
             roster.update_sets(replica_id)
 
     def _settle_mismatched(self, now_s: float) -> None:
-        """Refuses callers of another fingerprint than the members' when one is heard of; where those may be taken over, takes theirs."""
+        """Refuses mismatched groups once a member is heard of; if the members may be taken over, adopts the first group's fingerprint."""
         roster = self.roster
         if roster.has_members:
             self._take_fingerprint(self._fingerprint)
@@ -401,10 +397,10 @@ class LighthouseMachine:
             call = roster.peers[next(iter(roster.mismatched))].call
             self._take_fingerprint(call.fingerprint if call else ())
         elif not roster.candidates:
-            self.reason = f"{next(iter(roster.mismatched.values()))}, whose members may come back"
+            self.reason = f"{next(iter(roster.mismatched.values()))}; the job's members may come back"
 
     def refuses(self, kind: Kind) -> Problem:
-        """Why members of this kind cannot join. Until one has called, either may."""
+        """Returns the refusal of members of this kind, else None. Both kinds may join until the first quorum request."""
         ours = self.roster.kind
         if kind == ours or (self._record is None and not self.roster.candidates):
             return None
@@ -412,19 +408,19 @@ class LighthouseMachine:
 
     def _choose_kind(self, kind: Kind) -> None:
         if kind != self.roster.kind and not self.refuses(kind):
-            self.roster.kind = kind  # nobody waits for groups of the other kind any more
+            self.roster.kind = kind  # from here on groups of the other kind do not count
             for replica_id in [*self.roster.peers]:
                 self.roster.update_sets(replica_id)
 
     def _turn_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
-        """Refuses an id of another kind, of which nothing is kept, or a lost one. True: it did."""
+        """Refuses an id of the wrong kind, about which nothing is stored, or a lost one. Returns True if so."""
         if problem := self.refuses(kind):
             self._out.append(m.Refuse(replica_id, *problem))
         return problem is not None or self._refuse_lost(replica_id, now_s)
 
     def _refuse_lost(self, replica_id: str, now_s: float) -> bool:
-        """Refuses a lost id, and awaits its return under another one for two beats: groups that were cut off come back within milliseconds
-        of each other, and the first few must not form a quorum without the rest. Once for each id: one that beats on does not return."""
+        """Refuses a lost id, and waits two heartbeats for its return under a new one: groups that a network fault cut off return within
+        milliseconds of each other, and the first few must not form a quorum without the rest. It waits once for each id."""
         roster = self.roster
         if replica_id not in roster.lost:
             return False
@@ -435,7 +431,7 @@ class LighthouseMachine:
         return True
 
     def _name_taken(self, event: Call, now_s: float) -> Problem:
-        """A newcomer replaces the live id of its name if that is silent; else there are two groups with one id."""
+        """Replaces the live id of a name by a new one if the live id is silent; else returns a refusal, since two groups have one name."""
         if event.kind == "torchft":
             return None
         name, new = event.member.name, event.member.replica_id
@@ -443,7 +439,7 @@ class LighthouseMachine:
         if old is None or old == new:
             return None
         silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
-        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two beats and their time on the way
+        limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two heartbeats, and half a one for their latency
         if silent_s < limit_s and m.process_of(new) != m.process_of(old):
             return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")

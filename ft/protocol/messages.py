@@ -1,13 +1,14 @@
-"""Messages of the protocol: what machines observe (events), what they want done (effects), and what travels between them.
+"""Messages of the protocol: the events that the state machines take, the effects that they return, and the dataclasses in both.
 
-Each machine has one entry, `handle(event, now_s) -> Out`. It never waits, and never asks for the time: `now_s` is the driver's monotonic
-clock. The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes.
+Each machine has one method, `handle(event, now_s) -> Out`. It never waits, and never reads a clock: `now_s` is the driver's monotonic time.
+The driver carries out `Out.effects` in order, as the class of each effect says, and may log `Out.reason` when it changes. *Group* is a
+replica group; process groups are always called so.
 
-    Trainer's rank:  step.StepMachine              <- begin, sums, quorum results, outcomes, notices -> configure, reduce, vote, commit
-    Group's server:  group.GroupMachine            <- its ranks' calls and votes, the lighthouse     -> the lighthouse, answers to ranks
-    Lighthouse:      lighthouse.LighthouseMachine  <- calls, streams, beats, ticks                   -> answers, refusals, notices
+    Trainer's rank:  step.StepMachine              <- begin, reduced tail, quorum result, outcome, notice -> configure, reduce, vote, commit
+    Group's server:  group.GroupMachine            <- its ranks' requests and votes, the lighthouse   -> the lighthouse, answers to ranks
+    Lighthouse:      lighthouse.LighthouseMachine  <- requests, streams, heartbeats, ticks            -> answers, refusals, notices
 
-Below are, after what all machines use, the events and then the effects of each.
+The classes that all machines use come first, then the events and effects of each machine.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from typing_extensions import dataclass_transform  # of typing since Python 3.11
+    from typing_extensions import dataclass_transform  # in typing since Python 3.11
 else:
-    dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (it tells type checkers alone)
+    dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (only type checkers use it)
 
-VOID = -1  # the step of a group whose state is incomplete, for it is healing
-UNABLE = -1.0  # in a tail: the slot's group cannot contribute (no valid token, not a number, out of memory)
+VOID = -1  # step of a group that has no complete state, because it is healing
+UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN, out of memory)
 
-Kind = Literal["pharos", "torchft"]  # the rules of a member
+Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
 Refusal = Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "FAILED_PRECONDITION", "LOST"]
-Fingerprint = tuple[tuple[str, str], ...]  # (what, digest) of layout, dtypes, buckets, settings; equal in all groups
-State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): of two, the greater is more up to date
+Fingerprint = tuple[tuple[str, str], ...]  # (name, digest) of layout, dtypes, buckets, settings; equal in all groups
+State = tuple[int, int, str]  # (step, commit_quorum_id, commit_id): the greater of two is more recent
 VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 
@@ -36,24 +37,24 @@ VoteKey = tuple[int, int, int, str]  # (quorum_id, attempt, step, kind)
 
 @dataclass(frozen=True)
 class Member:
-    """A group in a quorum. The first nine fields are those of torchft's QuorumMember; its members leave the rest empty."""
+    """A replica group in a quorum. The first nine fields are those of torchft's QuorumMember; torchft's members leave the rest empty."""
 
-    replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the rest is new with every start
-    address: str = ""  # group server, http://host:port
-    store_address: str = ""  # the group's TCPStore, host:port
-    step: int = 0  # committed; VOID while healing
-    world_size: int = 1  # ranks of the group
+    replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the unique part differs for each incarnation
+    address: str = ""  # of the group server, http://host:port
+    store_address: str = ""  # of the group's TCPStore, host:port
+    step: int = 0  # newest committed step; VOID while healing
+    world_size: int = 1  # number of ranks of the group
     shrink_only: bool = False
-    data: str = ""  # the user's JSON
+    data: str = ""  # JSON of the user
     commit_failures: int = 0
-    reconfigure_handles: tuple[str, ...] = ()  # ours: by group_rank, where the rank answers connections, host:port
-    commit_id: str = ""  # names the state: equal ids, equal weights
-    commit_quorum_id: int = 0  # the generation that made it
-    restored: int | None = None  # step of the checkpoint that it was restored from; 0: there was none
-    writes_checkpoint: bool = False  # not a source if another is
-    assigned: int = 0  # slots of the open assignment of its next step
-    assignment_id: str = ""  # names that assignment
-    init_sync: bool = False  # initial states differ: at step 0 all heal from one
+    reconfigure_handles: tuple[str, ...] = ()  # Pharos: host:port at which each rank answers probes, by group_rank
+    commit_id: str = ""  # name of the state: equal ids mean equal weights
+    commit_quorum_id: int = 0  # id of the quorum that committed the state
+    restored: int | None = None  # step of the checkpoint that the state was loaded from; 0: there was no checkpoint
+    writes_checkpoint: bool = False  # True: others heal from it only if there is no other source
+    assigned: int = 0  # number of slots in the open assignment of its next step
+    assignment_id: str = ""  # hash of that assignment
+    init_sync: bool = False  # True: initial states differ between groups, so at step 0 all heal from one
 
     @property
     def name(self) -> str:
@@ -70,13 +71,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members of one generation, and the state from which all continue."""
+    """The members of one generation, and the state from which all of them continue."""
 
     quorum_id: int
-    members: tuple[Member, ...]  # sorted by replica_id; the place is the replica_rank
+    members: tuple[Member, ...]  # sorted by replica_id; the index is the replica_rank
     reference: State = (0, 0, "")
-    epoch: str = ""  # of the job; keeps the store keys of two jobs apart
-    fingerprint: Fingerprint = ()  # of the job, the same in all members
+    epoch: str = ""  # identity of the job's history; part of store keys, so that those of two jobs differ
+    fingerprint: Fingerprint = ()  # the job's, equal in all members
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
@@ -84,75 +85,75 @@ class Quorum:
 
     @cached_property
     def holders(self) -> tuple[int, ...]:
-        """Replica ranks of the members that hold the reference state."""
+        """Returns the replica ranks of the members that have the reference state."""
         return tuple(rank for rank, m in enumerate(self.members) if m.state == self.reference)
 
 
 @dataclass(frozen=True)
-class Times:
-    """Timeouts; two must be equal in all processes; the lighthouse sends its own with the first answer."""
+class Timeouts:
+    """Timeouts in seconds. heartbeat_timeout_s and heal_grace_s are equal in a job: the lighthouse sends its own with each answer."""
 
     beat_s: float = 1.0
     heartbeat_timeout_s: float = 5.0
     rendezvous_s: float = 10.0
     heal_grace_s: float = 30.0
-    takeover_s: float | None = 30.0  # None: never, unless an operator orders it
+    takeover_s: float | None = 30.0  # None: only by an operator's order
     stall_s: float = 60.0
     collective_s: float = 600.0
 
-    def incompatible_timeouts(self, theirs: Times) -> list[str]:
-        """Reasons for which a group with these times may not join a lighthouse with `theirs`."""
+    def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
+        """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
         bad = [f"{a} = {x:g} must be below {b} = {y:g}" for a, x, b, y in self.check_timeout_order()]
         alike = [(n, getattr(self, n), getattr(theirs, n)) for n in ("heartbeat_timeout_s", "heal_grace_s")]
         return bad + [f"{n} = {ours}: the lighthouse has {other}" for n, ours, other in alike if ours != other]
 
     def check_timeout_order(self) -> list[tuple[str, float, str, float]]:
-        """Pairs of timeouts in the wrong order: (name, length, next name, its length)."""
+        """Returns the pairs of successive timeouts in the wrong order: (name, seconds, next name, its seconds)."""
         names = ("beat_s", "heartbeat_timeout_s", "rendezvous_s", "heal_grace_s", "takeover_s", "collective_s")
-        rungs = [(n, getattr(self, n)) for n in names if getattr(self, n) is not None]
-        pairs = [(a, x, b, y) for (a, x), (b, y) in zip(rungs, rungs[1:], strict=False)]
+        order = [(n, getattr(self, n)) for n in names if getattr(self, n) is not None]
+        pairs = [(a, x, b, y) for (a, x), (b, y) in zip(order, order[1:], strict=False)]
         may_be_equal = ("takeover_s", "collective_s")
         return [(a, x, b, y) for a, x, b, y in pairs if x > y or (x == y and b not in may_be_equal)]
 
 
 @dataclass(frozen=True)
-class Terms:
-    """The lighthouse's promises for the job's life, over restarts. Members rely on them: only an operator may lower one."""
+class JobLimits:
+    """Limits that the lighthouse keeps for a job's life, through its own restarts. Members rely on them: only an operator may lower one."""
 
     min_replicas: int = 1
-    takeover_s: float | None = 30.0  # None: never, unless an operator orders it
-    num_replica_groups: int = 0  # that the job is meant to have; 0: unknown
+    takeover_s: float | None = 30.0  # None: only by an operator's order
+    num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
 
-    def at_least(self, before: Terms | None) -> Terms:
-        """These, raised to those before."""
+    def at_least(self, before: JobLimits | None) -> JobLimits:
+        """Returns these limits, each raised to that of `before` where that is higher."""
         if before is None:
             return self
         takeovers_s = (self.takeover_s, before.takeover_s)
-        return Terms(
+        return JobLimits(
             max(self.min_replicas, before.min_replicas),
             None if None in takeovers_s else max(filter(None, takeovers_s)),
             max(self.num_replica_groups, before.num_replica_groups),
         )
 
 
-@lru_cache(4096)  # asked for each member of each assignment, by each rank
+@lru_cache(4096)  # called for each member of each assignment, by each rank
 def process_of(replica_id: str) -> str:
-    """The id without the count of its returns: "left:4f2a.2" was "left:4f2a" before it was lost, and is the same process."""
+    """Returns the id without the count of its returns: "left:4f2a.2" is the same process as "left:4f2a" before it was lost twice."""
     name, colon, unique = replica_id.partition(":")
     return name + colon + unique.partition(".")[0]
 
 
 def name_of(replica_id: str) -> str:
-    """One name has one live id: "left:4f2a" is of "left"."""
+    """Returns the name in an id: "left" for "left:4f2a". A name has at most one live id."""
     return replica_id.partition(":")[0]
 
 
-# ------------------------------------------------------------------------------------------------ what comes out
+# ------------------------------------------------------------------------------------------------ output of a machine
 
 
-@dataclass(slots=True)  # not frozen, which takes three times as long: there is one for every event
+@dataclass(slots=True)  # not frozen, which takes three times as long: one is made at each event
 class Out:
-    """A machine's effects, in order, and the reason for them or for its wait."""
+    """The effects of one event, in order, and the reason for them or for the machine's wait."""
 
     effects: tuple[Effect, ...] = ()
     reason: str = ""
@@ -160,7 +161,7 @@ class Out:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Message:
-    """Base of events and effects: each class of them is a frozen dataclass."""
+    """Base class of events and effects, which makes each of their classes a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
@@ -171,31 +172,31 @@ class Effect(Message):
 
 
 class Event(Message):
-    """Something that a driver has seen."""
+    """Something that a driver has observed."""
 
 
 class Tick(Event):
-    """Time has passed. For every machine, at least each tick_s, after all events that have arrived."""
+    """Time has passed. Fed to every machine at least every tick_s, after all events that have arrived."""
 
 
 # ------------------------------------------------------------------------------------------------ notices
 
 
 class Notice(Event):
-    """News of one generation, ignored in others; a new stream gets it again."""
+    """A message about one generation, ignored in others. It is sent again down a new stream."""
 
     quorum_id: int
 
 
 class MemberLost(Notice):
-    """The generation cannot complete. Sent for its first loss; further ones show in the next quorum."""
+    """A member is lost, so the generation cannot complete. Sent for its first loss only."""
 
     replica_ids: tuple[str, ...] = ()
     reason: str = ""
 
 
 class GenerationAborted(Notice):
-    """A member asks for a quorum because this generation failed, or a newer one has replaced it: every wait on it ends."""
+    """The generation is over, since a member reports that it failed or a newer one has replaced it: every wait on it ends."""
 
     reason: str = ""
 
@@ -207,41 +208,41 @@ class Finished(Notice):
 
 
 class ChangeAnnounced(Notice):
-    """A group waits to join, or has left: finish the step, then ask for a quorum."""
+    """A group waits to join, or has left: the others finish the step, then request a quorum."""
 
     reason: str = ""
 
 
-# ------------------------------------------------------------------------------------------------ of the lighthouse
+# ------------------------------------------------------------------------------------------------ lighthouse
 
 
 class Call(Event):
-    """A group asks for a quorum. It counts as a beat. `known`: the newest quorum whose answer has arrived (0: none)."""
+    """A quorum request of a group; counts as a heartbeat. `known`: id of the newest quorum whose answer has arrived (0: none)."""
 
     member: Member
     kind: Kind = "pharos"
     known: int = 0
-    failed: bool = False  # generation `known` failed; else a change is due, or it is the first call
-    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or another fingerprint
+    failed: bool = False  # True: generation `known` failed; False: a change is due, or it is the first request
+    blame: tuple[str, ...] = ()  # replica_ids that it cannot work with now: no connection, or a different fingerprint
     fingerprint: Fingerprint = ()
-    number: int = 0  # of this process's calls, growing; a retry repeats it, so that a late copy is recognised
+    number: int = 0  # grows with each request of this process; a retry repeats it, so a late copy is recognised
 
 
 class CallCancelled(Event):
-    """The RPC of a waiting call ended. A caller with a stream still takes part."""
+    """The RPC of a waiting quorum request ended. The request of a group with an open stream stays valid."""
 
     replica_id: str
 
 
 class Beat(Event):
-    """A heartbeat of torchft's members; ours send Report."""
+    """A heartbeat of a torchft member. Pharos members send Report."""
 
     replica_id: str
     kind: Kind = "pharos"
 
 
 class StreamOpened(Event):
-    """A group server's Watch stream begins, with its newest quorum and settled step."""
+    """A group server has opened its Watch stream. It sends its newest quorum and settled step first."""
 
     replica_id: str
     quorum: Quorum | None = None
@@ -249,59 +250,59 @@ class StreamOpened(Event):
 
 
 class StreamClosed(Event):
-    """The connection broke. A stream that was replaced by a newer one of the same id is not reported."""
+    """A Watch stream has ended. Not fed for a stream that a newer one of the same id has replaced."""
 
     replica_id: str
 
 
 class Report(Event):
-    """On the stream, once a beat and at each change of `waiting` or `blame`; counts as a beat."""
+    """A heartbeat of a Pharos member, sent up its stream every beat_s and at each change of `waiting` or `blame`."""
 
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    waiting: bool = False  # all its ranks are in the collective (or past it)
+    waiting: bool = False  # True: all ranks are in the collective with other groups or past it, some still in it
     median_step_s: float = 0.0
     settled: int = 0
-    launched: int = 0  # reductions in this generation, the newest included: a member with fewer than others is behind
-    phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: none, or it is over its limit
-    blame: tuple[str, ...] = ()  # as Call.blame, at this moment
+    launched: int = 0  # all-reduces launched in this generation; a member with fewer than others is behind
+    phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: it is in none, or the limit has passed
+    blame: tuple[str, ...] = ()  # as Call.blame, at the time of the report
 
 
 class Leave(Event):
     """The group leaves on purpose."""
 
     replica_id: str
-    clean: bool = True  # the others can finish the running step without it; else the generation fails
+    clean: bool = True  # True: the others can finish the current step without it; False: the generation fails
     reason: str = "left"
-    finished: bool = False  # the run is over, and its last step is saved
+    finished: bool = False  # True: the run is over, and its last step is saved
 
 
 class TakeOver(Event):
-    """An operator's order: callers may go on without the previous members."""
+    """An operator's order: waiting groups may continue the job without the previous members."""
 
 
 class Evict(Event):
-    """An operator's order (dashboard: kill or drain)."""
+    """An operator's order to remove a group from the job (RPC Evict, or a dashboard's `kill` for a group without a stream)."""
 
     replica_id: str
 
 
 class Persist(Effect):
-    """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: an id once seen must not come again."""
+    """Write `saved` to the state file (temporary file, fsync, rename) before any later effect: quorum ids must never repeat."""
 
     saved: PersistentState
 
 
 class Answer(Effect):
-    """Answer every waiting call of these ids with `quorum` and Times, or, where none waits, send it down the id's stream."""
+    """Answer every waiting request of these ids with `quorum`, Timeouts and JobLimits. Without one, send them down the id's stream."""
 
     replica_ids: tuple[str, ...]
     quorum: Quorum
 
 
 class Refuse(Effect):
-    """Fail the waiting calls of the id. LOST: it may return under a new id, with its state."""
+    """Fail the waiting requests of the id. LOST: it may return under a new id, with its state."""
 
     replica_id: str
     code: Refusal
@@ -309,14 +310,14 @@ class Refuse(Effect):
 
 
 class MustRestore(Effect):
-    """Answer the waiting calls of these ids: load the newest valid checkpoint, call again with `restored`."""
+    """Answer the waiting requests of these ids: load the newest valid checkpoint, then request a quorum with `restored`."""
 
     replica_ids: tuple[str, ...]
     settled: int  # the newest step known to be settled
 
 
 class Notify(Effect):
-    """Send the notice down the streams of these ids; one without a stream gets nothing (torchft's)."""
+    """Send the notice down the streams of these ids; an id without a stream (torchft's have none) gets nothing."""
 
     replica_ids: tuple[str, ...]
     notice: Notice
@@ -324,19 +325,19 @@ class Notify(Effect):
 
 @dataclass(frozen=True)
 class PersistentState:
-    """The lighthouse's persistent state, read again after a restart."""
+    """The lighthouse's state that survives its restarts."""
 
     epoch: str
     last_id: int = 0
     settled: int = 0
     kind: Kind = "pharos"
     quorum: Quorum | None = None  # the newest; None: there was none, or none of its members may come back
-    terms: Terms | None = None  # of the job that it is of
+    terms: JobLimits | None = None  # limits of that job
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PersistentState:
-        """Reads its asdict, after JSON. Raises TypeError or KeyError for anything else."""
-        terms, quorum = data.get("terms"), data["quorum"]  # earlier versions: no terms; `shape`, or none
+        """Builds it from the JSON of its asdict, or of an earlier version's. Raises TypeError or KeyError for anything else."""
+        terms, quorum = data.get("terms"), data["quorum"]  # earlier versions: no `terms`, and `shape` for `fingerprint`
         if quorum:
             step, commit_quorum_id, commit_id = quorum["reference"]
             fingerprint = tuple((what, digest) for what, digest in quorum.get("fingerprint") or quorum.get("shape", ()))
@@ -346,33 +347,33 @@ class PersistentState:
             quorum = Quorum(
                 quorum["quorum_id"], members, (step, commit_quorum_id, commit_id), quorum["epoch"], fingerprint
             )
-        return PersistentState(**{**data, "quorum": quorum or None, "terms": Terms(**terms) if terms else None})
+        return PersistentState(**{**data, "quorum": quorum or None, "terms": JobLimits(**terms) if terms else None})
 
 
-# ------------------------------------------------------------------------------------------------ of a group's server
+# ------------------------------------------------------------------------------------------------ group server
 
 
 class RankCall(Event):
-    """A rank asks for a quorum, for its group; the lighthouse is called when all ranks have asked."""
+    """A rank's quorum request. The group requests one from the lighthouse when all its ranks have."""
 
     group_rank: int
-    member: Member  # the group as this rank sees it; id and addresses are filled in by the group's server
-    checkpoint_metadata: str = ""  # where this rank's state is served
+    member: Member  # the group as this rank sees it; the group's server fills in id and addresses
+    checkpoint_metadata: str = ""  # address at which this rank serves its state
     known: int = 0
     failed: bool = False
     blame: tuple[str, ...] = ()
     fingerprint: Fingerprint = ()
-    number: int = 0  # as Call.number, of this rank's questions
+    number: int = 0  # as Call.number, of this rank's requests
 
 
 class RankCancelled(Event):
-    """A rank's waiting call ended. It may ask again, and gets the answer that the others got meanwhile."""
+    """The RPC of a rank's waiting request ended. When the rank repeats it, it gets the answer that the others got meanwhile."""
 
     group_rank: int
 
 
 class RankStream(Event):
-    """A rank's Watch stream to its group server opened or broke. Broken: the process is gone, and the group with it."""
+    """A rank's Watch stream to its group server opened or broke. A broken stream means that the process is gone: the group ends."""
 
     group_rank: int
     open: bool
@@ -385,12 +386,12 @@ class Vote(Event):
     kind: Literal["configured", "commit", "healed"]
     quorum_id: int
     attempt: int
-    step: int  # that the attempt starts from
-    verdict: Literal["yes", "retry", "failed"]  # retry: all sums are there, but a group was unable
-    change: bool = False
+    step: int  # step of the state that the attempt starts from
+    verdict: Literal["yes", "retry", "failed"]  # retry: the all-reduce completed, but a group could not contribute
+    change: bool = False  # True: a quorum is due before the next step
     reason: str = ""  # of a verdict that is not yes
     blame: tuple[str, ...] = ()
-    whole: bool = False  # the vote of all ranks of the group, which have agreed on it
+    whole: bool = False  # True: the vote of all ranks of the group, which have agreed on it in a collective
 
     @property
     def key(self) -> VoteKey:
@@ -398,11 +399,11 @@ class Vote(Event):
 
 
 class LighthouseAnswered(Event):
-    """The Quorum RPC was answered, or a quorum came down the stream."""
+    """The Quorum RPC was answered with a quorum, or one came down the stream."""
 
     quorum: Quorum
-    times: Times | None = None
-    terms: Terms | None = None
+    times: Timeouts | None = None
+    terms: JobLimits | None = None
 
 
 class LighthouseFailed(Event):
@@ -412,7 +413,7 @@ class LighthouseFailed(Event):
 
 
 class LighthouseRefused(Event):
-    """The lighthouse refused this id, on a call or on the stream."""
+    """The lighthouse refused this id, by the answer of an RPC or down the stream."""
 
     replica_id: str
     code: Refusal
@@ -420,57 +421,57 @@ class LighthouseRefused(Event):
 
 
 class LighthouseRequiresRestore(Event):
-    settled: int
+    settled: int  # as in MustRestore
 
 
 class BeatAnswered(Event):
-    """An answered beat. `sent_s`: when it was sent, on the clock of now_s, which must run while the host sleeps (CLOCK_BOOTTIME)."""
+    """The lighthouse answered a heartbeat sent at `sent_s`, on now_s's clock, which must run while the host sleeps (CLOCK_BOOTTIME)."""
 
     sent_s: float
 
 
 class LighthouseWaits(Event):
-    """The reason for which the group's call waits."""
+    """The lighthouse reports why the group's quorum request is not answered yet."""
 
     reason: str
 
 
 class SumsAwaited(Event):
-    """All ranks are in the collective with other groups or past it, and some in it; or this is over."""
+    """`awaited` = True: all ranks have entered the all-reduce with other groups, and not all have completed it. False: this has ended."""
 
     awaited: bool
 
 
 class WantsToLeave(Event):
-    """A rank was asked to leave (SIGTERM): a wait of the group ends. Else the trainers leave at the end of a step."""
+    """A rank was asked to leave (SIGTERM): if the group waits for others, the wait ends. Trainers that do not wait leave after a step."""
 
 
 class CallLighthouse(Effect):
-    """Send this after `delay_s`, unless a newer CallLighthouse or EndGroup comes first. Feed back the answer: Lighthouse..."""
+    """Send this request after `delay_s`, unless a newer CallLighthouse or EndGroup comes first; feed back one of the Lighthouse* events."""
 
     call: Call
     delay_s: float = 0.0
 
 
 class OpenStream(Effect):
-    """Close the stream to the lighthouse, if any, and open one under this id. Reopen it by yourself when it breaks."""
+    """Close the stream to the lighthouse, if any, and open one under this id. The driver reopens it when it breaks."""
 
     replica_id: str
 
 
 class CloseStream(Effect):
-    """Close the stream to the lighthouse, and open none before OpenStream: until then this group's name is free."""
+    """Close the stream to the lighthouse, and open none before OpenStream: until then another process may take this group's name."""
 
 
 class AnswerRank(Effect):
-    """Answer the waiting call of one rank."""
+    """Answer the waiting quorum request of one rank."""
 
     group_rank: int
     answer: QuorumResult | RestoreRequired | Released
 
 
 class FailRank(Effect):
-    """Fail the waiting call (or vote) of one rank."""
+    """Fail the waiting quorum request or vote of one rank."""
 
     group_rank: int
     code: Literal["INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND", "UNAVAILABLE", "FAILED_PRECONDITION", "STALE"]
@@ -478,7 +479,7 @@ class FailRank(Effect):
 
 
 class Waits(Effect):
-    """Send this to all ranks: the reason of the group's wait, and its length. Once a beat, as long as no rank of the group is late."""
+    """Send this to all ranks: the reason of the group's wait, and its seconds. Sent every beat_s while the group waits for others only."""
 
     reason: str
     waited_s: float
@@ -499,31 +500,31 @@ class NotifyRank(Effect):
 
 
 class EndGroup(Effect):
-    """Send Leave(clean=False), close, SIGKILL the trainer processes: torchelastic starts the group again."""
+    """Send Leave(clean=False), close the stream, and kill the trainer processes (SIGKILL), so that torchelastic restarts the group."""
 
     reason: str
 
 
 class RestoreRequired(Event):
-    """Answers AskQuorum in place of a QuorumResult: load the newest valid checkpoint first, and ask again."""
+    """Answers AskQuorum in place of a QuorumResult: the rank must load the newest valid checkpoint first, then request a quorum again."""
 
     settled: int
 
 
 class Released(Event):
-    """Answers AskQuorum, for the driver: the group was asked to leave while it waited, and all its ranks end with the state in hand."""
+    """Answers AskQuorum, for the driver only: the group was asked to leave while it waited; all its ranks end, with their present state."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A group to heal from: its rank of the same group_rank holds the shards."""
+    """A group to heal from: its rank with the joiner's group_rank has the same shards."""
 
     replica_rank: int
     address: str
 
 
 class QuorumResult(Event):
-    """A quorum as one rank has it: its instructions (group.plan). An event for step.StepMachine: the answer to AskQuorum."""
+    """A quorum from the view of one rank (group.plan); for step.StepMachine the answer to AskQuorum."""
 
     quorum_id: int
     epoch: str
@@ -532,13 +533,13 @@ class QuorumResult(Event):
     members: tuple[str, ...]  # replica_ids by replica_rank
     store_address: str
     reference: State
-    heal: bool  # the whole group, or none of its ranks
+    heal: bool  # equal for all ranks of a group
     sources: tuple[Source, ...]  # at most two; empty unless heal
     recover_dst_replica_ranks: tuple[int, ...]  # replica_ranks that heal from this group
     participants: tuple[str, ...]  # members that are assigned slots, by replica_rank
-    assigned: int  # slots of the open assignment of all reference members; 0: they make a new one, as they have none, or different ones
-    same_generation: bool = False  # the rank has formed it already: keep the process group
-    handles: tuple[str, ...] = ()  # addresses at which this rank's peer in each member answers the prober; "": unknown
+    assigned: int  # slots of the holders' open assignment; 0: they have none, or different ones, and make a new one
+    same_generation: bool = False  # True: the rank has formed this generation's process group already, and keeps it
+    handles: tuple[str, ...] = ()  # address at which the same rank of each member answers probes; "": unknown
 
 
 class Outcome(Event):
@@ -552,22 +553,22 @@ class Outcome(Event):
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
-    healed: bool = False  # decided after the group's yes to the open heal: its ranks load the state with this outcome
+    healed: bool = False  # True: decided after the group's yes to a heal; its ranks load the state with this outcome
 
     @property
     def key(self) -> VoteKey:
         return (self.quorum_id, self.attempt, self.step, self.kind)
 
 
-# ------------------------------------------------------------------------------------------------ of a rank's step
+# ------------------------------------------------------------------------------------------------ step of a rank
 
 
 class Begin(Event):
-    """The trainer begins a step. Answered by Compute, or by commits of a healing group's held sums before it."""
+    """The trainer begins a step. The machine returns Compute, if need be after a quorum or after commits of held steps."""
 
 
 class Configured(Event):
-    """Answers Configure, for the same quorum_id: the process group is formed (and a heal, if asked for, has begun), or not."""
+    """Answers Configure, for the same quorum_id. ok: the process group is formed, and the heal, if the quorum has one, has begun."""
 
     quorum_id: int
     ok: bool
@@ -575,16 +576,16 @@ class Configured(Event):
 
 
 class Computed(Event):
-    """The local gradients are complete. Figures are summed over the group's ranks."""
+    """The local gradients are complete. Tokens and loss are summed over the group's ranks."""
 
-    tokens: tuple[float, ...] = ()  # valid tokens per slot of Compute.slots
+    tokens: tuple[float, ...] = ()  # valid tokens of each of Compute.slots
     loss_sum: float = 0.0
-    able: bool = True  # False: not a number, out of memory; zeros go out in place of the gradients
-    kept: bool = True  # False: they can be sent once; a failed attempt returns its slots, as without keep_gradients
+    able: bool = True  # False: NaN or Inf, or out of memory; zeros are reduced in place of the gradients
+    kept: bool = True  # False: the gradients can be sent once only; a failed attempt returns its slots, as without keep_gradients
 
 
 class Reduced(Event):
-    """All sums of the attempt have arrived; `tail` is the summed vector of the last bucket."""
+    """All all-reduces of the attempt have completed; `tail` is the reduced tail of the last bucket."""
 
     quorum_id: int
     attempt: int
@@ -593,7 +594,7 @@ class Reduced(Event):
 
 
 class ReduceFailed(Event):
-    """A collective of the attempt failed, or was ended by InterruptCollectives. May come while the backward still runs."""
+    """A collective of the attempt failed, or InterruptCollectives ended it. May come while the backward pass still runs."""
 
     quorum_id: int
     attempt: int
@@ -602,19 +603,19 @@ class ReduceFailed(Event):
 
 
 class QuorumFailed(Event):
-    """Answers AskQuorum without a quorum. The rank exits."""
+    """Answers AskQuorum: no quorum was obtained, and the rank exits."""
 
     reason: str
 
 
 class Restored(Event):
-    """Answers LoadCheckpoint. `state`: StepMachine.state_dict() of the checkpoint; None: there is none, go on from the initial state."""
+    """Answers LoadCheckpoint. `state`: StepMachine.state_dict() of the checkpoint; None: there is none, the initial state counts."""
 
     state: dict[str, Any] | None
 
 
 class HealEnded(Event):
-    """The fetch that Configure began is complete and verified, with `state` = StepMachine.state_dict() of the source; or it failed."""
+    """The fetch that Configure began has ended. ok: it is complete and verified; `state`: StepMachine.state_dict() of the source."""
 
     quorum_id: int
     ok: bool
@@ -624,29 +625,29 @@ class HealEnded(Event):
 
 
 class Leaving(Event):
-    """The trainer leaves: as soon as the others know (SIGTERM), or with the commit of step `after`. Fed at the same step boundary by all
-    ranks of the group: its tail tells the others, and CommitStep.leave is True for its last step."""
+    """The trainer leaves with the commit of step `after`; None (SIGTERM): with the first commit whose tail has announced it. All ranks of
+    the group are fed this at the same step boundary. CommitStep.leave is True for the last step."""
 
     after: int | None = None
 
 
 class AskQuorum(Effect):
-    """Send to the group server. Feed back the QuorumResult, QuorumFailed or RestoreRequired."""
+    """Send the request to the group server. Feed back the QuorumResult, QuorumFailed or RestoreRequired."""
 
     call: RankCall
 
 
 class Configure(Effect):
-    """Build the inter-group process group of quorum.quorum_id (quorum.same_generation: keep it), offer the state to
-    quorum.recover_dst_replica_ranks, start to fetch it if quorum.heal; then feed back Configured. The state may not change while it is
-    captured. Store keys have job, epoch, quorum_id, group_rank."""
+    """Build the process group between groups for quorum.quorum_id (quorum.same_generation: keep it), offer the state to
+    quorum.recover_dst_replica_ranks, begin to fetch it if quorum.heal; then feed back Configured. The state must not change while it is
+    captured. Store keys contain job, epoch, quorum_id and group_rank."""
 
     quorum: QuorumResult
     attempt: int
 
 
 class Compute(Effect):
-    """Forward and backward on these slots; then feed back Computed. Buckets may be launched when ready; the last waits for LaunchTail."""
+    """Run forward and backward on these slots; feed back Computed. Buckets may be launched when ready; the last waits for LaunchTail."""
 
     step: int
     slots: tuple[int, ...]
@@ -654,105 +655,105 @@ class Compute(Effect):
 
 
 class LaunchTail(Effect):
-    """Append `tail` to the last bucket and launch what is not launched yet; then feed back Reduced or ReduceFailed."""
+    """Append `tail` to the last bucket and launch all buckets that are not launched yet; then feed back Reduced or ReduceFailed."""
 
     quorum_id: int
     attempt: int
     step: int
     tail: tuple[float, ...]
-    zeros: bool = False  # all buckets as zeros
-    digest_at: int = 0  # from there on the driver fills in the digest of this rank's weights; 0: the tail has none
-    copied: bool = False  # the digest is to say that it is no witness (compare.in_tail)
+    zeros: bool = False  # True: all buckets are filled with zeros
+    digest_at: int = 0  # index in the tail at which the driver inserts the digest of this rank's weights; 0: no digest
+    copied: bool = False  # True: the digest is marked as a copy's, so that it is no witness (compare.in_tail)
 
 
 class WeightsDiffer(Effect):
-    """Report that this rank's weights after `step` are not those of the same rank of other groups."""
+    """Report that the weights of this group_rank after `step` differ between the groups."""
 
     step: int
-    replica_ids: tuple[str, ...]  # the odd ones; empty where no majority has the same
+    replica_ids: tuple[str, ...]  # groups whose weights are not those of the majority; empty: there is no majority
 
 
 class InterruptCollectives(Effect):
-    """End every wait on this generation (rendezvous, collective) now, by Configured(ok=False) or ReduceFailed; computation goes on."""
+    """End every wait on this generation (rendezvous, collective): feed back Configured(ok=False) or ReduceFailed. Computation continues."""
 
     quorum_id: int
     reason: str
 
 
 class CastVote(Effect):
-    """Send to the group server, feed back the Outcome. Without an answer ask again, in the end exit: never infer a no."""
+    """Send the vote to the group server, feed back the Outcome. Without an answer repeat it, and exit in the end: never infer a "no"."""
 
     vote: Vote
 
 
 class AbandonGeneration(Effect):
-    """Hand the process group to the reaper, without a wait."""
+    """Let the process group of this generation be destroyed in the background."""
 
     quorum_id: int
 
 
 class DropGradients(Effect):
-    """Drop the kept gradients: their state is gone."""
+    """Drop the kept gradients: the state or the slots that they were computed for are given up."""
 
 
 class Fence(Effect):
-    """The state is about to change while others may read it: copy the unsent rest, wait, or withdraw the offer."""
+    """The state is about to change while joiners may read it: copy the part that is not sent yet, wait, or withdraw the offer."""
 
     step: int
 
 
 class CommitStep(Effect):
-    """Divide, step the optimizer. held: the sums that HoldSums set aside for this step, not the ones just reduced."""
+    """Divide the gradients by `divisor`, step the optimizer. held: the gradients are those that HoldSums kept, not those just reduced."""
 
-    step: int  # after the commit
+    step: int  # number of the step that this commits
     commit_id: str
     divisor: float
-    contributors: tuple[int, ...]  # replica ranks
+    contributors: tuple[int, ...]  # replica ranks of the groups that contributed
     mean_loss: float
     quorum_size: int
-    slots: tuple[tuple[int, str], ...] = ()  # that contributed: slot and replica_id
-    holes: tuple[int, ...] = ()  # all slots that were assigned and have yet to be trained on
+    slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
+    holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
     held: bool = False
-    leave: bool = False  # the others know that this group leaves now
+    leave: bool = False  # True: this is the group's last step, and the others know that it leaves
 
 
 class HoldSums(Effect):
-    """Keep these sums, of step `step` of a state that is still arriving."""
+    """Keep the gradients just reduced until the state that is being fetched has arrived; they lead to step `step`."""
 
     step: int
 
 
 class DropHeld(Effect):
-    """Drop the held sums, and the part of the state that has arrived: their heal is over."""
+    """Drop the held gradients and the part of the state that has arrived, since the heal is over."""
 
 
 class LoadState(Effect):
-    """Load the fetched state, which all ranks have, before the commits that follow."""
+    """Load the fetched state before the commits that follow. All ranks of the group have it."""
 
     step: int
 
 
 class LoadCheckpoint(Effect):
-    """Load the newest valid checkpoint, drop held sums, feed back Restored."""
+    """Load the newest valid checkpoint, drop held steps, feed back Restored."""
 
     settled: int
 
 
 class Settled(Effect):
-    """Step `step` is final: no restart yields another version of it."""
+    """Step `step` is final: no recovery leads to a different version of it."""
 
     step: int
 
 
 class RejoinUnderNewId(Effect):
-    """This group keeps the others waiting: send Leave(clean=False), and feed the group machine LighthouseRefused(id, "LOST", reason), so
-    that it returns under a new id. Every rank emits it; the first counts."""
+    """This group keeps the others waiting: send Leave(clean=False), and feed the group's machine LighthouseRefused(id, "LOST", reason), so
+    that it returns under a new id. Every rank emits this effect; the first one counts."""
 
     reason: str
 
 
 class Stop(Effect):
-    """The job cannot go on. `slots`: those that are to blame, of which the driver names the documents. `clean`: as in Leave."""
+    """The rank stops. `slots`: the slots that caused it, of which the driver names the documents. `clean`: as in Leave."""
 
     reason: str
     slots: tuple[int, ...] = ()

@@ -1,10 +1,10 @@
-"""The history of a quorum since it was issued, and the notices that its members get. lighthouse.py holds the newest one.
+"""The record of a quorum since it was issued, and the notices that its members get. lighthouse.py has the record of the newest quorum.
 
-Where the rules leave a choice:
+Design choices:
 - Only the first loss of a generation is announced, since it ends the generation: 500 losses at once are not 250,000 notices.
-- A late member is found by the waits of the others, not by its own reports: a trainer that hangs has a server that beats. Where most
-  members wait, a few steps' time is enough; where only one does, all others may wait for one storage, and the limit is longer.
-- A clean Leave announces a change, and does not stop a collective that has the leaver's data already.
+- A stalled member is found by the waits of the others, not by its own reports: the server of a trainer that hangs still sends heartbeats.
+  Where most members wait, the limit is a few step times; where few do, the rest may all be waiting for one slow storage, and it is longer.
+- A clean Leave announces a change, and does not stop a collective that has the leaving group's data already.
 """
 
 from __future__ import annotations
@@ -14,55 +14,55 @@ from collections.abc import Callable, Container
 from itertools import islice
 
 from ft.protocol import messages as m
-from ft.protocol.messages import Call, Quorum, Times
+from ft.protocol.messages import Call, Quorum, Timeouts
 from ft.protocol.roster import Roster
 
-STALL_STEPS = 5.0  # median steps that others wait for a member
-STALL_FLOOR_S = 10.0  # and seconds, at least
-EXCUSED_S = 10.0  # a heal that another member's loss ends sooner has not failed
+STALL_STEPS = 5.0  # limit of a wait for a member, in median step times
+STALL_FLOOR_S = 10.0  # smallest such limit
+EXCUSED_S = 10.0  # a heal that ends before this, by the loss of another member, does not count as failed
 
 
 class QuorumRecord:
-    """Its members are the roster's previous ones. `notify` sends a notice to members."""
+    """Record of one quorum, whose members are `roster.previous`. `notify` sends a notice to members."""
 
     def __init__(
-        self, quorum: Quorum, roster: Roster, times: Times, notify: Callable[[tuple[str, ...], m.Notice], None]
+        self, quorum: Quorum, roster: Roster, timeouts: Timeouts, notify: Callable[[tuple[str, ...], m.Notice], None]
     ) -> None:
         self.quorum = quorum
-        self.failed = False  # as a member has reported
+        self.failed = False  # True: a member has reported that the generation failed
         self.lost: list[str] = []
-        self._roster, self._times, self._notify = roster, times, notify
-        self.members = {member.replica_id: member for member in quorum.members}  # as they called
-        self._renewed = False  # it was issued again under its id
+        self._roster, self._times, self._notify = roster, timeouts, notify
+        self.members = {member.replica_id: member for member in quorum.members}  # with the states of their requests
+        self._renewed = False  # True: it was issued again under the same id
         self._lost_why = ""
-        self._change = ""  # announced, and why
-        self._finished = ""  # the member that has left because the run is over and saved
-        self._change_s = self._announced_s = 0.0  # the first time, and the last
-        self._reports: dict[str, m.Report] = {}  # the newest of each member
-        self._waiting: dict[str, float] = {}  # members whose ranks are all in a reduction -> since when; longest first
-        self._waited: dict[str, float] = {}  # processes that were lost while they waited -> since when
-        self._phase_since_s: dict[str, float] = {}  # members that have reported -> since when in the same phase
-        # since when some ask for a quorum, and all others wait in the collective
+        self._change = ""  # reason of the announced change; empty: none is announced
+        self._finished = ""  # member that has left because the run is over and its last step saved
+        self._change_s = self._announced_s = 0.0  # times of the first and the last announcement of that change
+        self._reports: dict[str, m.Report] = {}  # newest report of each member
+        self._waiting: dict[str, float] = {}  # member whose ranks all wait in an all-reduce -> since when; oldest first
+        self._waited: dict[str, float] = {}  # process that was lost while it waited -> begin of its wait
+        self._phase_since_s: dict[str, float] = {}  # member that has reported -> begin of its current phase
+        # begin of a deadlock: some members request a quorum or have left, all others wait for them in the collective
         self._deadlock_since_s: float | None = None
 
     def renew(self, quorum: Quorum) -> None:
-        """The same members have called, and go on under the same id."""
+        """Continues under the same id with the same members, all of which have requested a quorum."""
         self.quorum, self._renewed, self._change = quorum, True, ""
         self.members = {member.replica_id: member for member in quorum.members}
         self._waiting.clear()
         self._waited.clear()
 
     def repeats(self, event: Call, *, retried: bool) -> bool:
-        """True when a member repeats a call as its answer got lost: it knows no quorum of this id, or retries, and nothing has failed."""
+        """True when a member repeats a request because its answer got lost, and no member was lost, left, or reported a failure."""
         if event.member.replica_id not in self._roster.previous:
             return False
-        here = event.known >= self.quorum.quorum_id  # else an older one has failed
-        if here and (event.failed or not (retried and self._renewed)):
+        knows_this = event.known >= self.quorum.quorum_id  # else a failure that it reports is an older quorum's
+        if knows_this and (event.failed or not (retried and self._renewed)):
             return False
         return not self.failed and not self.lost and not self._roster.left_cleanly
 
     def keep_wait(self, replica_id: str) -> None:
-        """Keeps the begin of the wait of a member that is about to be lost, for its return under another id."""
+        """Keeps the begin of the wait of a member that is about to be lost, for its return under a new id."""
         peer, process = self._roster.peers[replica_id], m.process_of(replica_id)
         called_s = peer.called_s if peer.call else math.inf
         since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
@@ -81,19 +81,19 @@ class QuorumRecord:
         self._notify(self._alive(except_ids), m.GenerationAborted(self.quorum.quorum_id, why))
 
     def finish(self, replica_id: str) -> None:
-        """Announces that a member has left because the run is over, and saved."""
+        """Announces that a member has left because the run is over and its last step is saved."""
         self._finished = replica_id
         self._notify(self._alive(), m.Finished(self.quorum.quorum_id, replica_id))
 
     def announce(self, why: str, now_s: float) -> None:
-        """Notifies members that have not called yet; again while a call waits, since one that was just calling has ignored it."""
+        """Announces a change to members without a waiting request; repeatedly, since one whose request is on its way ignores it."""
         if not self._change or now_s - self._announced_s >= 2 * self._times.beat_s:
             self._change_s = self._change_s if self._change else now_s
             self._change, self._announced_s = self._change or why, now_s
             self._notify(self._alive(self._roster.candidates), m.ChangeAnnounced(self.quorum.quorum_id, self._change))
 
     def excuse_heals(self, now_s: float) -> None:
-        """Excuses heals that ended with the loss of another member, unless they had EXCUSED_S."""
+        """Excuses heals that ended by the loss of another member in less than EXCUSED_S: they do not count as failed."""
         if self.lost:
             for name, heal in self._roster.heals.items():
                 ours = heal.quorum_id == self.quorum.quorum_id and name != m.name_of(self.lost[0])
@@ -101,18 +101,18 @@ class QuorumRecord:
                     heal.quorum_id = 0
 
     def leave_behind(self, old: Quorum | None) -> None:
-        """Notifies members of the old quorum that are not in this one, and may be waiting on it."""
+        """Notifies members of the old quorum that are not in this one, and may be in a collective of the old one."""
         if old:
             out = tuple(i for i in old.ids if i not in self._roster.previous and i in self._roster.peers)
             why = f"quorum {self.quorum.quorum_id} was formed without this group"
             self._notify(out, m.GenerationAborted(old.quorum_id, why))
 
     def bring_up_to_date(self, replica_id: str, known: int) -> None:
-        """Sends a new stream all notices that its group may have missed. `known`: the newest quorum that it knows of, 0: none."""
+        """Sends down a new stream all notices that its group may have missed. `known`: id of the newest quorum that it knows; 0: none."""
         quorum, me = self.quorum, (replica_id,)
         if replica_id not in self._roster.previous:
             if known:
-                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} goes on without this group"))
+                self._notify(me, m.GenerationAborted(known, f"quorum {quorum.quorum_id} continues without this group"))
             return
         if self.lost:
             self._notify(me, m.MemberLost(quorum.quorum_id, tuple(self.lost), self._lost_why))
@@ -129,60 +129,60 @@ class QuorumRecord:
     def on_report(self, report: m.Report, now_s: float) -> None:
         replica_id, before = report.replica_id, self._reports.get(report.replica_id)
         self._reports[replica_id] = report
-        went_on = before is None or (before.launched, before.step) != (report.launched, report.step)
-        if not report.waiting or went_on:
+        advanced = before is None or (before.launched, before.step) != (report.launched, report.step)
+        if not report.waiting or advanced:
             self._waiting.pop(replica_id, None)
         if report.waiting:
             self._waiting.setdefault(replica_id, now_s)
-        if went_on or before is None or before.phase_limit_s != report.phase_limit_s:
+        if advanced or before is None or before.phase_limit_s != report.phase_limit_s:
             self._phase_since_s[replica_id] = now_s
 
-    def stalled(self, now_s: float) -> tuple[list[str], str]:
-        """Members that keep others waiting for too long, which are lost though their servers beat, and the reason."""
+    def find_stalled(self, now_s: float) -> tuple[list[str], str]:
+        """Returns members that keep others waiting for too long, and the reason: they count as lost in spite of their heartbeats."""
         present, peers, previous = self._roster.present, self._roster.peers, self._roster.previous
-        # members that know that the generation is over ask for a quorum: one that stays in its reduction hangs
+        # once the generation is over, its members request a quorum: one that still waits in its all-reduce hangs
         waiting = {} if self.failed or self.lost else self._waiting
         asking_since_s = [peers[i].called_s for i in islice(present, 1)]
-        if self._change:  # a newcomer's wait counts once members are notified: those that make steps ask within one
+        if self._change:  # a newcomer's wait counts from the announcement: members then request a quorum within a step
             asking_since_s += [max(peers[i].called_s, self._change_s) for i in islice(self._roster.candidates, 1)]
         candidates = ((i, m.process_of(i)) for i in self._roster.candidates)
         returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # each collection is ordered by time: its first is the oldest
+            return [], ""  # the first of each collection is its oldest, so these few were enough
         front = max((report.launched for report in self._reports.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | returned_since_s
         members_here = [i for i in sorted({*previous, *returned_since_s} - self._roster.left_cleanly) if i in peers]
-        waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has called
-        # its server repeats the last report even if the trainer hangs: so a long phase excuses a member only up to its limit
+        waits_too = waits.keys() | self._roster.sitting.keys()  # a group that sits out has requested a quorum
+        # a long phase excuses a member, but only up to its limit: if the trainer hangs, its server repeats the last report
         takes_long = {i for i, x in self._reports.items() if now_s - self._phase_since_s[i] < x.phase_limit_s}
         late = [i for i in members_here if i not in waits_too and i not in takes_long]
         wait_starts_s = sorted(waits.values()) or [math.inf]
         majority_wait_s = wait_starts_s[len(members_here) // 2] if 2 * len(waits) > len(members_here) else math.inf
         first_wait_s, found = min([*asking_since_s, wait_starts_s[0]]), dict[str, float]()
         for i in late:
-            # once a waiter was lost and came back, only the time since then counts
-            went_on_s = self._phase_since_s.get(i, -math.inf) if returned_since_s else -math.inf
-            waited_s = [now_s - max(at_s, went_on_s) for at_s in (first_wait_s, wait_starts_s[0], majority_wait_s)]
+            # if a waiting member was lost and has returned, only the time since member i last advanced counts
+            advanced_s = self._phase_since_s.get(i, -math.inf) if returned_since_s else -math.inf
+            waited_s = [now_s - max(at_s, advanced_s) for at_s in (first_wait_s, wait_starts_s[0], majority_wait_s)]
             if limit_s := self._limit_s(i, *waited_s):
                 found.setdefault(i, limit_s)
         return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
     def _limit_s(self, replica_id: str, first_wait_s: float, member_s: float, majority_wait_s: float) -> float | None:
-        """The limit that has passed, if one has. first_wait_s, member_s, majority_wait_s: waits of any group, any member, most members."""
+        """Returns the limit that a wait for this member has reached, if any. Waits: of some group, of some member, of most members."""
         if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
             return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
         steps_s = STALL_STEPS * max((report.median_step_s for report in self._reports.values()), default=0.0)
         floor_s, stall_s = max(STALL_FLOOR_S, steps_s), max(self._times.stall_s, steps_s)
         report = self._reports.get(replica_id)
-        # what its own first step takes, nobody knows
+        # the short limit requires that it has made a step: how long its first one takes is not known
         if report and report.median_step_s > 0 and majority_wait_s >= floor_s:
             return floor_s
         return stall_s if first_wait_s >= stall_s else None
 
     def end_deadlock(self, now_s: float) -> None:
-        """Fails a generation of which some members ask for a quorum or have left, and all others wait for them in the collective."""
+        """Fails the generation if some members request a quorum or have left while all others wait for them in the collective."""
         previous = self._roster.previous
         asking = self._roster.present.keys() | (previous & self._roster.sitting.keys())
         away = asking | self._roster.left_cleanly
@@ -191,11 +191,11 @@ class QuorumRecord:
             return
         self._deadlock_since_s = self._deadlock_since_s or now_s
         if now_s - self._deadlock_since_s >= 2 * self._times.beat_s:
-            verb = "asks for a quorum" if asking else "has left"
+            verb = "requests a quorum" if asking else "has left"
             self.fail(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Shifts all waits by `gap_s`, in which this lighthouse was stopped."""
+        """Moves the begin of all waits by `gap_s`, for which this lighthouse was stopped."""
         self._change_s = min(self._change_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

@@ -1,39 +1,40 @@
-"""The machine of a rank's step, from begin to commit: after each event, what to do next.
+"""The state machine of a rank's step, from begin to commit.
 
     BOUNDARY --Begin--> (quorum due?) ASKING --QuorumResult--> CONFIGURING --Configured--> AGREEING --yes--> COMPUTING
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
-        |                                                                                  Reduced, or failed
+        |                                                                                  Reduced, or ReduceFailed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
                            VOTING: retry -> COMPUTING, next attempt, same generation, kept gradients
                            VOTING: failed -> ASKING; after the new generation is formed: kept gradients again
 
-A healing group passes through the same phases and contributes zeros. It keeps the sums of each step until its state has arrived; with
-heal_backlog steps kept it waits (AWAITING_STATE). All ranks of a group pass through the same phases, since each branch depends on an answer
-of the group (a QuorumResult, an Outcome) or on the tail. A notice alone decides nothing: it ends a wait, the forward and backward are
-finished, and the vote is "failed".
+The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
+passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
+heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group take the same branches, since each depends on an answer of the group
+(a QuorumResult, an Outcome) or on the tail. A notice does not decide: it ends a wait; forward and backward are completed, and the vote is
+"failed".
 
-A commit vote that is not yes: with `retry` all groups have seen in the tail that one of them was not able, and repeat the attempt on the
-same generation; with `failed` this group ends its generation, the lighthouse tells the others (GenerationAborted), and all go on in the
-next quorum, where a group that has committed alone is the reference and the others heal.
+A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
+attempt on the same generation. With `failed` this group ends its generation, the lighthouse notifies the others (GenerationAborted), and
+all continue in the next quorum; a group that had committed alone is the reference there, and the others heal.
 
-Choices that the rules leave open:
-- A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also a newly healed group's. It has
-  one sum for all its slots, so if one of several is not a number, it marks them all; one without a token to learn, alone.
-- With slots_per_step the slots of a group that died are assigned to the others in the same step. They compute what was added, and no more.
-- Slots are assigned when the quorum is answered, or already at the commit before if no change was announced in its tail. So the holders of
-  a state hold one assignment; where they do not (one has loaded that state from a checkpoint), all return theirs and make a new one.
-- commit_id depends on the tokens per slot alone: whole numbers, exact in fp32. The last bits of the loss depend on its place in the
+Design choices:
+- A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also that of a newly healed group.
+  A group has one gradient sum for all its slots: if one slot gives NaN or Inf, it marks all; if one has no valid token, only that one.
+- With slots_per_step the slots of a group that died are assigned to the others in the same step, which compute only the added slots.
+- Slots are assigned when the quorum is answered, or already at the commit before it if no change was announced in its tail. So the holders
+  of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
+- commit_id depends on the token counts only, which are integers and exact in fp32. The last bits of the loss depend on its position in the
   bucket, which differs between the ranks of a group.
 - Weights are compared in the step before every digest_interval-th, so that a checkpoint of that step is compared just before it is saved.
-  One rank of each group sees the difference; it reports it as the `blame` of a commit vote that is yes, and its group's outcome tells all
-  ranks. The step is committed: the steps before it were summed with the same wrong weights. A group that has healed is no witness before
-  it has been compared. Of step 0 there is one state only, which is right by definition.
-- Ranks hear that all ranks of the group have the state at different points of a step. So they load it at the first outcome that the group
-  has decided afterwards (Outcome.healed), or at once where they wait for it alone, as then all do. With a heal open, a rank asks for no
-  quorum before that: else one might ask as void, another with the state.
+  One rank of each group sees the difference and reports it as the `blame` of a commit vote that is yes; the group's outcome has it for all
+  ranks. The step is committed all the same: the steps before it were reduced with the same wrong weights. A group that has healed is no
+  witness before it has been compared. Step 0 has one state only, which is right by definition.
+- Ranks learn that all ranks of the group have the healed state at different points of a step. So they load it at the first outcome that the
+  group decides afterwards (Outcome.healed), or at once where they wait only for it, as then all do. While a heal is open, a rank requests
+  no quorum before that: else one rank might request it as void, another with the state.
 - A group that wants to leave while all others heal from it stays until one of them has been assigned slots, or they are gone.
-- A group without slots because it has just healed gives zeros and announces a change, to be assigned slots in the next step. A spare gives
-  zeros and announces nothing: it is assigned slots when a quorum without some of the others makes room.
+- A group that has no slots because it has just healed contributes zeros and announces a change, to be assigned slots in the next step. A
+  spare contributes zeros and announces nothing: it is assigned slots when there are too few other groups in a quorum.
 """
 
 from __future__ import annotations
@@ -52,55 +53,55 @@ from ft.protocol import messages as m
 from ft.protocol.compare import DIGEST_WORDS, NONE, find_divergent, member_digest
 from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, QuorumResult, State, Vote, process_of
 
-MAX_UNABLE = 3  # times that a slot may turn out to be of no use before the job stops, or goes on without it
+MAX_UNABLE = 3  # steps in which a slot may be UNABLE before the job stops, or skips the slot for good
 
 
 @dataclass(frozen=True)
 class StepConfig:
     group_rank: int = 0
-    keep_gradients: bool = True  # a failed attempt is repeated with them
-    every_step: bool = False  # a quorum before each step, as torchft does
-    heal_backlog: int = 2  # steps that may be held while the state arrives
+    keep_gradients: bool = True  # True: a failed attempt is repeated with the gradients that were computed for it
+    every_step: bool = False  # True: a quorum before each step, as in torchft
+    heal_backlog: int = 2  # most steps held while the state arrives
     heal_grace_s: float = 30.0
-    # zeros are launched only once the state has arrived (ft/compat/manager.py), not while it arrives
+    # True: a healing group launches its zeros only once the state has arrived (ft/compat/manager.py)
     zeros_wait: bool = False
-    max_retries: int | None = None  # failed attempts in a row that are allowed; None: any number
-    skip_unable: bool = False  # a slot that was unable too often is skipped, and does not end the job
-    init_sync: bool = False  # initial states differ between groups: at step 0 all heal from one
+    max_retries: int | None = None  # most failed attempts in a row; None: no limit
+    skip_unable: bool = False  # True: a slot that was UNABLE too often is skipped; False: the job stops
+    init_sync: bool = False  # True: initial states differ between groups, so at step 0 all heal from one
     digest_interval: int = 0  # steps from one comparison of weights to the next; 0: no comparison
-    leave_if_divergent: bool = False  # a group whose weights differ from the others' leaves, and does not heal
-    restores: bool = False  # it starts without a state: it heals, or is told to load a checkpoint as all others are
+    leave_if_divergent: bool = False  # True: a group whose weights are not the majority's leaves; False: it heals
+    restores: bool = False  # True: it has no state at first: it heals, or all groups are told to load a checkpoint
     fingerprint: tuple[tuple[str, str], ...] = ()
 
 
 class Ledger:
-    """Which samples are trained on when, each exactly once. Identical in every group: it changes by commits alone, and their tails are
-    identical.
+    """Record of the samples that were trained on, each exactly once. Identical in every group, since it changes only at commits, by tails
+    that are identical.
 
-    A slot is the batch of one group in one step, named by the position of its first sequence. A step's assignment is made once, at its
-    first quorum: to the participants in the order of their replica_rank, first the holes (slots that were assigned before and never made it
-    into a commit), then new positions. An assignment takes nothing out of the ledger; only a commit does. So an assignment may be dropped
-    at any time, and the ledger that is saved knows nothing of groups and ranks.
+    A slot is the batch of one group in one step, named by the position of its first sequence. The slots of a step are assigned once, at its
+    first quorum, to the participants by replica_rank: first the holes (slots that were assigned before but are in no commit), then new
+    positions. Only a commit takes slots out of the ledger. So an assignment may be dropped at any time, and a saved ledger does not depend
+    on groups and ranks.
 
-    With slots_per_step the data of a step does not depend on the groups that are there: each assignment has so many slots, a group may own
-    several of them or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so a step leaves no
-    holes but for slots that were unable. Without it a step has a slot for each group that was there when it was assigned."""
+    With slots_per_step each step has this many slots, so its data does not depend on the groups that are present. A group may own several
+    slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
+    holes. Without it a step has one slot for each group that was present at the assignment."""
 
     def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
-        self.slot_size = slot_size
-        self.slots_per_step = slots_per_step  # 0: one for each participant
-        self.position = 0  # all sequences before it were committed, but for the holes
+        self.slot_size = slot_size  # sequences
+        self.slots_per_step = slots_per_step  # 0: one slot for each participant
+        self.position = 0  # all sequences before this one are committed, except those in holes
         self.holes: list[int] = []  # sorted
-        self.unable = Counter[int]()  # hole -> times
+        self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         self.skipped: list[int] = []
-        # the open assignment: slot -> replica_id, by replica_rank; replaced, never changed
+        # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
     def slot_count(self, participants: int) -> int:
         return self.slots_per_step or participants
 
     def assign(self, participants: Sequence[str]) -> dict[int, str]:
-        """The assignment of the coming step, in turns. An open one is kept: `reassign` adapts it to the groups that are there."""
+        """Returns the assignment of the next step, made round-robin if none is open. An open one is kept; `reassign` adapts it."""
         if not self.assignment:
             count = self.slots_per_step or len(participants)
             new = count - len(self.holes)
@@ -109,36 +110,36 @@ class Ledger:
         return dict(self.assignment)
 
     def reassign(self, participants: Sequence[str]) -> None:
-        """Handles the slots of groups that are gone, in the open assignment: they become holes at the commit; with slots_per_step others
-        are to compute them, each time the first of those who have the fewest. What the others have they keep: it may be computed."""
+        """Assigns the slots of groups that are gone to others, each to the first group with the fewest slots; without slots_per_step they
+        become holes at the commit instead. Slots of present groups stay, since they may be computed already."""
         if not self.slots_per_step:
             return
-        there = {process_of(replica_id) for replica_id in participants}
+        present = {process_of(replica_id) for replica_id in participants}
         owned = Counter(map(process_of, self.assignment.values()))
         reassigned = dict(self.assignment)
         for slot, owner in self.assignment.items():
-            if process_of(owner) not in there:
+            if process_of(owner) not in present:
                 reassigned[slot] = new_owner = min(participants, key=lambda replica_id: owned[process_of(replica_id)])
                 owned[process_of(new_owner)] += 1
         self.assignment = reassigned
 
     @property
     def assignment_id(self) -> str:
-        """Equal names, equal assignments, given equal ledgers. Empty: there is no open assignment."""
+        """Hash of the open assignment; empty if there is none. With equal ledgers, equal ids mean equal assignments."""
         return _assignment_id(tuple(self.assignment), tuple(self.assignment.values())) if self.assignment else ""
 
     def drop(self) -> None:
-        """Returns the open assignment: all its slots, as if they had never been assigned."""
+        """Drops the open assignment: its slots count as never assigned."""
         self.assignment = {}
 
     def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the slots that contributed, and those that were MAX_UNABLE times unable: left out for good if `skip`, else the reason to
-        stop. `tokens`: for each slot of the open assignment, in its order, the valid tokens that went in; 0: none; UNABLE: its group
-        cannot."""
-        assert len(tokens) == len(self.assignment), f"{len(tokens)} figures for {len(self.assignment)} slots"
+        """Commits the open assignment. Returns the slots that contributed, and those that were UNABLE in MAX_UNABLE steps: skipped for good
+        if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, the valid tokens in the gradients; 0: none; UNABLE:
+        its group cannot contribute."""
+        assert len(tokens) == len(self.assignment), f"{len(tokens)} token counts for {len(self.assignment)} slots"
         slots = list(self.assignment)
-        given = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
-        contributed = set(given)
+        committed = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])
+        contributed = set(committed)
         if UNABLE in tokens:
             self.unable.update(slot for slot, count in zip(slots, tokens, strict=True) if count == UNABLE)
         exhausted = {slot for slot, times in self.unable.items() if times >= MAX_UNABLE} - contributed
@@ -149,10 +150,10 @@ class Ledger:
         self.holes = sorted({*self.holes, *slots} - gone)
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.assignment = {}
-        return given, exhausted_slots
+        return committed, exhausted_slots
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON. With the open assignment: a group that heals from it must continue it."""
+        """Returns JSON values, the open assignment included, since a group that heals from this state must continue with it."""
         return {
             "slot_size": self.slot_size,
             "position": self.position,
@@ -163,14 +164,14 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_assignment: bool = True) -> None:
-        """keep_assignment=False: a checkpoint's is of no use. Raises ValueError where open holes cannot be cut to the slots' new size."""
+        """Loads it. keep_assignment=False: for a checkpoint. Raises ValueError if slots of the new slot_size do not divide the holes."""
         old, holes = int(state.get("slot_size", self.slot_size)), [int(slot) for slot in state.get("holes", ())]
         if holes and old % self.slot_size:
             divisors = [number for number in range(1, old + 1) if old % number == 0]
             nearest = min(divisors, key=lambda number: (abs(number - self.slot_size), number))
             raise ValueError(
-                f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} open ones of {old}; "
-                f"nearest: {nearest} sequences per group"
+                f"training.local_batch_size: a slot of {self.slot_size} sequences does not divide the {len(holes)} uncommitted slots of "
+                f"{old}; nearest: {nearest} sequences per group"
             )
         self.position = int(state["position"])
         self.holes = sorted(slot + part for slot in holes for part in range(0, old, self.slot_size))
@@ -181,7 +182,7 @@ class Ledger:
         self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
 
 
-@lru_cache(64)  # the same for all ranks that a process drives
+@lru_cache(64)  # a process that drives several ranks asks the same for each
 def _assignment_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
     text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -191,27 +192,27 @@ class Phase(Enum):
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
-    AGREEING = "waits for all ranks to build it"
-    COMPUTING = "forward, backward and reduction"
-    VOTING = "waits for the commit vote"
-    AWAITING_STATE = "waits for the state it heals"
+    AGREEING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome is not here yet
+    COMPUTING = "computes and reduces gradients"
+    VOTING = "waits for the outcome of the commit vote"
+    AWAITING_STATE = "waits for the state that it heals with"
     CLOSING_HEAL = "waits for the vote on the heal, after the generation failed"
     STOPPED = "has stopped"
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The tail: the last elements of the last bucket, summed over groups like the gradients before them."""
+    """The last elements of the last bucket, all-reduced (summed) over the groups like the gradients before them."""
 
-    tokens: tuple[float, ...]  # per slot of the assignment; 0: nothing came, UNABLE: its group cannot
+    tokens: tuple[float, ...]  # valid tokens of each assigned slot; 0: it did not contribute, UNABLE: its group cannot
     loss_sum: float
-    ok: float  # groups that need no retry: usable gradients, no slots, or slots already reported UNABLE
-    change: float  # groups that want a quorum before the next step
-    digests: tuple[float, ...] = ()  # of weights, per member (compare.py), in the steps where they are compared
+    ok: float  # number of groups that need no retry: usable gradients, no slots, or slots already reported UNABLE
+    change: float  # number of groups that want a quorum before the next step
+    digests: tuple[float, ...] = ()  # digest of each member's weights (compare.py), in the steps that compare them
 
     @staticmethod
     def of(values: tuple[float, ...], digests: int = 0) -> Tail:
-        """`digests`: how many of the values they are."""
+        """Splits the values of a tail, the last `digests` of which are digests."""
         end = len(values) - digests
         loss_sum, ok, change = values[end - 3 : end]
         return Tail(values[: end - 3], loss_sum, ok, change, values[end:])
@@ -219,68 +220,68 @@ class Tail:
 
 @dataclass
 class LocalContribution:
-    """This group's contribution to one step; kept until that step is committed, or its gradients are dropped."""
+    """This group's contribution to one step, kept until the step is committed or the gradients are dropped."""
 
-    tokens: dict[int, float] = field(default_factory=dict)  # by slot, of those that went into its gradients
-    computed: bool = False  # forward and backward are done
+    tokens: dict[int, float] = field(default_factory=dict)  # slot in the gradients -> its valid tokens
+    computed: bool = False  # True: forward and backward have run
     loss_sum: float = 0.0
-    able: bool = True  # as Computed.able, and so is `kept`
-    kept: bool = True
-    reported_unable: bool = False  # the others know that this group's slots are of no use
+    able: bool = True  # as Computed.able
+    kept: bool = True  # as Computed.kept
+    reported_unable: bool = False  # True: an attempt failed for lack of this contribution: mark its slots UNABLE
 
 
 @dataclass
 class OpenHeal:
-    """A rank's heal, from the quorum that asks for it to the group's outcome: whether all ranks have the whole state."""
+    """A rank's heal, from the quorum that orders it until the state is loaded or the group's outcome is "failed"."""
 
     attempt_id: tuple[int, int, int]  # as StepMachine.attempt_id, for votes and outcomes on this heal
-    reference: State  # what is to come
+    reference: State  # state to be fetched
     voted: bool = False
-    agreed: bool = False  # all ranks have it
-    state: dict[str, Any] = field(default_factory=dict)  # what has come
+    agreed: bool = False  # True: all ranks of the group have fetched it
+    state: dict[str, Any] = field(default_factory=dict)  # the source's StepMachine.state_dict(), once fetched
 
 
 class StepMachine:
-    """In: the cases of `handle`. Out: effects of messages.py. An event of another phase or generation (late, repeated) changes nothing."""
+    """Takes the events that `handle` lists. Late or repeated events, of a phase or generation that is over, change nothing."""
 
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
-        self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state in hand
+        self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state that this rank has
         self.settled = 0
-        self.void = config.restores  # holds no state: neither source nor contributor
+        self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
-        self._due = True  # the next step begins with a quorum
-        self._failed = False  # the generation failed
-        self.finished = False  # a group has saved the last step, and left
-        self.abort_reason = ""  # not empty: a member of the newest quorum is lost, or has called for another one
-        self._wants_change = ""  # the reason, to be announced in the next tail
-        # received while asking: the answer that they may belong to comes on another stream
+        self._due = True  # True: the next step begins with a quorum
+        self._failed = False  # True: the generation failed
+        self.finished = False  # True: a group has left after the last step was saved
+        self.abort_reason = ""  # why the newest quorum's generation is over; empty: it is not
+        self._wants_change = ""  # reason of a change that the next tail announces; empty: none
+        # notices received in ASKING: the quorum that they belong to may come later, since the answer has a stream of its own
         self._early_notices: list[m.Notice] = []
         self._leaving = self._leave_announced = False
-        self._leave_at_step: int | None = None  # the step at whose commit this group leaves
+        self._leave_at_step: int | None = None  # step at whose commit this group leaves
         self._restored: int | None = None
         self._call_number = 0
-        self._collective_step = 0  # the step of the group's collectives: `step`, or a later one while sums are held
+        self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
         self._retries = 0
         self._failures = 0
-        self._tail_slots = 0  # slots in the tail of this step
+        self._tail_slots = 0  # number of slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
-        self._missing: tuple[int, ...] = ()  # of them, those that are still to be computed
-        self._digest_count = 0  # numbers in the tail of this step that are digests
+        self._missing: tuple[int, ...] = ()  # those of them that are not computed yet
+        self._digest_count = 0  # number of values in the tail of this step that are digests
         self.contribution = LocalContribution()
-        self.heal: OpenHeal | None = None  # while the state is arriving, and until it is loaded
-        self._heal_failed = False  # the last one was closed without a state, and the group is still behind
-        self._held: list[tuple[Tail, bool]] = []  # sums for the state that arrives; a quorum was due after them
-        self._failure: str | None = None  # the reason for which this attempt fails
-        self.tail: Tail | None = None  # of this attempt, once the sums have arrived
-        self._offering = False
-        # the last step of the generation had no contribution, and its assignment was returned
-        self._assignment_returned = False
-        self._heal_uncommitted = False  # this group heals or has healed, and its ranks have not committed a step since
-        self._copied = False  # the state came from another group, and was not compared since
-        # It has healed in this generation: its slots of the open assignment stay uncomputed until the next quorum.
+        self.heal: OpenHeal | None = None  # not None: the state is being fetched, or is not loaded yet
+        self._heal_failed = False  # True: the last heal ended without a state, and the group is still void
+        self._held: list[tuple[Tail, bool]] = []  # held steps: the tail, and whether a quorum was due after the step
+        self._failure: str | None = None  # reason why this attempt fails
+        self.tail: Tail | None = None  # reduced tail of this attempt
+        self._offering = False  # True: other groups heal from this one
+        # True: the last step of the generation had no contribution, and its assignment was dropped
+        self._assignment_dropped = False
+        self._heal_uncommitted = False  # True: this group has begun a heal, and its ranks have committed no step since
+        self._copied = False  # True: the state came from another group and has not been compared since
+        # True: it has healed in this generation, and does not compute its slots of the open assignment before the next quorum
         self._healed_in_generation = False
         self._awaits_since_s = 0.0
         self._out: list[Effect] = []
@@ -289,8 +290,8 @@ class StepMachine:
         self._out, phase = [], self.phase
         match event:
             case _ if phase is Phase.STOPPED:
-                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
-            case Outcome():  # by its kind: AGREEING waits for configured, VOTING for commit, a heal is of no phase
+                return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
+            case Outcome():  # AGREEING takes kind "configured", VOTING takes "commit", every phase takes "healed"
                 self._on_outcome(event, now_s)
             case m.Begin() if phase is Phase.BOUNDARY:
                 self._on_begin(now_s)
@@ -326,36 +327,36 @@ class StepMachine:
             case m.RestoreRequired(settled) if phase is Phase.ASKING:
                 self._drop_gradients()
                 self._out.append(m.LoadCheckpoint(settled))
-                self.reason = f"step {settled} was settled, and nobody holds it any more"
+                self.reason = f"step {settled} was settled, and no group has its state any more"
             case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
                 self._on_restored(event)
             case _:
-                return m.Out((), f"{type(event).__name__} does not fit: this rank {phase.value}")
+                return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
         return m.Out(tuple(self._out), self.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """step, commit_id, commit_quorum_id, ledger: JSON, healed and saved with the model. To be read between two steps."""
+        """Returns step, commit_id, commit_quorum_id and ledger as JSON values, for heals and checkpoints. Valid between two steps only."""
         state = {"step": self.step, "commit_id": self.commit_id, "commit_quorum_id": self.commit_quorum_id}
         return {**state, "ledger": self.ledger.state_dict()}
 
     @property
     def attempt_id(self) -> tuple[int, int, int]:
-        """(quorum_id, attempt, step) of the current votes, outcomes and collectives. The step is later than `step` while sums are held."""
+        """(quorum_id, attempt, step) of the current votes, outcomes and collectives. The step is above `self.step` while steps are held."""
         return self.quorum.quorum_id if self.quorum else VOID, self._attempt, self._collective_step
 
     def votes_in_background(self, vote: Vote) -> bool:
-        """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on that, too."""
+        """True when the trainer must not wait for the outcome of this vote: while a heal is open it may have to vote on the heal, too."""
         return vote.kind == "healed" or self.heal is not None
 
     def every_rank_votes(self, vote: Vote) -> bool:
-        """True when every rank of the group votes on this in any case: then they may agree in a collective of their own. Of ranks that wait
-        for a state one may stop waiting and ask for a quorum, while another has the state and is in the next step."""
+        """True when every rank of the group is certain to cast this vote, so that they may agree in a collective inside the group. It is
+        False during a heal: one rank may give up and request a quorum while another has the state and is in the next step."""
         return vote.kind == "commit" and self.heal is None and not self._heal_uncommitted
 
     # ---- a step begins
 
     def _on_begin(self, now_s: float) -> None:
-        """Enters the next step from the boundary, unless a quorum or a state is waited for."""
+        """Enters the next step, or first requests a quorum or waits for a state."""
         is_full = len(self._held) >= self.config.heal_backlog
         if self.heal and self.heal.agreed and (self._due or is_full):
             self._take_state()
@@ -394,7 +395,7 @@ class StepMachine:
             fingerprint=self.config.fingerprint,
             number=self._call_number,
         )
-        self._out.append(m.AskQuorum(call))  # the driver (Manager) fills in `blame`
+        self._out.append(m.AskQuorum(call))  # the driver (ft/manager.py) fills in `blame`
 
     def _on_quorum(self, quorum: QuorumResult, now_s: float) -> None:
         same = quorum.same_generation and self.quorum is not None and quorum.reference[0] == self._collective_step
@@ -402,15 +403,15 @@ class StepMachine:
         self.quorum, self._collective_step = quorum, quorum.reference[0]
         self._tail_slots = quorum.assigned or self.ledger.slot_count(len(quorum.participants))
         self._due, self._failed, self.abort_reason, self._wants_change, self._failure = False, False, "", "", None
-        self._retries, self._assignment_returned, self._healed_in_generation = 0, False, False
+        self._retries, self._assignment_dropped, self._healed_in_generation = 0, False, False
         self._heal_uncommitted, self._offering = quorum.heal, bool(quorum.recover_dst_replica_ranks)
-        if quorum.heal:  # this group's state is not the one from which the others continue
+        if quorum.heal:  # the others continue from a different state
             self.void = True
             self.heal, self._heal_failed = OpenHeal(self.attempt_id, quorum.reference), False
             self._drop_gradients()
             self._drop_held()
         else:
-            # All keep the open assignment if it is the same, apart from slots that are assigned again; else they make a new one.
+            # If all holders have the same open assignment, they keep it and reassign only slots of groups that are gone.
             if quorum.assigned:
                 self.ledger.reassign(quorum.participants)
             else:
@@ -436,7 +437,7 @@ class StepMachine:
     # ---- forward, backward, reduction
 
     def _start(self) -> None:
-        """Begins an attempt: computes, or launches at once what needs no computation: kept gradients, or zeros."""
+        """Begins an attempt: computes missing slots, or at once launches kept gradients or zeros."""
         assert self.quorum is not None
         self.tail = self._failure = None
         self.phase = Phase.COMPUTING
@@ -446,47 +447,46 @@ class StepMachine:
         self._slots = slots = self._owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
-            self.contribution.reported_unable = False  # of what is new the others know nothing
+            self.contribution.reported_unable = False  # the new slots have not been reported
             self.reason = f"step {self._collective_step}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
-        sends = "the kept gradients again" if slots else "zeros, nothing was assigned to this group"
+        sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
         self.reason = f"step {self._collective_step}: {sends}"
-        if not slots and not self.void and self.quorum.heal:  # a spare stands by, and wants none
+        if not slots and not self.void and self.quorum.heal:  # not a spare, which announces no change
             self._wants_change = "healed, to be assigned"
         self._launch()
 
     def _owned_slots(self) -> tuple[int, ...]:
-        """This group's slots of the assignment, under a former id of its own, too; the same from the start of an attempt to its outcome."""
+        """Returns this group's slots, also those assigned to a former id of its process. Constant during an attempt."""
         if self.void or self._healed_in_generation or self.quorum is None:
             return ()
         me = process_of(self.quorum.replica_id)
         return tuple([slot for slot, owner in self.ledger.assignment.items() if process_of(owner) == me])
 
     def _launch(self) -> None:
-        """Sends what this group adds to the sums: its gradients if they are of use, else zeros, and the tail. They are of use if there is
-        something to learn from in `_slots`, all of which are computed."""
+        """Launches the all-reduce: of the gradients if one of `_slots`, all of which are computed, has valid tokens; else of zeros."""
         quorum, own, slots = self.quorum, self.contribution, self._slots
         assert quorum is not None
         if self.abort_reason:
             self._failure = self._failure or self.abort_reason
             self._vote_on_commit()
             return
-        # All others of the quorum heal from this group, or it is alone and others want to join: its commits without them would be lost.
+        # All others of the quorum heal from this group, or it is the only member and others want to join: its state would be lost with it.
         healing = len(quorum.recover_dst_replica_ranks)
         is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
         is_last = self._collective_step + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
         usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
         if usable:
-            figures = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
+            counts = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
-            figures = dict.fromkeys(slots, UNABLE if own.reported_unable else 0.0)
-        tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.assignment, 0.0), **figures}
+            counts = dict.fromkeys(slots, UNABLE if own.reported_unable else 0.0)
+        tokens = {**dict.fromkeys(range(self._tail_slots) if self.void else self.ledger.assignment, 0.0), **counts}
         loss_sum = own.loss_sum if usable else 0.0
         ok = 1.0 if usable or own.reported_unable or not slots else 0.0
         change = 1.0 if self._wants_change or self._leave_announced else 0.0
-        knows = self._digest_count > 0 and not self.void and self.step == self._collective_step
+        sends_digest = self._digest_count > 0 and not self.void and self.step == self._collective_step
         self._out.append(
             m.LaunchTail(
                 quorum.quorum_id,
@@ -494,8 +494,8 @@ class StepMachine:
                 self._collective_step,
                 (*map(float, tokens.values()), loss_sum, ok, change, *(0.0,) * self._digest_count),
                 not usable,
-                digest_at=len(tokens) + 3 + DIGEST_WORDS * quorum.replica_rank if knows else 0,
-                copied=self._copied and knows,
+                digest_at=len(tokens) + 3 + DIGEST_WORDS * quorum.replica_rank if sends_digest else 0,
+                copied=self._copied and sends_digest,
             )
         )
 
@@ -503,7 +503,7 @@ class StepMachine:
         if not self._missing:
             return
         own = self.contribution
-        # A slot without a figure had no tokens.
+        # event.tokens may be shorter than Compute.slots: the remaining slots have no valid token
         own.tokens |= {**dict.fromkeys(self._missing, 0.0), **dict(zip(self._missing, event.tokens, strict=False))}
         own.computed, own.loss_sum = True, own.loss_sum + event.loss_sum
         own.able, own.kept = own.able and event.able, own.kept and event.kept
@@ -518,10 +518,10 @@ class StepMachine:
         if self.attempt_id != (event.quorum_id, event.attempt, event.step) or self._missing:
             return
         tail = Tail.of(event.tail, self._digest_count)
-        if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # a loss need not be a number
+        if math.isfinite(sum(tail.tokens) + tail.ok + tail.change):  # the loss may be NaN or Inf
             self.tail, self._failure = tail, None
         else:
-            self._failure = "the sums in the tail are not finite"
+            self._failure = "the reduced tail is not finite"
         self._vote_on_commit()
 
     def _vote_on_commit(self) -> None:
@@ -535,9 +535,9 @@ class StepMachine:
             self.reason = self._failure
         elif round(tail.ok) < len(quorum.members):
             verdict, change = "retry", tail.change > 0
-            self.reason = f"{round(tail.ok)} of {len(quorum.members)} groups were able"
+            self.reason = f"{round(tail.ok)} of {len(quorum.members)} groups could contribute"
         else:
-            self.reason = "all sums are there"
+            self.reason = "all all-reduces have completed"
             divergent = find_divergent(tail.digests, quorum.members) if tail.digests else ()
             verdict, change = "yes", tail.change > 0 or bool(divergent)
             if divergent:
@@ -549,20 +549,20 @@ class StepMachine:
     # ---- the outcome
 
     def _on_outcome(self, outcome: Outcome, now_s: float) -> None:
-        """Takes the group's outcome: of a heal in any phase, of the process group in AGREEING, of a commit in VOTING."""
+        """Handles the group's outcome: on a heal in any phase, on the process group in AGREEING, on a commit in VOTING."""
         if outcome.kind == "healed":
             return self._on_healed(outcome, now_s)
         expected = {Phase.AGREEING: "configured", Phase.VOTING: "commit"}.get(self.phase)
         if outcome.kind != expected or self.attempt_id != (outcome.quorum_id, outcome.attempt, outcome.step):
             return None
         if outcome.kind == "commit" and outcome.verdict == "yes" and not self.void:
-            self._heal_uncommitted = False  # if void, other ranks may not know yet that the heal failed
+            self._heal_uncommitted = False  # stays True while void: other ranks may not know yet that the heal failed
         if outcome.healed and self.heal:
             self._take_state()
         if outcome.kind == "configured":
             if outcome.verdict == "yes":
                 return self._start()
-            return self._fail(f"the process group does not stand: {outcome.reason}", now_s)
+            return self._fail(f"the process group was not formed: {outcome.reason}", now_s)
         quorum, tail = self.quorum, self.tail
         assert quorum is not None
         if outcome.verdict == "failed" or tail is None:
@@ -574,14 +574,14 @@ class StepMachine:
         if self._copied:
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
-        if not any(tail.tokens):  # nobody is left who was assigned a slot, and nobody was unable
+        if not any(tail.tokens):  # no group that was assigned a slot is left (else there were counts, or UNABLE)
             self.ledger.drop()
             self._drop_gradients()
-            self._assignment_returned = self._due = True
-            self.reason = f"step {self._collective_step}: nobody is left who was assigned a slot; a new assignment"
+            self._assignment_dropped = self._due = True
+            self.reason = f"step {self._collective_step}: no group with an assigned slot is left; a new assignment"
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
-            self._stop_for_slots("none of its slots has a target to learn")
+            self._stop_for_slots("none of its slots could contribute")
         elif self.void:
             self._held.append((tail, self._due))
             self._collective_step += 1
@@ -591,26 +591,26 @@ class StepMachine:
         else:
             self._commit(tail)
         if quorum.participants and quorum.participants[0] in outcome.blame:
-            # The writer: after the last step no other group would save it, unless a quorum names another.
+            # participants[0] writes checkpoints: without a new quorum, which names a different one, the last step might not be saved.
             self.abort_reason = self.abort_reason or "the weights of the group that writes are not those of the others"
-        if quorum.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # its state is not to be continued from
+        if quorum.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # no group may heal from this state
             self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
             if self.config.leave_if_divergent:
                 self._stop(f"{self.reason}, and fault_tolerance.on_corruption is leave")
             self.void = True
 
     def _try_again(self) -> None:
-        """Repeats the attempt on the same generation, without the slots of a group that could not compute."""
+        """Repeats the attempt on the same generation. A group that could not contribute now marks its slots UNABLE."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
-            self._stop_for_slots(f"{self._retries} attempts in a row, in each of which a group could not contribute")
+            self._stop_for_slots(f"a group could not contribute, in {self._retries} attempts in a row")
             return
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         self._launch()
 
     def _commit(self, tail: Tail, *, held: bool = False) -> None:
-        """Commits the step: the only place where a step becomes visible."""
+        """Commits the step. Only here does a step enter the state and the ledger."""
         quorum = self.quorum
         assert quorum is not None
         if self._offering and not held:
@@ -618,7 +618,7 @@ class StepMachine:
             self._offering = False
         owners = self.ledger.assignment
         contributed, exhausted_slots = self.ledger.commit(tail.tokens, skip=self.config.skip_unable)
-        if self.step > self.settled:  # final: this generation made that state or chose it, and commits on top of it
+        if self.step > self.settled:  # final: this generation made that state or chose it, and commits the next step
             self.settled = self.step
             self._out.append(m.Settled(self.step))
         self.step += 1
@@ -627,17 +627,17 @@ class StepMachine:
         self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.commit_quorum_id, self._restored = quorum.quorum_id, None
         self._collective_step = max(self._collective_step, self.step)
-        gave = tuple([owners[slot] for slot in contributed])
+        contributors = tuple([owners[slot] for slot in contributed])
         divisor = sum(count for count in tail.tokens if count > 0)
         self._out.append(
             m.CommitStep(
                 step=self.step,
                 commit_id=self.commit_id,
                 divisor=divisor,
-                contributors=_ranks_of(gave, quorum.members),
+                contributors=_ranks_of(contributors, quorum.members),
                 mean_loss=tail.loss_sum / divisor,
                 quorum_size=len(quorum.members),
-                slots=tuple(zip(contributed, gave, strict=True)),
+                slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
                 held=held,
                 leave=self.step == self._leave_at_step or (self._leave_announced and not held),
@@ -649,15 +649,15 @@ class StepMachine:
         if not self._due:
             self._tail_slots = len(self.ledger.assign(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
-            self._stop(f"slots {exhausted_slots} could not be trained on, {MAX_UNABLE} times", exhausted_slots)
+            self._stop(f"slots {exhausted_slots} could not be trained on in {MAX_UNABLE} steps", exhausted_slots)
 
     def _fail(self, why: str, now_s: float) -> None:
-        """Ends the generation. Computed gradients are kept for the next one."""
+        """Ends the generation as failed. Computed gradients are kept for the next one if they can be reduced again."""
         self._failed, self._due = True, True
         self._failures += 1
         if self.quorum:
             self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
-        self._return_slots_unless_kept()
+        self._drop_slots_unless_kept()
         allowed = self.config.max_retries
         if allowed is not None and self._failures > allowed:
             failed = f"{self._failures} attempts in a row failed"
@@ -670,8 +670,8 @@ class StepMachine:
                 self._take_state()
             self._ask_after_failure(why)
 
-    def _return_slots_unless_kept(self) -> None:
-        """Returns the slots of a failed attempt if their gradients cannot be sent again."""
+    def _drop_slots_unless_kept(self) -> None:
+        """Drops the assignment of a failed attempt, with its gradients, if these cannot be reduced again."""
         if not (self.config.keep_gradients and self.contribution.kept):
             self.ledger.drop()
             self._drop_gradients()
@@ -687,7 +687,7 @@ class StepMachine:
         heal = self.heal
         if heal is None or event.quorum_id != heal.attempt_id[0] or heal.voted:
             return
-        heal.state = event.state if isinstance(event.state, dict) else {}  # it came over the wire
+        heal.state = event.state if isinstance(event.state, dict) else {}  # checked: another process sent it
         found = (heal.state.get("step"), heal.state.get("commit_quorum_id"), heal.state.get("commit_id"))
         if event.ok and found == heal.reference:
             self._vote_on_heal("yes", "", event.blame)
@@ -701,9 +701,9 @@ class StepMachine:
             self._out.append(m.CastVote(Vote(rank, "healed", *heal.attempt_id, verdict, False, reason, blame)))
 
     def _on_healed(self, outcome: Outcome, now_s: float) -> None:
-        """Loads a state that has arrived where all ranks of the group are at the same place: where they wait for nothing else, or with
-        the first outcome that the group decides after this one. If each rank loaded it when it hears this, one might launch a step while
-        another applies held steps, in collectives that need both."""
+        """Takes the outcome of a heal. The state is loaded where all ranks of the group are at the same point: now if they wait only for
+        it, else at the first outcome that the group decides after this one. If each rank loaded it at this event, one might launch a step
+        while another applies held steps, in collectives that need both."""
         heal = self.heal
         if heal is None or heal.attempt_id != (outcome.quorum_id, outcome.attempt, outcome.step):
             return
@@ -720,26 +720,26 @@ class StepMachine:
             self._ask_after_failure(self.reason)
 
     def _ask_after_failure(self, why: str) -> None:
-        """Asks for a quorum after the generation has failed and the heal is over."""
+        """Requests a quorum after the generation has failed and the heal is over."""
         self._drop_held()
-        self._return_slots_unless_kept()  # it may have come with the state
+        self._drop_slots_unless_kept()  # a loaded state may have brought an assignment
         self._ask(why)
 
     def _take_state(self) -> None:
-        """Loads the quorum's state, then applies the steps that were held since, in order: this group is a holder from here on."""
+        """Loads the quorum's state, then commits the held steps in order. From here on this group is a holder."""
         assert self.quorum is not None
         assert self.heal is not None
         heal, self.heal = self.heal, None
         self._load(heal.state, keep_assignment=True)
         self._copied = self.step > 0
-        self.settled = min(self.settled, self.step)  # beyond it, what this group had before counts no more
+        self.settled = min(self.settled, self.step)  # later steps that this group had settled are of another history
         self.void, self._healed_in_generation, self._wants_change = False, True, "healed, to be assigned"
         self._out.append(m.LoadState(self.step))
         held, self._held, due = self._held, [], self._due
         for tail, self._due in held:
             self._commit(tail, held=True)
         self._due = due
-        if self._assignment_returned:
+        if self._assignment_dropped:
             self.ledger.drop()
         self.reason = f"healed, {len(held)} held steps applied: step {self.step}"
 
@@ -765,11 +765,11 @@ class StepMachine:
         if self.phase is Phase.ASKING:
             self._ask(self.reason)
 
-    # ---- what may come at any time
+    # ---- notices, and the end
 
     def _on_notice(self, notice: m.Notice, now_s: float) -> None:
-        """While ASKING, keeps notices, which are sent once: they may belong to the quorum that is about to be answered. MemberLost and
-        GenerationAborted interrupt the current generation; sums that have arrived all the same are voted on as usual."""
+        """Handles a notice. MemberLost and GenerationAborted interrupt the current generation; if its all-reduces complete all the same,
+        the vote is as usual. In ASKING notices are kept, since each is sent once and may belong to the quorum that is about to come."""
         if isinstance(notice, m.Finished):
             self.finished, self.reason = True, f"{notice.replica_id} has saved the last step"
         elif self.phase is Phase.ASKING:
@@ -790,11 +790,11 @@ class StepMachine:
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why
-        self._out.append(m.Stop(why, slots, clean=not self._failed))  # then others have its sums, or wait for none
+        self._out.append(m.Stop(why, slots, clean=not self._failed))  # not failed: no other group waits for this one
 
 
-@lru_cache(64)  # the same for all ranks that a process drives
+@lru_cache(64)  # a process that drives several ranks asks the same for each
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
-    """Replica ranks of the members that own these slots, under any of their ids."""
-    gave = set(map(process_of, owners))
-    return tuple(rank for rank, replica_id in enumerate(members) if process_of(replica_id) in gave)
+    """Returns the replica ranks of the members whose processes have these ids."""
+    processes = set(map(process_of, owners))
+    return tuple(rank for rank, replica_id in enumerate(members) if process_of(replica_id) in processes)

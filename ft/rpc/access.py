@@ -1,7 +1,7 @@
-"""Access to a server: its token and TLS, the addresses that it listens on, and the name of this machine.
+"""Access to a server: token and TLS, the addresses that it listens on, and the name of this machine.
 
-With a token every call must carry it, as `authorization: Bearer TOKEN`, in gRPC metadata and in HTTP headers alike. Without one, a server
-listens on loopback only, unless its operator says --insecure. TLS hides the token from the network; with a CA for clients, it is mutual.
+With a token every call must carry it, as `authorization: Bearer TOKEN`, in gRPC metadata and HTTP headers alike. Without one, a server
+listens on loopback only, unless started with --insecure. TLS hides the token from the network; with a CA for clients it is mutual.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 MIN_TOKEN = 16  # characters
 _WHY = {
     errno.EADDRINUSE: "the port is in use; another lighthouse may be running there",
-    errno.EADDRNOTAVAIL: "that is no address of this machine",
+    errno.EADDRNOTAVAIL: "that is not an address of this machine",
     errno.EACCES: "this user may not listen on that port",
 }
 
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. A server needs cert and key, and asks clients for certificates of `ca` if there is one. A client needs `ca` for a server
-    that no public authority vouches for, and cert and key where it is asked for them."""
+    """PEM files. A server requires cert and key, and requires client certificates issued by `ca` if that is set. A client needs `ca` if no
+    public authority issued the server's certificate, and cert and key if the server requires them."""
 
     cert: Path | None = None
     key: Path | None = None
     ca: Path | None = None
 
     def server_context(self) -> ssl.SSLContext:
-        """Raises ValueError where files are missing, or are no certificate and its key."""
+        """Returns a server's SSL context. Raises ValueError if files are missing, or are not a certificate and its key."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             assert self.cert and self.key
@@ -58,26 +58,26 @@ class Tls:
 @dataclass(frozen=True)
 class Access:
     token: str = ""
-    insecure: bool = False  # without a token, serve whoever reaches us
+    insecure: bool = False  # True: without a token, listen on all addresses
     tls: Tls | None = None
 
     def permits(self, metadata: Iterable[tuple[str, Any]]) -> bool:
-        """True when the pairs hold the token; compares in constant time."""
+        """True when the pairs contain the token, or there is none. Compares in constant time."""
         for key, value in metadata if self.token else ():
             if key.lower() == "authorization":
-                # HTTP headers may hold any byte: what is no UTF-8 arrives as lone surrogates, and is simply wrong
+                # HTTP headers may contain any byte: bytes that are not UTF-8 arrive as lone surrogates, and do not match
                 given = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
                 if hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                     return True
         return not self.token
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Pairs for a client to send with each call."""
+        """Returns the pairs that a client sends with each call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
 def find_token(file: Path | None, text: str) -> str:
-    """The token in the first line of the file, if one is named, else `text` of PHAROS_TOKEN; may be empty. Raises ValueError."""
+    """Returns the token in the first line of `file`, else `text`, the value of PHAROS_TOKEN; may be empty. Raises ValueError."""
     if not file:
         return check_token(text, "PHAROS_TOKEN") if text else ""
     try:
@@ -103,7 +103,7 @@ class Endpoint:
 
     @staticmethod
     def parse(text: str, what: str) -> Endpoint:
-        """Reads "host:port", "[v6]:port" or "http://host:port". Raises ValueError, which names `what`."""
+        """Reads "host:port", "[v6]:port" or "http://host:port". Raises ValueError that names the setting `what`."""
         found = re.fullmatch(r"(?:https?://)?(?:\[([0-9a-fA-F:.%\w]+)\]|([^\s:\[\]/]+)):(\d{1,5})/?", text)
         if not found or int(found[3]) > 65535:
             raise ValueError(f"{what} {text}: must be HOST:PORT, such as 0.0.0.0:29510 or [::]:29510")
@@ -121,7 +121,7 @@ class Endpoint:
 
 
 def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind") -> list[Endpoint]:
-    """Addresses to listen on: `bind`; else all of them with a token or --insecure, loopback without. Raises ValueError for an open one."""
+    """Returns the addresses to listen on: `bind`, else all with a token or --insecure, else loopback. Raises ValueError for an open one."""
     if bind is None:
         hosts = ["::"] if access.token or access.insecure else ["127.0.0.1", "::1"]
         return [Endpoint(host, port) for host in hosts if host != "::1" or has_ipv6()]
@@ -132,7 +132,7 @@ def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind")
     return [asked]
 
 
-def has_ipv6() -> bool:
+def has_ipv6() -> bool:  # True: ::1 can be bound
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
             probe.bind(("::1", 0))
@@ -142,15 +142,15 @@ def has_ipv6() -> bool:
 
 
 def this_host() -> str:
-    """Names this machine and the process numbers that are valid in it: a container may share the name, but not the numbers."""
-    space = ""
+    """Returns the host name with the pid namespace: a container may have the host's name, but its process IDs (pids) differ."""
+    namespace = ""
     with suppress(OSError):
-        space = str(Path("/proc/self/ns/pid").readlink())
-    return f"{socket.gethostname()} {space}"
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    return f"{socket.gethostname()} {namespace}"
 
 
 def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:
-    """Raises ValueError, with the cause in words, where nobody could listen there: grpc itself says no more than that it failed."""
+    """Raises ValueError with the cause if no process can listen there: the error of grpc itself has no cause."""
     try:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:
@@ -158,7 +158,7 @@ def try_to_listen(endpoint: Endpoint, what: str = "--bind") -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen(1)
-    except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name
+    except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid host name
         raise ValueError(f"{what} {endpoint}: there is no host {endpoint.host}") from None
     except OSError as error:
         why = _WHY.get(error.errno or 0, os.strerror(error.errno or 0).lower())

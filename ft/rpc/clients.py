@@ -1,7 +1,7 @@
-"""A group's server as the group's ranks see it: the process that rank 0 starts, its client for a process with threads instead of a loop,
-and the first contact with the lighthouse.
+"""A rank's side of its replica group's server: the child process that rank 0 starts, a client with threads instead of an asyncio loop, and
+the first contact with the lighthouse.
 
-A call that is not answered in time raises TimeoutError, one that is refused RuntimeError; nothing is ever inferred from either.
+A call that is not answered in time raises TimeoutError, one that is refused RuntimeError. Neither counts as an answer "no".
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ if TYPE_CHECKING:
     from ft.rpc.group_server import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 30.0
-CONTACT_S, AGAIN_S = 5.0, 1.0  # one try of the first contact, and until the next
-MAX_LINES = 64  # lines for the page that may wait for the stream
-ASK_S = 30.0  # one try of a call for a quorum
-VOTE_S, VOTE_TRIES = 30.0, 10
-MESSAGE_S = 3.0  # three beats: how long a message of the server counts
-LOG_AFTER_S = 10.0  # the cause of a wait is logged after this, then every
-LOG_EVERY_S = 60.0
-GONE_S = 2.0  # after a call failed, until it is known whether the server is gone
+START_S = 30.0  # timeout of the server's launch
+CONTACT_S, AGAIN_S = 5.0, 1.0  # timeout of one try of the first contact; pause before the next
+MAX_LINES = 64  # lines for the dashboard that may be queued for the stream
+ASK_S = 30.0  # timeout of one try of a quorum request
+VOTE_S, VOTE_TRIES = 30.0, 10  # timeout of one try of a vote; tries without a sign that the group waits for others
+MESSAGE_S = 3.0  # a Waits message counts for this long: three heartbeats at the default beat_s
+LOG_AFTER_S = 10.0  # a wait is first logged after this time
+LOG_EVERY_S = 60.0  # and then at this interval
+GONE_S = 2.0  # after a call failed: time in which the stream shows that the server is gone
 log = logging.getLogger("pharos.group")
 _TIMED_OUT = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Refused(RuntimeError):
-    """The user has to change something: asked again, the answer would be the same."""
+    """The user must correct a setting: a repeated call would get the same answer."""
 
 
 class NameTaken(Refused):
-    """Another group has the name; it may be one that is about to end."""
+    """A different group has this name; it may be about to end."""
 
 
 class Stale(RuntimeError):
-    """A vote about a generation or attempt that the group has left."""
+    """A vote on a generation or attempt that is over in this group."""
 
 
 class GroupServerProcess:
-    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError if it cannot start. It dies with this process,
-    by two ways: the pipe of its stdin, which no other process has, and, if it was started from the main thread, the kernel's parent-death
-    signal (that of the *thread* that started it, which is why no other thread may ask for it)."""
+    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError if it cannot start. It ends when this process
+    dies, by two means: the pipe to its stdin, which no other process has, and, if the main thread started it, the kernel's parent-death
+    signal (sent when the *thread* that started the child ends, so no other thread may use it)."""
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()
-        # Its own session, and without its signals: a Ctrl-C or a SIGTERM for the group is the trainer's to answer, with a Leave.
+        # A session of its own, with the usual signals blocked: the trainer answers Ctrl-C or SIGTERM for the group, with a Leave.
         with unsignalled():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "ft.rpc.group_server"],
@@ -79,9 +79,9 @@ class GroupServerProcess:
         self.pid = self._process.pid
         assert self._process.stdin and self._process.stdout
         given = asdict(settings) | {"parent": os.getpid() if main else 0}
-        self._process.stdin.write(json.dumps(given, default=os.fspath).encode() + b"\n")  # the paths of TLS
+        self._process.stdin.write(json.dumps(given, default=os.fspath).encode() + b"\n")  # fspath: for the files of TLS
         self._process.stdin.flush()
-        with selectors.DefaultSelector() as selector:  # select() itself knows no descriptor above 1023
+        with selectors.DefaultSelector() as selector:  # select() does not support descriptors above 1023
             selector.register(self._process.stdout, selectors.EVENT_READ)
             line = self._process.stdout.readline() if selector.select(START_S) else b""
         if not line:
@@ -96,7 +96,7 @@ class GroupServerProcess:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends it: the group's ranks must have left, or be gone. May be called twice."""
+        """Ends the server. The group's ranks must have left, or be gone. May be called twice."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
         try:
@@ -108,39 +108,39 @@ class GroupServerProcess:
 
 
 class GroupClient:
-    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `message_s`: time.monotonic() of the server's newest
-    message that the whole group waits for others, and none of its ranks is late. `gone`: the server has ended, or the group."""
+    """A rank's connection to its group's server, at "http://host:port". Thread-safe. `message_s`: time.monotonic() of the newest message
+    that the whole group waits for other groups, not for one of its ranks. `gone`: set when the server or the group has ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
         self._channel = channel(address, self._access, aio=False)
         self._metadata = self._access.metadata()
-        self._up: list[tuple[str, Any]] = []  # messages for the stream, each with its field of RankUp; "": the end
+        self._up: list[tuple[str, Any]] = []  # for the stream: (field of RankUp, message); field "": close it
         self._more = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.message_s, self.gone = -math.inf, threading.Event()
-        self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # as the server reported last; when it is logged next
+        self._waited_s, self._log_at_s = 0.0, LOG_AFTER_S  # newest reported wait; the wait that is logged next
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
-        """Calls for a quorum, again and again: a missing answer is never taken for a no. Returns the answer, or
-        None where the server is gone: its stream says why. within_s: then it fails; None: never. name_free_s: so long another group may
-        have this one's name. Raises Refused for a group that cannot take part."""
+        """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
+        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: time for which NameTaken is retried.
+        Raises Refused if the group cannot take part."""
         asked_s = time.monotonic()
         while True:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
             try:
                 answer = self.quorum(call, max(0.01, min(left_s, ASK_S)))
-                self.message_s = time.monotonic()  # a question of all the group's ranks was answered
+                self.message_s = time.monotonic()  # the request of all the group's ranks was answered
                 return answer
             except TimeoutError as error:
                 waited_s = time.monotonic() - asked_s
                 if left_s <= ASK_S:
                     return m.QuorumFailed(f"none within {waited_s:g} s: {error}")
                 if not self._waits_for_others:
-                    log.info("no quorum for %.0f s: other ranks of this group have yet to ask for one", waited_s)
+                    log.info("no quorum for %.0f s: other ranks of this group have not requested one", waited_s)
             except Refused as error:
-                # Who has the name may be about to fall silent.
+                # the group that has the name may be about to end
                 if not isinstance(error, NameTaken) or time.monotonic() - asked_s >= name_free_s:
                     raise
                 if self.gone.wait(GONE_S):
@@ -149,8 +149,8 @@ class GroupClient:
                 return None if self.gone.wait(GONE_S) else m.QuorumFailed(str(error))
 
     def outcome(self, vote: m.Vote) -> m.Outcome:
-        """The group's outcome. A vote that the server has yet to answer, also for ranks that wait for other groups, is cast again for as
-        long as it takes. Raises GroupEnded where there is no outcome: this rank ends."""
+        """Casts a vote and returns the group's outcome. Without an answer the vote is cast again, without limit while the group waits for
+        others. Raises GroupEnded if there is no outcome, in which case this rank must end."""
         tries = 0
         while tries < VOTE_TRIES:
             try:
@@ -159,9 +159,9 @@ class GroupClient:
                 if self._waits_for_others:
                     continue
             except Stale as error:
-                raise GroupEnded(f"the group has gone on without this rank: {error}") from None
+                raise GroupEnded(f"the group has continued without this rank: {error}") from None
             except RuntimeError as error:
-                raise GroupEnded(f"the group's server does not count votes any more: {error}") from None
+                raise GroupEnded(f"the group's server accepts no votes any more: {error}") from None
             tries += 1
             log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
         raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
@@ -171,7 +171,7 @@ class GroupClient:
         return time.monotonic() - self.message_s <= MESSAGE_S
 
     def quorum(self, call: m.RankCall, timeout_s: float) -> m.QuorumResult | m.RestoreRequired | m.Released:
-        """Waits until all ranks of the group have called and the lighthouse has answered. Raises TimeoutError, RuntimeError."""
+        """Requests a quorum once: waits for the requests of all ranks and for the lighthouse. Raises TimeoutError, RuntimeError."""
         reply = self._call("Quorum", codec.to_message(call), pharos_pb2.RankReply, timeout_s)
         if reply.WhichOneof("reply") == "restore":
             return m.RestoreRequired(reply.restore.settled)
@@ -180,30 +180,30 @@ class GroupClient:
         return codec.from_message(m.QuorumResult, reply.quorum)
 
     def vote(self, vote: m.Vote, timeout_s: float) -> m.Outcome:
-        """Waits for the group's outcome; the same vote may be cast again. Raises TimeoutError, Stale, RuntimeError."""
+        """Casts a vote once and waits for the group's outcome; the vote may be repeated. Raises TimeoutError, Stale, RuntimeError."""
         call = self._channel.unary_unary("/pharos.Group/CastVote")
         return codec.from_bytes(m.Outcome, answer_of(call, codec.to_message(vote), timeout_s, self._metadata))
 
     def checkpoint_metadata(self, group_rank: int, timeout_s: float) -> str:
-        """Asks another group's server where that rank of it serves its state. Raises TimeoutError, RuntimeError."""
+        """Returns the address at which that rank of the server's group serves its state. Raises TimeoutError, RuntimeError."""
         ask = pharos_pb2.AskMetadata(group_rank=group_rank)
         return str(self._call("CheckpointMetadata", ask, pharos_pb2.Metadata, timeout_s).checkpoint_metadata)
 
     def leave(self, *, clean: bool, reason: str, finished: bool = False, timeout_s: float = 5.0) -> None:
-        """Leaves, for the whole group: afterwards ranks may close in any order. Raises TimeoutError, RuntimeError."""
+        """Announces that the whole group leaves: then its ranks may close in any order. Raises TimeoutError, RuntimeError."""
         leave = pharos_pb2.Leave(clean=clean, reason=codec.shorten(reason, codec.MAX_REASON), finished=finished)
         self._call("Leave", leave, pharos_pb2.Done, timeout_s)
 
     def watch(
         self, on_notice: Callable[[m.Notice], None], on_end: Callable[[str], None], *, pid: int | None = None
     ) -> None:
-        """Opens this rank's stream. From then on the group ends if this stream does, unless it has left; `on_end` is called once if the
-        server goes, and the rank is to exit. Both are called from a thread of their own, and must not raise. pid: the process that is
-        killed when the group ends, by default this one; 0: none."""
-        assert self._thread is None, "one stream a rank"
+        """Opens this rank's stream. From then on the group ends if the stream breaks, unless it has left. `on_end` is called once, with the
+        reason, if the server is gone: then the rank must exit. Both are called in a separate thread, and must not raise. `pid`: process ID
+        that is killed when the group ends, by default this process's; 0: none."""
+        assert self._thread is None, "a rank has one stream"
         pid = os.getpid() if pid is None else pid
         self._send("hello", pharos_pb2.RankHello(group_rank=self.group_rank, pid=pid, host=this_host()))
-        sent = iter(self._next_message, None)  # grpc pulls from it, in a thread of its own
+        sent = iter(self._next_message, None)  # grpc reads it in a thread of its own
         stream = self._channel.stream_stream("/pharos.Group/Watch")(sent, metadata=self._metadata)
 
         def read() -> None:
@@ -221,26 +221,26 @@ class GroupClient:
         self._thread = threading.Thread(target=read, name="group-watch", daemon=True)
         self._thread.start()
 
-    def report(self, report: m.Report, **figures: Any) -> None:
-        """Sends a report to the group's server, which beats with it. figures: the fields of pharos.Report that are for people."""
+    def report(self, report: m.Report, **metrics: Any) -> None:
+        """Sends a report to the group's server, for its heartbeats. `metrics`: fields of pharos.Report that only the dashboard shows."""
         message = codec.to_message(report)
-        message.MergeFrom(pharos_pb2.Report(**figures))
+        message.MergeFrom(pharos_pb2.Report(**metrics))
         self._send("report", message)
 
     def happened(self, lane: str, step: int, text: str) -> None:
-        """Sends a line for the lighthouse's page (codec.LANES). It may get lost on its way."""
+        """Sends an event for the dashboard's timeline. `lane`: one of codec.LANES. It may get lost."""
         self._send("happened", codec.happened_message(lane, step, text))
 
     def rejoin_under_new_id(self, quorum_id: int, reason: str) -> None:
-        """This group holds the others up: it is to return under a new id. All ranks may say so; the first is heard."""
+        """Makes the group return under a new id, since it keeps the others waiting. All ranks may call this; the first call counts."""
         self._send("rejoin", pharos_pb2.RejoinUnderNewId(quorum_id=quorum_id, reason=reason))
 
     def want_to_leave(self) -> None:
-        """This rank was asked to leave: where its group waits for others, it is to wait no longer."""
+        """Reports that this rank was asked to leave: if its group waits for others, the wait ends."""
         self._send("wants_to_leave", pharos_pb2.Done())
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the stream and the channel. May be called twice."""
         self._closed = True
         self._send("", None)
         if self._thread:
@@ -248,7 +248,7 @@ class GroupClient:
         self._channel.close()
 
     def _send(self, field: str, message: Any) -> None:
-        """Queues a message. The queue is bounded: it keeps the newest report and the first few lines for the page."""
+        """Queues a message. The queue is bounded: it keeps the newest report and the first MAX_LINES events for the dashboard."""
         with self._more:
             if field == "happened" and sum(other == field for other, _ in self._up) >= MAX_LINES:
                 return
@@ -264,7 +264,7 @@ class GroupClient:
         return pharos_pb2.RankUp(**{field: message}).SerializeToString() if field else None
 
     def _on_message(self, data: bytes, on_notice: Callable[[m.Notice], None]) -> str:
-        """Takes in a message of the stream. Returns the reason why the group has ended, if it says so."""
+        """Handles a message of the stream. Returns the reason why the group has ended; empty if it has not."""
         try:
             down = codec.parse(pharos_pb2.RankDown, data)
             which = down.WhichOneof("down")
@@ -272,13 +272,13 @@ class GroupClient:
                 on_notice(codec.notice_from(down.notice))
             elif which == "waits":
                 self.on_waits(codec.from_message(m.Waits, down.waits))
-        except ValueError as error:  # what it meant shows with the next quorum
-            log.warning("a word of the group's server is passed over: %s", error)
+        except ValueError as error:  # a notice of an unknown kind: the next quorum has its consequences
+            log.warning("a message of the group's server is ignored: %s", error)
             return ""
         return str(down.ended.reason)
 
     def on_waits(self, waits: m.Waits) -> None:
-        """Notes what the group waits for, as its server says once a beat. Rank 0 says it for all, once a minute."""
+        """Records that the group waits for others, as its server reports every beat_s. Rank 0 logs it every LOG_EVERY_S."""
         self.message_s = time.monotonic()
         if waits.waited_s < self._waited_s:
             self._log_at_s = LOG_AFTER_S
@@ -292,20 +292,20 @@ class GroupClient:
         return codec.parse(reply_type, answer_of(call, request, timeout_s, self._metadata))
 
 
-def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
-    """A group's first contact: whether the lighthouse knows torchft's calls alone. One that does not answer yet is waited for, with a
-    warning at once. Raises ValueError where it does not take the token, ConnectionError after `patience_s`."""
+def is_torchft_lighthouse(lighthouse: str, access: Access, patience_s: float = 60.0) -> bool:
+    """Returns True if the lighthouse implements torchft's RPCs only, False for Pharos. Retries until the lighthouse answers, after one
+    warning. Raises ValueError if it refuses the token, ConnectionError after `patience_s`."""
     until_s, warned = time.monotonic() + patience_s, False
     with closing(channel(lighthouse, access, aio=False)) as connection:
         call = connection.unary_unary("/pharos.Lighthouse/Quorum")
         while True:
-            try:  # a call without a caller is refused, and changes nothing
+            try:  # a request without a member is refused, and changes nothing
                 call(b"", timeout=CONTACT_S, metadata=access.metadata())
                 return False
             except grpc.RpcError as error:
                 code, why = error.code(), error.details()
             if code is grpc.StatusCode.UNAUTHENTICATED:
-                given = "has another one" if access.token else "asks for one, and it is not set"
+                given = "has a different token" if access.token else "requires a token, and it is not set"
                 raise ValueError(f"PHAROS_TOKEN: the lighthouse at {lighthouse} {given}")
             if code not in (grpc.StatusCode.UNAVAILABLE, *_TIMED_OUT):
                 return bool(code is grpc.StatusCode.UNIMPLEMENTED)
@@ -319,7 +319,7 @@ def is_torchfts(lighthouse: str, access: Access, patience_s: float = 60.0) -> bo
 
 
 def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
-    """Waits for it. Raises TimeoutError, Refused, NameTaken, Stale, RuntimeError."""
+    """Makes a call and returns its answer. Raises TimeoutError, Refused, NameTaken, Stale, RuntimeError."""
     try:
         return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
     except grpc.RpcError as error:

@@ -1,8 +1,8 @@
 """Translates the dataclasses of ft.protocol.messages to the messages of pharos.proto and torchft.proto, and back.
 
-A dataclass of ours and its message have the same name and the same fields, so one converter per dataclass is made from its type hints,
-once. torchft's messages have other fields, and are written out. Form is checked here (lengths, ranges, known values), sense by
-rules.validate_request; both raise ValueError, which a server turns into INVALID_ARGUMENT.
+A dataclass and its message in pharos.proto have the same fields and (but for WIRE_TYPES) the same name, so one converter per dataclass is
+made from its type hints. torchft's messages differ and have functions of their own. Lengths, ranges and legal values are checked here,
+consistency by rules.validate_request; both lead to ValueError, which a server turns into INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 T = TypeVar("T")
 P = TypeVar("P", bound=Message)
 
+WIRE_TYPES: dict[type[Any], Any] = {m.Timeouts: pharos_pb2.Times, m.JobLimits: pharos_pb2.Terms}
 MAX_TEXT = 512  # characters of an id, an address, a digest
 MAX_REASON = 4 << 10
-MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}
-# a member's, and the same in a rank's QuorumResult
-MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)
-MAX_DIGESTS = 256  # one for each key that groups must have alike
-MAX_NAMED = 65_536  # members blamed by one call or report
-MAX_LINE = 500  # characters of a text for people
-# Of the page's timeline: a failed step, weights that differ, files that cannot be written
-LANES = ("commit", "corruption", "storage")
-ORDERS = ("drain", "kill")
+MAX_TEXTS = {"reason": MAX_REASON, "data": 64 << 10, "checkpoint_metadata": 64 << 10}  # by field
+MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # each string of a Member, of a QuorumResult
+MAX_DIGESTS = 256  # digests in a fingerprint
+MAX_NAMED = 65_536  # members blamed by one request or report
+MAX_LINE = 500  # characters of a line that the dashboard shows
+LANES = ("commit", "corruption", "storage")  # legal Happened.lane: a failed step, divergent weights, a failed write
+ORDERS = ("drain", "kill")  # legal Order.kind
 REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}
 
 
 def parse(message_type: type[P], data: bytes) -> P:
-    """Raises ValueError where `data` is not such a message."""
+    """Parses a message. Raises ValueError if `data` is none of that type."""
     try:
         return message_type.FromString(data)
     except DecodeError as error:
@@ -49,46 +48,47 @@ def parse(message_type: type[P], data: bytes) -> P:
 
 
 def to_message(value: Any) -> Any:
-    """The message of the same name. Raises ValueError for contents it cannot hold: a number of more than 64 bits, half a character."""
+    """Returns a dataclass as a message. Raises ValueError for a value that this cannot contain: an integer above 64 bits, a surrogate."""
     converter = _converter(type(value))
     return converter.fill(converter.message_type(), value)
 
 
 def from_message(value_type: type[T], message: Message) -> T:
-    """The dataclass of the same name. Raises ValueError."""
+    """Returns the dataclass of a message. Raises ValueError."""
     return _converter(value_type).decode(message)
 
 
 def from_bytes(value_type: type[T], data: bytes) -> T:
-    """Raises ValueError."""
+    """Parses a message and returns its dataclass. Raises ValueError."""
     converter = _converter(value_type)
     return converter.decode(parse(converter.message_type, data))
 
 
 class _Converter:
-    """Between a dataclass and its message. Only fields that differ between the two cost a call."""
+    """Converts between a dataclass and its message. Only fields whose types differ cost a function call."""
 
     def __init__(self, value_type: type[Any], message_type: Any = None) -> None:
-        """message_type: by default ours, of the same name."""
-        self.value_type, self.message_type = value_type, message_type or getattr(pharos_pb2, value_type.__name__)
+        """`message_type`: by default the one of pharos.proto."""
+        self.value_type, self.message_type = value_type, message_type or WIRE_TYPES.get(value_type)
+        self.message_type = self.message_type or getattr(pharos_pb2, value_type.__name__)
         on_wire, hints = self.message_type.DESCRIPTOR.fields_by_name, get_type_hints(value_type)
         self.names = tuple(x.name for x in fields(value_type) if x.name in on_wire)
         others = [x for x in fields(value_type) if x.name not in on_wire and x.default is not MISSING]
         self.defaults = {x.name: x.default for x in others}
         self.read: Callable[[Any], tuple[Any, ...]] = lambda x: tuple(getattr(x, name) for name in self.names)
-        if len(self.names) > 1:  # of one name it is no tuple
+        if len(self.names) > 1:  # attrgetter of one name would return no tuple
             self.read = attrgetter(*self.names)
         self.texts = tuple(name for name in self.names if hints[name] is str)
         self.optional = tuple(name for name in self.names if NoneType in get_args(hints[name]))
         self.choices = tuple((name, get_args(hints[name])) for name in self.names if get_origin(hints[name]) is Literal)
-        ways = {name: _ways(name, hints[name]) for name in self.names}
-        self.fillers = {name: fill for name, (fill, _) in ways.items() if fill}
-        self.decoders = tuple((name, decode) for name, (_, decode) in ways.items() if decode)
+        pairs = {name: _field_pair(name, hints[name]) for name in self.names}
+        self.fillers = {name: fill for name, (fill, _) in pairs.items() if fill}
+        self.decoders = tuple((name, decode) for name, (_, decode) in pairs.items() if decode)
         self.plain = tuple(x for x in self.names if x not in self.fillers and x not in self.optional and x != "reason")
         self.others = tuple(x for x in self.names if x not in self.plain)
 
     def fill(self, message: Any, value: Any) -> Any:
-        """Fills an empty message; a field that has its default needs nothing."""
+        """Fills an empty message. Fields with proto3's default are not set."""
         values = vars(value)
         for name in self.plain:
             if item := values[name]:
@@ -103,7 +103,7 @@ class _Converter:
         return message
 
     def decode(self, message: Any) -> Any:
-        value = object.__new__(self.value_type)  # as _made, without its call
+        value = object.__new__(self.value_type)  # as in _make, without the cost of its call
         values = value.__dict__
         values.update(self.defaults)
         values.update(zip(self.names, self.read(message), strict=True))
@@ -116,7 +116,7 @@ class _Converter:
         for name in self.optional:
             if not message.HasField(name):
                 values[name] = None
-        for name, decode in self.decoders:  # of a message, or of a list, which is empty most of the time
+        for name, decode in self.decoders:  # fields that are messages or lists; lists are mostly empty
             values[name] = decode(item) if (item := values[name]) else ()
         return value
 
@@ -124,16 +124,16 @@ class _Converter:
 _converter: Callable[[Any], _Converter] = cache(_Converter)
 
 
-def _made(value_type: type[T], *values: Any) -> T:
-    """Makes a frozen dataclass without its __init__, whose object.__setattr__ for each field would be a tenth of the cost of a call."""
+def _make(value_type: type[T], *values: Any) -> T:
+    """Makes a frozen dataclass without its __init__, which calls object.__setattr__ for each field: a tenth of the time of a request."""
     made = object.__new__(value_type)
     for some in values:
         made.__dict__.update(some)
     return made
 
 
-def _ways(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Callable[[Any], Any] | None]:
-    """Functions that fill a field's message or list with a value, and that read its value; None: the value is set and got as it is."""
+def _field_pair(name: str, hint: Any) -> tuple[Callable[[Any, Any], object] | None, Callable[[Any], Any] | None]:
+    """Returns functions that write a value into a field's message or list, and that read it; None: the value is copied as it is."""
     args = get_args(hint)
     if hint == m.State:
         return _fill_state, _state_from
@@ -167,7 +167,7 @@ def _state_from(message: pharos_pb2.State) -> m.State:
 
 
 def _check_text(name: str, value: str) -> str:
-    """Bounded: a group's description of itself is kept, and goes to all the others."""
+    """Checks the length of a string, since the lighthouse stores it and sends it to all other groups. Raises ValueError."""
     if len(value) > MAX_TEXT and len(value) > (most := MAX_TEXTS.get(name, MAX_TEXT)):
         raise ValueError(f"{name}: {len(value)} characters, legal is up to {most}")
     return value
@@ -180,7 +180,7 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> str:
 
 
 def report_from(message: pharos_pb2.Report) -> m.Report:
-    """A group's beat. Its figures are shown, and enter the machine's sums. Raises ValueError."""
+    """Returns a report whose numbers have been checked, since the machine and the dashboard compute with them. Raises ValueError."""
     _check_text("phase", message.phase)
     for name in (*REPORT_BYTES, "median_step_s", "phase_limit_s", "goodput_s", "wall_s"):
         if not 0 <= getattr(message, name) < math.inf:
@@ -194,7 +194,7 @@ def report_from(message: pharos_pb2.Report) -> m.Report:
 
 
 def shorten(text: str, most: int) -> str:
-    """The first `most` characters of `text`, fit to be sent: a reason may quote a file name that is not UTF-8."""
+    """Returns the first `most` characters of `text`, valid as UTF-8: a reason may quote a file name that is not."""
     return text[:most].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -203,11 +203,11 @@ def happened_message(lane: str, step: int, text: str) -> pharos_pb2.Happened:
 
 
 def check_happened(message: pharos_pb2.Happened) -> pharos_pb2.Happened:
-    """Raises ValueError."""
+    """Returns the message if it is valid. Raises ValueError."""
     _one_of("lane", message.lane, LANES)
     if not m.VOID <= message.step <= MAX_STEP or len(message.text) > MAX_LINE:
         raise ValueError(
-            f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, {MAX_LINE}"
+            f"step {message.step}, {len(message.text)} characters: legal is {m.VOID} to {MAX_STEP}, up to {MAX_LINE}"
         )
     return message
 
@@ -218,10 +218,10 @@ def notice_message(notice: m.Notice) -> Any:
 
 
 def notice_from(message: pharos_pb2.Notice) -> m.Notice:
-    """Raises ValueError for a kind of notice that is not known here."""
+    """Returns the notice in a message. Raises ValueError for a kind that this version does not know."""
     name = message.WhichOneof("notice")
     if name not in NOTICES:
-        raise ValueError("a notice of no known kind")
+        raise ValueError("a notice of an unknown kind")
     return from_message(NOTICES[name], getattr(message, name))
 
 
@@ -229,7 +229,7 @@ refused_from: Callable[[Any], m.LighthouseRefused] = _Converter(m.LighthouseRefu
 
 
 def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
-    """Reads a quorum that a group reports. Raises ValueError for one that no honest group reports."""
+    """Returns a quorum that a group reports. Raises ValueError for one that no lighthouse can have issued."""
     if len(message.fingerprint) > MAX_DIGESTS:
         raise ValueError(f"a fingerprint of {len(message.fingerprint)} digests: legal is up to {MAX_DIGESTS}")
     quorum = from_message(m.Quorum, message)
@@ -237,49 +237,49 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
         if problem := validate_request(m.Call(member, known=quorum.quorum_id)):
             raise ValueError(problem[1])
     if quorum.quorum_id < 1 or not quorum.members or list(quorum.ids) != sorted(set(quorum.ids)):
-        raise ValueError(f"quorum {quorum.quorum_id} of {len(quorum.members)} members, not in order, each once")
+        raise ValueError(f"quorum {quorum.quorum_id}: its {len(quorum.members)} members must be sorted and unique")
     if not quorum.holders:
         raise ValueError(
-            f"quorum {quorum.quorum_id}: none of its members holds the state of step {quorum.reference[0]}"
+            f"quorum {quorum.quorum_id}: none of its members has the reference state of step {quorum.reference[0]}"
         )
     return quorum
 
 
-_PASSING = ("step", "commit_quorum_id", "commit_id", "assigned", "assignment_id")
-_passing = attrgetter(*_PASSING)
-_lasting = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _PASSING))
+_DYNAMIC = ("step", "commit_quorum_id", "commit_id", "assigned", "assignment_id")
+_dynamic = attrgetter(*_DYNAMIC)
+_static = attrgetter(*(x.name for x in fields(m.Member) if x.name not in _DYNAMIC))
 
 
 @dataclass(frozen=True)
 class StaticQuorum:
-    """A quorum without its members' states and assignments: the part that stays the same while nobody comes or goes."""
+    """Static part of a quorum, without its members' states and assignments: constant until a group joins, leaves or restarts."""
 
-    members: tuple[m.Member, ...] = ()  # with states and assignments of some quorum, which mean nothing here
+    members: tuple[m.Member, ...] = ()  # their states and assignments are of some quorum, and not used
     fingerprint: m.Fingerprint = ()
-    id: str = ""
-    lasting: tuple[tuple[Any, ...], ...] = ()  # what `id` names, of each member
+    id: str = ""  # hash of the static part; "roster" in QuorumRequest
+    static: tuple[tuple[Any, ...], ...] = ()  # static fields of each member
 
     @staticmethod
     def of(quorum: m.Quorum, before: StaticQuorum | None = None) -> StaticQuorum:
-        """before: returned if it is the same."""
-        lasting = tuple(map(_lasting, quorum.members))
-        if before and before.lasting == lasting and before.fingerprint == quorum.fingerprint:
+        """Returns the static part of `quorum`: `before`, if that is equal."""
+        static = tuple(map(_static, quorum.members))
+        if before and before.static == static and before.fingerprint == quorum.fingerprint:
             return before
-        named = repr((lasting, quorum.fingerprint)).encode()
-        return StaticQuorum(quorum.members, quorum.fingerprint, hashlib.sha256(named).hexdigest()[:32], lasting)
+        hashed = repr((static, quorum.fingerprint)).encode()
+        return StaticQuorum(quorum.members, quorum.fingerprint, hashlib.sha256(hashed).hexdigest()[:32], static)
 
     def complete(self, same: pharos_pb2.SameRoster) -> m.Quorum:
-        """The quorum that `same` stands for, to the holder of this roster."""
+        """Returns the quorum that has this static part and the dynamic part `same`."""
         state = _state_from(same.reference)
-        passing = dict(zip(_PASSING, (*state, same.assigned, same.assignment_id), strict=True))
-        members = tuple([_made(m.Member, vars(member), passing) for member in self.members])
+        dynamic = dict(zip(_DYNAMIC, (*state, same.assigned, same.assignment_id), strict=True))
+        members = tuple([_make(m.Member, vars(member), dynamic) for member in self.members])
         return m.Quorum(same.quorum_id, members, state, same.epoch, self.fingerprint)
 
 
-def same_roster(quorum: m.Quorum) -> Any | None:
-    """The short form of `quorum`. None where the members differ in state or assignment."""
+def static_quorum_update(quorum: m.Quorum) -> Any | None:
+    """Returns the dynamic part of `quorum` as a SameRoster; None if its members differ in state or assignment."""
     first = quorum.members[0]
-    if set(map(_passing, quorum.members)) != {(*quorum.reference, first.assigned, first.assignment_id)}:
+    if set(map(_dynamic, quorum.members)) != {(*quorum.reference, first.assigned, first.assignment_id)}:
         return None
     return pharos_pb2.SameRoster(
         quorum_id=quorum.quorum_id,
@@ -290,30 +290,30 @@ def same_roster(quorum: m.Quorum) -> Any | None:
     )
 
 
-_TORCHFTS = _Converter(m.Member, torchft_pb2.QuorumMember)
-_TORCHFTS.texts = ()  # lighthouse_service.py has bounds for torchft's
-_TORCHFTS.decoders = (("reconfigure_handles", tuple),)
+_TORCHFT_MEMBER = _Converter(m.Member, torchft_pb2.QuorumMember)
+_TORCHFT_MEMBER.texts = ()  # lighthouse_service.py bounds the strings of torchft's members
+_TORCHFT_MEMBER.decoders = (("reconfigure_handles", tuple),)
 _TORCHFT_CALL = vars(m.Call(m.Member(""), "torchft"))
 
 
 def torchft_member(member: m.Member) -> Any:
-    return _TORCHFTS.fill(torchft_pb2.QuorumMember(), member)
+    return _TORCHFT_MEMBER.fill(torchft_pb2.QuorumMember(), member)
 
 
 def call_from_torchft(message: torchft_pb2.QuorumMember) -> m.Call:
     call = object.__new__(m.Call)
-    call.__dict__.update(_TORCHFT_CALL, member=_TORCHFTS.decode(message))
+    call.__dict__.update(_TORCHFT_CALL, member=_TORCHFT_MEMBER.decode(message))
     return call
 
 
 def torchft_quorum(quorum: m.Quorum, created_s: float) -> Any:
-    """created_s: seconds since 1970."""
+    """Returns torchft's message of a quorum. `created_s`: seconds since 1970."""
     message = torchft_pb2.Quorum(quorum_id=quorum.quorum_id)
     for member in quorum.members:
-        _TORCHFTS.fill(message.participants.add(), member)
+        _TORCHFT_MEMBER.fill(message.participants.add(), member)
     message.created.seconds, message.created.nanos = divmod(int(created_s * 1e9), 10**9)
     return message
 
 
 def quorum_from_torchft(message: torchft_pb2.Quorum) -> m.Quorum:
-    return m.Quorum(message.quorum_id, tuple(map(_TORCHFTS.decode, message.participants)))
+    return m.Quorum(message.quorum_id, tuple(map(_TORCHFT_MEMBER.decode, message.participants)))

@@ -1,6 +1,6 @@
-"""Drives one machine of ft.protocol: events in, effects carried out in order, a tick when time has gone by.
+"""The driver of one state machine of ft.protocol: feeds events and ticks, and carries out the effects in order.
 
-One driver belongs to one asyncio loop, and only that loop's thread may feed it: no locks, and no two events at once.
+A driver belongs to one asyncio loop, and only that loop's thread may feed it: so it needs no locks, and handles one event at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ft.protocol import messages as m
 
-EffectHandler = Callable[[Any], "asyncio.Future[None] | None"]  # a future: later effects wait until it is done
+EffectHandler = Callable[[Any], "asyncio.Future[None] | None"]  # if it returns a future, later effects wait for it
 Observer = Callable[[float, m.Event, m.Out], None]
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -24,13 +24,13 @@ class Machine(Protocol):
 
 
 def now_s() -> float:
-    """Seconds on a clock that never runs back and, where there is such a one, goes on while the host sleeps."""
+    """Returns seconds of a clock that never goes back and, where the OS has one, runs while the host sleeps."""
     return time.clock_gettime(_CLOCK)
 
 
 class Driver:
-    """`handlers` has one for every effect that the machine has. `observer` gets every event with what came out, for logs and records;
-    `with_ticks` is called with each tick. A fault in the machine or an effect: `run` raises it, and whoever fed the event gets it, too."""
+    """`handlers`: one for each class of effect that the machine returns. `observer` gets each event and its output, for logs; `with_ticks`
+    is called before each tick. An error in the machine or a handler is raised by `run`, and by the `feed` that caused it."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class Driver:
         self._handlers, self._observer, self._with_ticks = handlers, observer, with_ticks
         self._tick_s, self._clock = tick_s, clock
         self._effects: deque[m.Effect] = deque()
-        self._busy = False  # inside an effect, or waiting for one
+        self._busy = False  # True: inside an effect's handler, or waiting for its future
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def feed(self, event: m.Event) -> None:
-        """May be called by an effect; the effects of `event` then come after those that are already waiting."""
+        """Handles an event. May be called by an effect's handler; the new effects then follow those that are waiting."""
         try:
             now = self._clock()
             out = self.machine.handle(event, now)
@@ -64,16 +64,16 @@ class Driver:
             raise
 
     async def run(self) -> None:
-        """Ticks until it is cancelled. Raises what went wrong in the machine or in an effect, wherever it was fed."""
+        """Feeds ticks until it is cancelled. Raises the first error in the machine or in a handler."""
         over, loop = threading.Event(), asyncio.get_running_loop()
         try:
             while not self._broken.done():
                 due_s = self._clock() + self._tick_s
-                # Slept in a thread: with a timer of its own the loop works out at each turn how long it may sleep, and sets a timer of the
-                # kernel, too. A call takes eight turns: 3 to 9 % of a small round.
+                # A thread sleeps, since a timer of the loop costs time in each of its iterations, of which a quorum request takes eight:
+                # 3 to 9 % of the time of a quorum of few groups.
                 slept = loop.run_in_executor(None, over.wait, self._tick_s)
                 await asyncio.wait((self._broken, slept), return_when=asyncio.FIRST_COMPLETED)
-                if self._clock() - due_s > self._tick_s:  # this process was stopped: what arrived meanwhile goes first
+                if self._clock() - due_s > self._tick_s:  # this process was stopped: handle arrived messages first
                     await asyncio.sleep(0.01)
                 if not self._broken.done():
                     if self._with_ticks:

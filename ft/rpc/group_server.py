@@ -1,10 +1,10 @@
-"""The server of one group: a child process of its rank 0, without torch, so that a trainer that holds the GIL does not look dead.
+"""The server of one replica group: a child process of its rank 0, so that it sends heartbeats even while a trainer holds the GIL.
 
     ranks (clients.GroupClient) -> pharos.Group           -> ft.protocol.group's machine -> lighthouse_link.PharosConnection -> lighthouse
     torchft's ManagerClient     -> torchft.ManagerService
 
-clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints
-{"address": ...}, ends when stdin does. Exit code: 0 the group left or its parent is gone, 1 the group ended for a fault, 2 bad settings.
+clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
+ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad settings. No torch here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from ft.rpc.lighthouse_link import LighthouseConnection, PharosConnection
 from ft.rpc.serving import Outbox, Pending, PendingCalls, Server, refused, stream, unary
 
 TICK_S = 0.5
-# After a check that found a trainer stopped: a slow one stops and goes on, and may be stopped at each beat.
+# Interval of checks while a trainer is stopped: one that is stopped for short times only must get a heartbeat through in between.
 RECHECK_S = 0.05
-END_NOTICE_S = 0.2  # that ranks have to read why, before they are killed
+END_NOTICE_S = 0.2  # time for ranks to read the reason before they are killed
 log = logging.getLogger("pharos.group")
-CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vote.key; None: a call for a quorum)
+CallKey = tuple[int, m.VoteKey | None]  # key of a waiting call: (group_rank, Vote.key; None: a quorum request)
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,34 @@ class Settings:
     world_size: int
     lighthouse: str  # http://host:port
     store_address: str = ""
-    host: str = ""  # that others reach this machine by; "": the machine's name
+    host: str = ""  # address at which others reach this machine; "": its host name
     port: int = 0
-    wire: Literal["pharos", "torchft"] = "pharos"  # that the lighthouse is spoken to in
+    wire: Literal["pharos", "torchft"] = "pharos"  # protocol of the lighthouse
     access: Access = field(default_factory=Access)
-    times: m.Times = field(default_factory=m.Times)
+    times: m.Timeouts = field(default_factory=m.Timeouts)
     retries: int | None = None
-    spares_above: int | None = None
-    parent: int = 0  # pid; 0: nobody's child
+    max_active_groups: int | None = None
+    parent: int = 0  # process ID (pid) of rank 0; 0: do not end with it
 
 
 class RankReports:
-    """The newest report of each rank, and what they come to. A report costs the same, however many ranks there are."""
+    """The newest report of each rank, and their aggregate. The cost of a report does not depend on the number of ranks."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._of: dict[int, Any] = {}  # pharos_pb2.Report
-        self._waiting: set[int] = set()  # ranks in the sums of a step, or past them
-        self._summed: set[int] = set()  # ranks past them
-        self._blames: dict[int, tuple[str, ...]] = {}  # by ranks that cannot work with somebody
+        self._reports: dict[int, Any] = {}  # rank -> pharos_pb2.Report
+        self._waiting: set[int] = set()  # ranks that have entered the all-reduce of a step
+        self._summed: set[int] = set()  # ranks that have completed it
+        self._blames: dict[int, tuple[str, ...]] = {}  # rank -> members that it cannot work with
 
     def update(self, rank: int, report: Any) -> None:
-        self._of[rank] = report
+        self._reports[rank] = report
         for ranks, inside in ((self._waiting, report.waiting), (self._summed, report.waiting and report.summed)):
             (ranks.add if inside else ranks.discard)(rank)
         self.blame(rank, report.blame)
 
     def blame(self, rank: int, others: Collection[str]) -> None:
-        """Replaces the members that the rank named before, with which it cannot work."""
+        """Replaces the list of members that this rank cannot work with."""
         if others and 0 <= rank < self._world_size:
             self._blames[rank] = tuple(others)
         else:
@@ -87,19 +87,19 @@ class RankReports:
 
     @property
     def waiting(self) -> bool:
-        """True when all ranks are in the collective with other groups or past it, and some still in it: the group waits for others."""
+        """True when all ranks are in the all-reduce with other groups or past it, and some still in it: the group waits for others."""
         return len(self._waiting) == self._world_size > len(self._summed)
 
     @property
     def settled(self) -> int:
-        """The newest settled step, of ranks that hold a state: a healing rank's is a step of the history that it leaves."""
-        return max((report.settled for report in self._of.values() if report.step != m.VOID), default=0)
+        """Returns the newest settled step of ranks that have a state: that of a healing rank is of the history that it leaves."""
+        return max((report.settled for report in self._reports.values() if report.step != m.VOID), default=0)
 
     def together(self) -> Any:
-        """Rank 0's figures, what those of all add up to, and the longest phase that one of them is in."""
-        report, reports = pharos_pb2.Report(), list(self._of.values())
+        """Returns the group's report: rank 0's, with byte counts summed over all ranks and the longest phase of any rank."""
+        report, reports = pharos_pb2.Report(), list(self._reports.values())
         if reports:
-            report.CopyFrom(self._of[min(self._of)])
+            report.CopyFrom(self._reports[min(self._reports)])
             longest = max(reports, key=lambda one: one.phase_limit_s)
             if longest.phase_limit_s:
                 report.phase, report.phase_limit_s = longest.phase, longest.phase_limit_s
@@ -112,7 +112,7 @@ class RankReports:
 
 
 class Process:
-    """A live process on this host. On Linux it is held by a descriptor, so a signal never hits a successor of its pid."""
+    """A live process on this host. On Linux it is referred to by a pidfd, so a signal never reaches a later process with the same pid."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self.pid, self._proc = pid, proc
@@ -122,11 +122,11 @@ class Process:
                 self._handle = os.pidfd_open(pid)
 
     def is_stopped(self) -> bool:
-        """True when stopped by SIGSTOP or a debugger. False where that cannot be known."""
+        """True when stopped by SIGSTOP or a debugger. False if that cannot be determined."""
         return self._status().get("State", "")[:1] in ("T", "t")
 
     def is_dying(self) -> bool:
-        """True when it was killed, and is not gone: it waits in the kernel, for a file server, say. False where that cannot be known."""
+        """True when killed but not gone, for example in a system call that waits for a file server. False if unknown."""
         status = self._status()
         killed = any(int(status.get(mask, "0"), 16) & 1 << signal.SIGKILL - 1 for mask in ("SigPnd", "ShdPnd"))
         return killed or status.get("State", "")[:1] == "Z"
@@ -138,7 +138,7 @@ class Process:
         return {}
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal; nothing where the process is gone."""
+        """Sends a signal. Does nothing if the process is gone."""
         with suppress(ProcessLookupError, PermissionError):
             if self._handle is not None:
                 signal.pidfd_send_signal(self._handle, number)
@@ -147,7 +147,7 @@ class Process:
 
 
 class GroupService:
-    """Drives one group's state machine (ft.protocol.group). `end` is called once, with a reason, when the group is over: "" if it left."""
+    """Drives one group's state machine (ft.protocol.group). `end` is called with a reason when the group has ended: "" if it left."""
 
     def __init__(
         self,
@@ -158,17 +158,17 @@ class GroupService:
         wire: type[LighthouseConnection] = PharosConnection,
     ) -> None:
         self.config, self._end = config, end
-        self.processes: dict[int, Process] = {}  # group_rank -> the trainer, where it lives on this machine
+        self.processes: dict[int, Process] = {}  # group_rank -> trainer process, if on this host
         self._pending = PendingCalls(self._on_cancelled)  # by CallKey
-        self._feeding: tuple[CallKey, Pending] | None = None  # the call that is being fed
-        self._streams: dict[int, Outbox] = {}
+        self._feeding: tuple[CallKey, Pending] | None = None  # call that is being fed to the machine
+        self._streams: dict[int, Outbox] = {}  # by group_rank
         self._reports = RankReports(config.world_size)
-        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # the newest outcome, as a message
-        self._last_report = pharos_pb2.Report()  # the newest that was sent
-        self._dying_since_s: float | None = None  # a trainer was killed, and is not gone
-        self._rejoined_after = 0  # the quorum of the newest rejoin
-        self.left = False  # or is about to end
-        self._drained = False  # its trainers were asked to leave: a second SIGTERM would end them at once
+        self._voted: tuple[m.Outcome | None, bytes] = (None, b"")  # newest outcome, and its message
+        self._last_report = pharos_pb2.Report()  # newest report sent to the lighthouse
+        self._dying_since_s: float | None = None  # since when a killed trainer has not been gone
+        self._rejoined_after = 0  # id of the quorum in which the newest rejoin was requested
+        self.left = False  # True: the group has left or is about to end
+        self._drained = False  # True: trainers have got SIGTERM; a second one would end them at once
         self.machine = GroupMachine(config, now_s())
         handlers: dict[type[m.Effect], Callable[[Any], None]] = {
             m.CallLighthouse: lambda e: self.link.call(e.call, e.delay_s),
@@ -183,7 +183,7 @@ class GroupService:
         }
         self.driver = Driver(self.machine, handlers, tick_s=TICK_S)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.obey)
+        self.link = wire(lighthouse, access, self.on_lighthouse_event, self.spawn, self.on_operator_order)
         self.routes = {
             "/pharos.Group/Quorum": unary(self._on_quorum),
             "/pharos.Group/CastVote": unary(self._on_vote),
@@ -193,7 +193,7 @@ class GroupService:
         }
 
     def start(self) -> None:
-        """Makes the group known to the lighthouse."""
+        """Opens the stream to the lighthouse, and begins to send heartbeats."""
         self._open_stream(self.machine)
         self.spawn(self._beat_for_ever())
 
@@ -201,14 +201,14 @@ class GroupService:
         self.link.open_stream(known_as.replica_id, lambda: self._reports.settled)
 
     def on_lighthouse_event(self, event: m.Event) -> None:
-        """Takes an event from the lighthouse. A group that ends takes no more: the news after its Leave, that it is lost, would make it
-        return under a new id, and the others form a quorum with a group that is about to die."""
+        """Feeds an event from the lighthouse, unless the group has left: the refusal LOST that follows its Leave would make it return under
+        a new id, and the others would form a quorum with a group that is about to end."""
         if not self.left:
             self.driver.feed(event)
 
     async def _on_quorum(self, data: bytes, context: Any) -> bytes:
         call = codec.from_bytes(m.RankCall, data)
-        self._reports.blame(call.group_rank, call.blame)  # newer than what the rank has reported
+        self._reports.blame(call.group_rank, call.blame)  # newer than the rank's last report
         return await self.ask((call.group_rank, None), call)
 
     async def _on_vote(self, data: bytes, context: Any) -> bytes:
@@ -216,7 +216,7 @@ class GroupService:
         return await self.ask((vote.group_rank, vote.key), vote)
 
     async def ask(self, key: CallKey, event: m.Event) -> bytes:
-        """Feeds a rank's call for a quorum or its vote, and waits for the answer."""
+        """Feeds a rank's quorum request or vote, and waits for the answer."""
         pending = Pending()
 
         def feed() -> None:
@@ -229,7 +229,7 @@ class GroupService:
         return await self._pending.wait(key, f"rank {key[0]}", pending, feed)
 
     def _on_cancelled(self, key: CallKey) -> None:
-        if key[1] is None:  # a vote is simply cast again
+        if key[1] is None:  # a vote needs no such event, since it may be cast again
             self.driver.feed(m.RankCancelled(key[0]))
 
     async def _on_metadata(self, data: bytes, context: Any) -> bytes:
@@ -238,7 +238,7 @@ class GroupService:
 
     async def _on_leave(self, data: bytes, context: Any) -> bytes:
         leave = codec.from_bytes(m.Leave, data)
-        if self.left:  # another rank has said so
+        if self.left:  # a different rank has called this already
             return b""
         self.left = True
         await self.link.leave(self.machine.replica_id, clean=leave.clean, reason=leave.reason, finished=leave.finished)
@@ -248,14 +248,14 @@ class GroupService:
         return b""
 
     def metadata_of(self, group_rank: int) -> str:
-        """The address where that rank serves its state. Raises ValueError where the rank has reported none."""
+        """Returns the address at which that rank serves its state. Raises ValueError if the rank has reported none."""
         if (found := self.machine.checkpoint_metadata.get(group_rank)) is None:
             raise ValueError("rank not found")
         return found
 
     async def _on_watch(self, outbox: Outbox) -> None:
         up = codec.parse(pharos_pb2.RankUp, await outbox.read_hello())
-        if up.WhichOneof("up") != "hello":  # rank 0's would look like an empty one
+        if up.WhichOneof("up") != "hello":  # checked, since a missing hello would read as that of rank 0
             raise ValueError("a stream must begin with a hello")
         hello, rank = up.hello, up.hello.group_rank
         if not 0 <= rank < self.config.world_size:
@@ -265,7 +265,7 @@ class GroupService:
             old.end()
         if hello.pid > 0 and hello.host == this_host():
             process = Process(hello.pid)
-            if self._drained and rank not in self.processes:  # the order came before this rank
+            if self._drained and rank not in self.processes:  # the drain order came before this rank's stream
                 process.send(signal.SIGTERM)
             self.processes[rank] = process
         try:
@@ -309,7 +309,7 @@ class GroupService:
             await asyncio.sleep(self.config.times.beat_s if was_sent else RECHECK_S)
 
     async def _beat(self) -> bool:
-        """Sends a heartbeat. False: none was sent, as a trainer is stopped (SIGSTOP): the group counts as dead."""
+        """Sends a heartbeat. Returns False if none was sent because a trainer is stopped (SIGSTOP), so that the group counts as lost."""
         if any(process.is_stopped() for process in self.processes.values()):
             return False
         dying = [rank for rank, process in self.processes.items() if process.is_dying()]
@@ -342,7 +342,7 @@ class GroupService:
             pending.give(self._voted[1])
 
     def _fail_rank(self, effect: m.FailRank) -> None:
-        """Fails the vote that is being fed, if it is this rank's; else its call for a quorum."""
+        """Fails the vote that is being fed, if it is this rank's; else the rank's quorum request."""
         error = refused(effect.code, effect.reason)
         if self._feeding and self._feeding[0][0] == effect.group_rank:
             self._feeding[1].fail(error)
@@ -357,18 +357,18 @@ class GroupService:
             if outbox := self._streams.get(rank):
                 outbox.send(message)
 
-    def obey(self, order: pharos_pb2.Order) -> None:
-        """Signals this host's trainers: ranks agree on a signal that one gets, so a group on several hosts obeys, too."""
+    def on_operator_order(self, order: pharos_pb2.Order) -> None:
+        """Carries out an operator's order. For a drain it signals only this host's trainers: all ranks agree on a signal that one gets."""
         if order.kind == "kill":
             self.end(f"killed by an operator: {order.reason[:200]}")
         elif order.kind == "drain" and not self._drained:
             self._drained = True
-            log.warning("an operator drains this group: SIGTERM to its trainers (%s)", order.reason[:200])
+            log.warning("an operator drains this group: its trainers get SIGTERM (%s)", order.reason[:200])
             for process in self.processes.values():
                 process.send(signal.SIGTERM)
 
     def end(self, reason: str) -> None:
-        """Tells lighthouse and ranks, then kills the trainers: torchelastic starts the group again."""
+        """Notifies lighthouse and ranks, then kills the trainers, so that torchelastic restarts the group."""
         if not self.left:
             self.left = True
             self.spawn(self._end_now(reason))
@@ -382,7 +382,7 @@ class GroupService:
         self._end(reason)
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """A fault in it ends the group, and is logged."""
+        """Starts a task. An exception in it is logged, and ends the group."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -401,8 +401,8 @@ class GroupService:
 
 
 async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[str], None]) -> str:
-    """Serves until the group ends; "" or why. `parent` is done when whoever started this process is gone."""
-    # A group answers torchft's clients, too, and its lighthouse may be torchft's. Nothing else in ft/ imports ft/compat.
+    """Serves until the group ends; returns the reason, "" if it left. `parent` is done when rank 0 is gone; `say` prints a line."""
+    # ft/compat: a group also answers torchft's clients, and its lighthouse may be torchft's. Nothing else in ft/ imports it.
     from ft.compat.group import TorchftConnection, TorchftGroup
 
     over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -415,12 +415,12 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     reachable = bool(access.token or access.insecure)
     at = Endpoint("::" if reachable else "127.0.0.1", settings.port)
     host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
-    # The port is known only once it listens, and the machine wants the address: routes are looked up at each call.
+    # Filled later: the routes need the machine, the machine needs the address, and the port is known only when the server listens.
     routes: dict[str, Any] = {}
     server = Server(access, routes, [at])
     address = f"{'https' if access.tls else 'http'}://{Endpoint(host, server.port)}"
     identity = settings.replica_id, settings.world_size, address, settings.store_address
-    config = GroupConfig(*identity, settings.times, settings.retries, spares_above=settings.spares_above)
+    config = GroupConfig(*identity, settings.times, settings.retries, max_active_groups=settings.max_active_groups)
     wire = PharosConnection if settings.wire == "pharos" else TorchftConnection
     service = GroupService(config, settings.lighthouse, access, end, wire=wire)
     torchft = TorchftGroup(
@@ -443,7 +443,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
     finally:
         ticks.cancel()
         if over.done() and over.result():
-            # the parent last: its death is this process's, too
+            # the parent last, since this process ends with it
             for process in sorted(service.processes.values(), key=lambda process: process.pid == settings.parent):
                 process.send(signal.SIGKILL)
         await service.close()
@@ -455,7 +455,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s group server: %(message)s")
 
     async def until_eof(settings: Settings) -> str:
-        """stdin is the parent's end of a pipe, and the kernel closes it whatever happens to the parent."""
+        """Runs until stdin is closed: the parent has the pipe's other end, which the kernel closes however the parent ends."""
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
 
@@ -468,10 +468,10 @@ def main() -> int:
 
     try:
         given = json.loads(sys.stdin.readline())
-        access, times = given["access"], m.Times(**given["times"])
+        access, times = given["access"], m.Timeouts(**given["times"])
         tls = access["tls"] and Tls(**{name: path and Path(path) for name, path in access["tls"].items()})
         settings = Settings(**{**given, "times": times, "access": Access(**{**access, "tls": tls})})
-        if settings.parent:  # said only by a main thread: clients.GroupServerProcess
+        if settings.parent:  # set if the parent's main thread started this process: see clients.GroupServerProcess
             die_with(settings.parent)
         return 1 if asyncio.run(until_eof(settings)) else 0
     except ValueError as error:

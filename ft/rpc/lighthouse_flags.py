@@ -1,7 +1,6 @@
-"""The flags of the lighthouse, checked before anything is installed, loaded or bound. Needs nothing but Python itself.
+"""The flags of the lighthouse, checked before anything is installed, loaded or bound. Standard library only.
 
-run_lighthouse.sh runs this module alone before it installs anything: exit code 0, or 2 and one line that says what is legal.
-lighthouse_main.py reads its options here.
+run_lighthouse.sh first runs only this module: exit code 0, or 2 and one line that names the legal values.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft.protocol.lighthouse import LighthouseConfig
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc import state_file
 from ft.rpc.access import Access, Endpoint, Tls, endpoints, find_token, try_to_listen
 
 DEFAULT_PORT = 29510
 RUNS = Path("outputs")  # job.dump_folder's default
 MAX_MS = 24 * 3600 * 1000
-# run_lighthouse.sh prints the lines of the flags, too
+# run_lighthouse.sh prints the same lines
 USAGE = """\
 usage: run_lighthouse.sh --min_replicas N [flags]
 
-Tells groups that train together which of them take part.
+Forms the quorums of a job of replica groups. A number after the last semicolon is a default.
 
   --min_replicas N           required: the fewest groups that train
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
-  --join_timeout_ms MS       the first caller waits so long for groups that are alive but have not called; 60000
-  --quorum_tick_ms MS        interval of looks at waiting calls; 100
-  --heartbeat_timeout_ms MS  a group that is silent for so long is lost; 5000
-  --http HOST:PORT|none      the live page, /status.json, /metrics; default: the addresses of --bind, the port after its
-  --state_file FILE|none     a restart goes on from it; outputs/lighthouse-PORT.json, none with port 0
-  --recover                  without a usable state file: learn from the groups of the running job
-  --takeover_s S|never       after so long without any member of the last quorum others may go on; 30
-  --stall_s S                a group that keeps any other waiting for so long is lost, one that keeps most waiting sooner; 60
-  --num_replica_groups N     number of groups that the job is meant to have, for people; more may come, 0: not said; 0
+  --join_timeout_ms MS       wait of the first quorum request for live groups that have not requested one; 60000
+  --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
+  --heartbeat_timeout_ms MS  silence after which a group is lost; 5000
+  --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: that of --bind, next port
+  --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
+  --recover                  start without a usable state file, and learn the job's state from its running groups
+  --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
+  --stall_s S                limit of a wait for a group, after which it is lost; if it keeps most waiting, sooner; 60
+  --num_replica_groups N     number of groups that the job is meant to have, as information; 0: unknown; 0
   --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
-  --token_file FILE          the job's token, else PHAROS_TOKEN: calls without it are refused
+  --token_file FILE          file with the job's token, else PHAROS_TOKEN is the token: calls without it are refused
   --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority
   --insecure                 without a token, listen where others can reach it
 """
@@ -49,16 +48,16 @@ Tells groups that train together which of them take part.
 
 @dataclass(frozen=True)
 class LighthouseOptions:
-    """A lighthouse's rules, addresses, access, state file and page."""
+    """The options of a lighthouse."""
 
     config: LighthouseConfig
-    at: Sequence[Endpoint]
+    at: Sequence[Endpoint]  # addresses of gRPC
     access: Access = field(default_factory=Access)
-    state: Path | None = None
-    lower_terms: bool = False  # the config's count, though the state's may be higher
-    recover: bool = False  # the groups of a running job are asked for what the state file would have said
-    http: Sequence[Endpoint] = ()  # empty: none
-    http_asked: bool = False  # else a taken port is no reason not to start
+    state: Path | None = None  # state file
+    lower_terms: bool = False  # True: the config's limits apply even where the state file's are higher
+    recover: bool = False  # True: learn the state of the job from its running groups
+    http: Sequence[Endpoint] = ()  # addresses of the dashboard; empty: no dashboard
+    http_asked: bool = False  # True: --http is given, so a used port is an error; False: then there is no dashboard
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complain(error: ValueError) -> int:
-    """Prints one line, whatever was typed."""
+    """Prints the error as one line, even if an argument contains line breaks. Returns the exit code."""
     print("lighthouse:", " ".join(str(error).split()), file=sys.stderr)
     return 2
 
@@ -89,7 +88,7 @@ def read_options(
     try_to_listen: Callable[[Endpoint, str], None] = try_to_listen,
     try_to_write: Callable[[Path], None] = state_file.try_to_write,
 ) -> LighthouseOptions:
-    """Raises ValueError: one line that says what is legal."""
+    """Returns the checked options. Raises ValueError with one line that names the legal values."""
     given = parser().parse_args(argv)
     if given.min_replicas is None:
         raise ValueError("--min_replicas is missing: the fewest groups that train, 1 or more")
@@ -104,13 +103,13 @@ def read_options(
         min_replicas=given.min_replicas,
         join_timeout_s=given.join_timeout_ms / 1000,
         tick_s=given.quorum_tick_ms / 1000,
-        times=Times(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
+        times=Timeouts(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
         num_replica_groups=given.num_replica_groups,
     )
     http = [] if given.http == "none" else _http_at(given.http, at, access)
     for place in http if given.http else ():
         try_to_listen(place, "--http")
-    state = _state_path(given.state_file, at[0].port, given.recover, try_to_write)  # last: it may make the folder
+    state = _state_path(given.state_file, at[0].port, given.recover, try_to_write)  # last: it may create the folder
     return LighthouseOptions(config, at, access, state, given.lower_terms, given.recover, http, given.http is not None)
 
 
@@ -170,11 +169,11 @@ def _tls(given: argparse.Namespace) -> Tls | None:
 
 
 def _state_path(asked: str | None, port: int, recover: bool, write: Callable[[Path], None]) -> Path | None:
-    if asked == "none" or (asked is None and port == 0):  # with a free port nobody could find it again
+    if asked == "none" or (asked is None and port == 0):  # a restart gets a different free port, and could not find it
         return None
     path = Path(asked or f"lighthouse-{port}.json")
-    if not asked and not path.exists():  # an older one in the working folder is not to be forgotten
-        with suppress(OSError):  # told when it is tried
+    if not asked and not path.exists():  # the working folder was its former place
+        with suppress(OSError):  # reported by the attempt to write
             RUNS.mkdir(exist_ok=True)
         path = RUNS / path
     if not path.parent.is_dir():
@@ -184,7 +183,7 @@ def _state_path(asked: str | None, port: int, recover: bool, write: Callable[[Pa
     try:
         write(path)
     except OSError as error:
-        if error.errno not in state_file.PASSING:  # it starts all the same, and waits for the disk
+        if error.errno not in state_file.PASSING:  # on those the lighthouse starts, and waits for the disk
             raise ValueError(f"--state_file {path}: the folder cannot be written: {error.strerror}") from None
     if not recover:
         state_file.read_or_refuse(path)
@@ -194,7 +193,7 @@ def _state_path(asked: str | None, port: int, recover: bool, write: Callable[[Pa
 def _http_at(asked: str | None, at: Sequence[Endpoint], access: Access) -> Sequence[Endpoint]:
     if asked is None:
         if at[0].port == 65535:
-            raise ValueError("--bind has the last port, and the page takes the next one: say --http HOST:PORT or none")
+            raise ValueError("--bind has port 65535, and the dashboard takes the next: set --http HOST:PORT or none")
         return [Endpoint(place.host, place.port + 1 if place.port else 0) for place in at]
     found = endpoints(asked, 0, access, "--http")
     for place in found:

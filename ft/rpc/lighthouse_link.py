@@ -1,6 +1,6 @@
-"""A group server's connection to the lighthouse: its calls, its stream with the beats, and what it says in between as events.
+"""A replica group server's connection to the lighthouse: quorum requests, the Watch stream with heartbeats, and the resulting events.
 
-The lighthouse may go and come back: calls fail at once and are made again by the machine's word, the stream is opened again by itself.
+The lighthouse may be restarted: requests then fail at once and the machine repeats them; the stream is reopened here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ft.rpc.access import Access, Endpoint
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.serving import MAX_MESSAGE
 
-CALL_S = 120.0  # of one try; a rank's own deadline is what ends its wait
-LEAVE_S = 1.0
-REOPEN_S = (0.2, 0.6)
+CALL_S = 120.0  # timeout of one try of a quorum request; a rank's own deadline ends its wait
+LEAVE_S = 1.0  # timeout of Leave
+REOPEN_S = (0.2, 0.6)  # range of the pause before the stream is reopened
 log = logging.getLogger("pharos.group")
 
 _REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
@@ -31,21 +31,21 @@ _REFUSALS: dict[grpc.StatusCode, m.Refusal] = {
     grpc.StatusCode.INVALID_ARGUMENT: "INVALID_ARGUMENT",
     grpc.StatusCode.ALREADY_EXISTS: "ALREADY_EXISTS",
     grpc.StatusCode.FAILED_PRECONDITION: "FAILED_PRECONDITION",
-    grpc.StatusCode.UNAUTHENTICATED: "FAILED_PRECONDITION",  # trying again would not help: the ranks are told
+    grpc.StatusCode.UNAUTHENTICATED: "FAILED_PRECONDITION",  # a retry would not help, so the ranks get the reason
 }
 
 
 def channel(address: str, access: Access, *, aio: bool) -> Any:
-    """Channel to "http://host:port" or "host:port". It connects when it is first used, and again within a second when it broke."""
+    """Returns a channel to "http://host:port" or "host:port". It connects at its first use, and reconnects within a second."""
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE * 4),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 5000),  # in spite of its name, what one attempt may take
+        ("grpc.min_reconnect_backoff_ms", 5000),  # in spite of its name, the timeout of one attempt
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # or a new address would be found after half a minute
-        ("grpc.enable_http_proxy", 0),  # what groups say to each other is nothing for a proxy
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),  # default: a new address is found after half a minute
+        ("grpc.enable_http_proxy", 0),  # connections inside a job never use an HTTP proxy
         ("grpc.use_local_subchannel_pool", 1),
     ]
     place, module = str(Endpoint.parse(address, "address")), grpc.aio if aio else grpc
@@ -56,8 +56,8 @@ def channel(address: str, access: Access, *, aio: bool) -> Any:
 
 
 class LighthouseConnection:
-    """A group server's connection to a lighthouse: one question at a time, and one task that tells it that we are here. `on_event` gets
-    every event, `obey` an operator's orders; `spawn` starts tasks, and hears of what goes wrong in one. To be used on one loop."""
+    """A group server's connection to a lighthouse: at most one quorum request, and one task that shows that the group is alive. `on_event`
+    gets every event, `on_operator_order` every order of an operator; `spawn` starts tasks and handles their errors. For one loop only."""
 
     def __init__(
         self,
@@ -65,64 +65,64 @@ class LighthouseConnection:
         access: Access,
         on_event: Callable[[m.Event], None],
         spawn: Callable[[Any], asyncio.Task[Any]],
-        obey: Callable[[pharos_pb2.Order], None],
+        on_operator_order: Callable[[pharos_pb2.Order], None],
     ) -> None:
-        self._on_event, self._spawn, self._obey = on_event, spawn, obey
+        self._on_event, self._spawn, self._on_operator_order = on_event, spawn, on_operator_order
         self._channel, self._metadata = channel(address, access, aio=True), access.metadata()
-        self._question: asyncio.Task[None] | None = None
+        self._request: asyncio.Task[None] | None = None
         self._presence: asyncio.Task[None] | None = None
 
     def call(self, call: m.Call, delay_s: float) -> None:
-        """Takes the place of the call before it."""
+        """Sends a quorum request after `delay_s`, in place of the one before."""
 
         async def ask() -> None:
             if delay_s:
                 await asyncio.sleep(delay_s)
             await self._ask(call)
 
-        if self._question:
-            self._question.cancel()
-        self._question = self._spawn(ask())
+        if self._request:
+            self._request.cancel()
+        self._request = self._spawn(ask())
 
     async def _ask(self, call: m.Call) -> None:
-        """Asks, and feeds the outcome, whatever it is."""
+        """Sends a quorum request, and feeds the event of its answer or failure."""
         raise NotImplementedError
 
     def open_stream(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """Opens a stream in place of the one before, and keeps it open."""
+        """Opens a stream in place of the one before, and reopens it when it breaks. `settled`: returns the newest settled step."""
         self.close_stream()
         self._presence = self._spawn(self._keep_open(replica_id, settled))
 
     async def _keep_open(self, replica_id: str, settled: Callable[[], int]) -> None:
-        """Tells the lighthouse that the group is there, until it is cancelled."""
+        """Shows the lighthouse that the group is alive, until it is cancelled."""
         raise NotImplementedError
 
     async def send(self, **up: Any) -> None:
-        """Sends a heartbeat (`report`) or a line for the page (`happened`), where there is a stream."""
+        """Sends a heartbeat (`report`) or an event for the dashboard (`happened`), if a stream is open."""
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """Best effort: a lighthouse that does not hear it notices that the stream breaks, or that heartbeats end."""
+        """Announces that the group leaves, if the lighthouse can be reached; else it notices that the stream or the heartbeats end."""
 
     def close_stream(self) -> None:
-        """Closes the stream: the lighthouse counts this group out until it is opened again."""
+        """Closes the stream: for the lighthouse this group is lost until a stream is opened again."""
         if self._presence:
             self._presence.cancel()
 
     async def close(self) -> None:
-        for task in (self._question, self._presence):
+        for task in (self._request, self._presence):
             if task:
                 task.cancel()
         await self._channel.close()
 
 
 class PharosConnection(LighthouseConnection):
-    """Connection to a lighthouse of ours."""
+    """Connection to a Pharos lighthouse."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._static_quorum = codec.StaticQuorum()
         self._quorum: m.Quorum | None = None
-        self._stream: Any = None  # open, and its hello is sent
+        self._stream: Any = None  # the open stream, once its hello is sent
         self._writing = asyncio.Lock()
 
     async def _ask(self, call: m.Call) -> None:
@@ -144,14 +144,12 @@ class PharosConnection(LighthouseConnection):
         which = reply.WhichOneof("answer")
         if which == "restore":
             return m.LighthouseRequiresRestore(reply.restore.settled)
-        times = codec.from_message(m.Times, reply.times) if reply.HasField("times") else None
-        terms = codec.from_message(m.Terms, reply.terms) if reply.HasField("terms") else None
+        times = codec.from_message(m.Timeouts, reply.times) if reply.HasField("times") else None
+        terms = codec.from_message(m.JobLimits, reply.terms) if reply.HasField("terms") else None
         quorum = static_quorum.complete(reply.same) if which == "same" else codec.quorum_from(reply.quorum)
         if self._quorum is None or quorum.quorum_id >= self._quorum.quorum_id:
-            self._quorum, self._static_quorum = (
-                quorum,
-                static_quorum if which == "same" else codec.StaticQuorum.of(quorum),
-            )
+            self._static_quorum = static_quorum if which == "same" else codec.StaticQuorum.of(quorum)
+            self._quorum = quorum
         return m.LighthouseAnswered(quorum, times, terms)
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
@@ -159,7 +157,7 @@ class PharosConnection(LighthouseConnection):
         try:
             await self._unary("/pharos.Lighthouse/Leave", leave, LEAVE_S)
         except grpc.RpcError as error:
-            log.warning("the lighthouse could not be told: %s", status_of(error))
+            log.warning("the lighthouse could not be notified that this group leaves: %s", status_of(error))
 
     def _unary(self, path: str, request: bytes, timeout_s: float) -> Any:
         return self._channel.unary_unary(path)(request, timeout=timeout_s, metadata=self._metadata)
@@ -178,7 +176,7 @@ class PharosConnection(LighthouseConnection):
                 why = "it was closed"
             except grpc.RpcError as error:
                 why = status_of(error)
-            except asyncio.InvalidStateError as error:  # it broke before the hello's turn to be written had come
+            except asyncio.InvalidStateError as error:  # it broke before the hello could be written
                 why = str(error)
             finally:
                 self._stream = None
@@ -203,22 +201,22 @@ class PharosConnection(LighthouseConnection):
             elif which == "waits":
                 self._on_event(m.LighthouseWaits(down.waits[: codec.MAX_LINE]))
             elif which == "order":
-                self._obey(down.order)
+                self._on_operator_order(down.order)
             elif which == "send_quorum" and self._quorum:
                 await self.write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
-        except ValueError as error:  # of another version; opened again, the stream would begin with the same
-            log.warning("a word of the lighthouse is passed over: %s", error)
+        except ValueError as error:  # a different version's; a reopened stream might begin with the same message
+            log.warning("a message of the lighthouse is ignored: %s", error)
 
     async def send(self, **up: Any) -> None:
         if self._stream is not None:
-            # In a task of its own: where the stream is replaced, grpc cancels whoever is writing into the old one.
+            # In a task of its own: when the stream is replaced, grpc cancels the task that writes into the old one.
             write = asyncio.ensure_future(self.write(self._stream, pharos_pb2.Up(**up)))
             try:
                 await asyncio.wait([write])
             finally:
-                write.cancel()  # with the one who waits; else it is done
+                write.cancel()  # no effect if it is done, else this task was cancelled
             over = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, asyncio.CancelledError)
-            with suppress(*over):  # whoever reads the stream notices
+            with suppress(*over):  # _keep_open, which reads the stream, handles its end
                 write.result()
 
     async def write(self, stream: Any, up: Any) -> None:

@@ -1,7 +1,7 @@
-"""A running lighthouse, and its command line: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
+"""The lighthouse's program: python -m ft.rpc.lighthouse_main --min_replicas 2 (or ./scripts/run_lighthouse.sh).
 
-Prints its address on stdout, and then its page's where it has one; everything else on stderr. No torch here.
-Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), 1 the rest. ft/compat/lighthouse.py runs `serve` in a thread.
+Prints its address on stdout, then that of its dashboard if it has one; everything else goes to stderr. No torch here.
+Exit code: 0 after SIGTERM or SIGINT, 2 for bad input (one line), else 1. ft/compat/lighthouse.py runs `serve` in a thread.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ async def _run(options: LighthouseOptions) -> None:
     async with AsyncExitStack() as stack:
         service, port = await stack.enter_async_context(serve(options))
         _say_where(options, port)
-        gc.set_threshold(10_000)  # or a round of 1,000 calls would set it off forty times, to find nothing
+        gc.set_threshold(10_000)  # default: 1,000 requests would start a collection forty times, which finds nothing
         if options.http:
-            # loaded now, when the lighthouse already answers, and aside: it takes longer to load than all the rest
+            # imported only when the lighthouse answers, and in a thread: it takes longer to import than all other modules
             pages = await asyncio.to_thread(importlib.import_module, "ft.dashboard.server")
             must = options.http_asked
             at = [Endpoint(place.host, place.port or (0 if must else port + 1)) for place in options.http]
@@ -60,11 +60,11 @@ async def _run(options: LighthouseOptions) -> None:
 
 def _say_where(options: LighthouseOptions, port: int) -> None:
     if options.access.token:
-        who = "whoever has the token"
+        who = "every holder of the token"
     elif options.access.insecure:
-        who = "whoever reaches it (--insecure)"
+        who = "every machine that reaches it (--insecure)"
     else:
-        who = "this machine alone, for there is no token (--token_file FILE, or --insecure, opens it)"
+        who = "this machine only, since there is no token (--token_file FILE or --insecure opens it to others)"
     where = " and ".join(str(Endpoint(at.host, port)) for at in options.at)
     state = f"state in {options.state}" if options.state else "no state file"
     print(f"lighthouse: listens on {where} for {who}; {state}", file=sys.stderr)
@@ -72,7 +72,7 @@ def _say_where(options: LighthouseOptions, port: int) -> None:
 
 
 def _address(at: Endpoint, access: Access) -> str:
-    """The URL that others reach it by."""
+    """Returns the URL at which others reach it."""
     host = socket.gethostname() if at.wildcard else at.host
     return f"{'https' if access.tls else 'http'}://{Endpoint(host, at.port)}"
 
@@ -81,11 +81,11 @@ def _address(at: Endpoint, access: Access) -> str:
 async def serve(
     options: LighthouseOptions, *, observer: Observer | None = None, writer: type[StateFileWriter] = StateFileWriter
 ) -> AsyncIterator[tuple[LighthouseService, int]]:
-    """The service and its port. Raises ValueError: a port or file that cannot be used. Whoever uses it also runs service.driver.run(),
-    which raises TakenOver when another one goes on from the same file."""
+    """Yields the service and its port. Raises ValueError for an unusable port or file. The caller must also run service.driver.run(), which
+    raises TakenOver when a different lighthouse continues from the same state file."""
     for at in options.at:
         if at.port:
-            try_to_listen(at)  # before the state is taken over: whoever listens there already goes on with it
+            try_to_listen(at)  # before the state is taken over: a lighthouse that listens there already must keep it
     state_writer, saved = writer.begin(options.state, recover=options.recover) if options.state else (None, None)
     service = LighthouseService(
         options.config,
@@ -107,7 +107,7 @@ async def serve(
 
 
 async def until_stopped(driver: Driver, stop: asyncio.Event) -> None:
-    """Runs the driver's ticks until `stop` is set. Raises what the driver raises."""
+    """Runs the driver until `stop` is set. Raises what the driver raises."""
     tasks = [asyncio.ensure_future(driver.run()), asyncio.ensure_future(stop.wait())]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

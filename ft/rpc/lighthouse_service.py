@@ -1,7 +1,7 @@
-"""The lighthouse's gRPC services: calls of both protocols in, the machine of ft.protocol.lighthouse inside, answers and notices out.
+"""The lighthouse's gRPC services, which drive the state machine of ft.protocol.lighthouse.
 
     torchft.LighthouseService   Quorum Heartbeat                           clients of torchft
-    pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          our group servers
+    pharos.Lighthouse           Quorum Watch Leave Evict TakeOver          Pharos group servers
 
 lighthouse_main.py gives it a port and a state file. No torch here.
 """
@@ -26,22 +26,22 @@ from ft.rpc.driver import Driver, Observer, now_s
 from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.serving import SWEEP_S, Outbox, Pending, PendingCalls, refused, stream, unary
 
-MAX_DATA = 64 << 10  # characters of a member's own JSON: it goes to everybody
-MAX_HANDLES = 1 << 20  # characters of a member's handles in all, and how many there are
-MAX_WAITING = 64 << 20  # bytes of calls that wait: more groups could not be told of each other anyhow
-MAX_KNOWN = MAX_STEP // 2  # a quorum's id that a group may know and this lighthouse not: as many are left to give out
-REFUSALS_KEPT = 4096
+MAX_DATA = 64 << 10  # characters of a member's `data`, which goes to all other members
+MAX_HANDLES = 1 << 20  # characters of a member's handles, plus their number
+MAX_WAITING = 64 << 20  # bytes of all waiting requests; the quorum of more groups would be too large to send
+MAX_KNOWN = MAX_STEP // 2  # highest quorum id that is accepted from a group; as many ids are left to issue
+REFUSALS_KEPT = 4096  # ids whose last refusal is remembered, for the log
 log = logging.getLogger("pharos.lighthouse")
 _NUMBER = re.compile(r"[\d.]+")
 
 
 class DashboardListener(Protocol):
-    """Listener of the live page (ft/dashboard). Called on the loop, for each of a thousand groups: it must only take notes."""
+    """Listener of the dashboard (ft/dashboard). Called on the loop for each event of each group, so it must only record."""
 
-    def saw(self, event: m.Event, out: m.Out) -> None: ...  # each tick, each leave, and each event that had an effect
-    def reported(self, report: Any) -> None: ...  # a pharos_pb2.Report of a connected group
-    def on_event(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
-    def end(self) -> None: ...  # nothing more comes
+    def saw(self, event: m.Event, out: m.Out) -> None: ...  # at each tick, leave, and event that had an effect
+    def reported(self, report: Any) -> None: ...  # report: a pharos_pb2.Report of a connected group
+    def on_event(self, replica_id: str, happened: Any) -> None: ...  # happened: a pharos_pb2.Happened
+    def end(self) -> None: ...  # the last call
 
 
 class LighthouseService:
@@ -63,22 +63,22 @@ class LighthouseService:
         )
         self.config, self.state_writer, self.max_waiting = self.machine.config, state_writer, MAX_WAITING
         if config.terms != (terms := self.config.terms):
-            log.warning("the job's terms stay, for --lower_terms is not given: %s, not %s", terms, config.terms)
-        self.streams: dict[str, Outbox] = {}
-        self.reports: dict[str, Any] = {}  # pharos_pb2.Report of each open stream; for the page and /metrics
+            log.warning("--lower_terms is not given, so the job keeps its limits: %s, not %s", terms, config.terms)
+        self.streams: dict[str, Outbox] = {}  # by replica_id
+        self.reports: dict[str, Any] = {}  # replica_id -> newest pharos_pb2.Report of its open stream
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
-        self.issued_at = 0.0  # seconds since 1970
+        self.issued_at = 0.0  # time of the newest quorum, in seconds since 1970
         self.page: DashboardListener | None = None
-        self.stops = False  # from then on streams end because of us: nobody is lost by it
+        self.stops = False  # True: the server stops, so the end of a stream does not mean that its group is lost
         self._pending = PendingCalls(lambda i: self.driver.feed(m.CallCancelled(i)), swept=config.tick_s <= SWEEP_S)
-        self._refusals: dict[str, str] = {}  # what each was refused with last
-        self._answered: m.Quorum | None = None  # the newest that was
-        self._forms: dict[str, bytes] = {}  # it, as each kind of caller wants it
-        self._static_quorum = codec.StaticQuorum()
+        self._refusals: dict[str, str] = {}  # replica_id -> reason of its last refusal
+        self._answered: m.Quorum | None = None  # newest quorum that was answered
+        self._forms: dict[str, bytes] = {}  # that quorum as serialised answers, by name of the form (see _form)
+        self._static_quorum = codec.StaticQuorum()  # that of _static_quorum_of
         self._static_quorum_of: m.Quorum | None = None
         self._observer, self._logged_reason, self._logged_id = observer, "", 0
-        self._terms = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
-        # A group holds back commits when no beat was answered for takeover_s / 2: four answers, by default each third beat's, may be lost.
+        self._limits = {"times": codec.to_message(self.config.times), "terms": codec.to_message(self.config.terms)}
+        # A group holds back commits after takeover_s / 2 without an answered heartbeat: here four answers in a row may be lost.
         self._answer_every_s = (self.config.times.takeover_s or 30.0) / 12
         handlers: dict[type[m.Effect], Callable[[Any], asyncio.Future[None] | None]] = {
             m.Persist: lambda e: self.state_writer.keep(e.saved) if self.state_writer else None,
@@ -108,7 +108,7 @@ class LighthouseService:
 
     async def _torchft_heartbeat(self, data: bytes, context: Any) -> bytes:
         replica_id = codec.parse(torchft_pb2.LighthouseHeartbeatRequest, data).replica_id
-        if replica_id not in self.machine.roster.peers:  # ten a second of each: what is known has been checked
+        if replica_id not in self.machine.roster.peers:  # ten a second of each id: known ids have been checked
             _check(m.Call(m.Member(replica_id), "torchft"))
         self._check_kind("torchft")
         self.driver.feed(m.Beat(replica_id, "torchft"))
@@ -119,8 +119,8 @@ class LighthouseService:
         return self.ask(codec.from_message(m.Call, request.call), Pending(len(data), request.roster))
 
     def ask(self, call: m.Call, pending: Pending, context: Any = None) -> Awaitable[bytes]:
-        """The machine's answer, waited for as long as the caller does. context: of a call of torchft's. Raises ValueError, CallRefused."""
-        # Before the call waits, as its kind: a refusal by the state machine answers all waiting calls of that id, the rightful group's too
+        """Feeds a quorum request, and waits for the answer. `context`: of torchft's RPC. Raises ValueError, CallRefused."""
+        # Checked before it waits: a refusal by the machine answers all waiting requests of that id, also those of its rightful group.
         _check(call)
         self._check_id(max(call.known, call.member.commit_quorum_id))
         self._check_kind(call.kind)
@@ -128,7 +128,7 @@ class LighthouseService:
             raise refused("RESOURCE_EXHAUSTED", f"calls of {self._pending.size} bytes in all are waiting already")
         replica_id = call.member.replica_id
         if replica_id in self.streams:
-            self.streams[replica_id].wait_reason = ""  # of an earlier call's wait
+            self.streams[replica_id].wait_reason = ""  # that was the reason of an earlier request's wait
         return self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
 
     def _check_kind(self, kind: m.Kind) -> None:
@@ -137,16 +137,16 @@ class LighthouseService:
             raise refused(*problem)
 
     def _check_id(self, quorum_id: int) -> None:
-        """Ids go on from what groups know. Raises ValueError for one after which there would be none left."""
+        """Raises ValueError for an id so high that no ids would be left: new ids are above all that groups know."""
         if quorum_id > MAX_KNOWN and quorum_id > self._newest_id:
-            raise ValueError(f"quorum {quorum_id}: a lighthouse learns of ids up to {MAX_KNOWN}")
+            raise ValueError(f"quorum {quorum_id}: a lighthouse accepts ids up to {MAX_KNOWN}")
 
     async def _on_event(self, event_type: type[m.Event], data: bytes, context: Any) -> bytes:
         event = codec.from_bytes(event_type, data)
         log.info("%s", event)
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
-            text = "an operator's order: others may take over. It holds for %g s, and for as long as somebody waits"
+            text = "an operator's order: others may take over. It is valid for %g s, and for as long as a group waits"
             log.warning(text, takeover_order_s(self.config.times.takeover_s))
         return b""
 
@@ -175,7 +175,7 @@ class LighthouseService:
                     self.driver.feed(m.StreamClosed(replica_id))
 
     def _opened(self, hello: pharos_pb2.Hello, known: m.Quorum | None = None) -> None:
-        """Feeds the event. `known`: where the machine does not know the hello's quorum; else the id is enough."""
+        """Feeds StreamOpened. `known`: the quorum of the hello, if the machine does not know it; else its id is enough."""
         known = known or (m.Quorum(hello.quorum_id, ()) if hello.quorum_id else None)
         self.driver.feed(m.StreamOpened(hello.replica_id, known, hello.settled))
 
@@ -206,15 +206,15 @@ class LighthouseService:
             happened = codec.check_happened(up.happened)
             self._show(lambda page: page.on_event(hello.replica_id, happened))
         else:
-            raise ValueError("after the hello come reports")
+            raise ValueError("a message after the hello must be a report, a quorum or an event (Happened)")
 
     def order(self, replica_id: str, kind: str, reason: str) -> bool:
-        """Sends an operator's order (codec.ORDERS) down the group's stream. False: it has none."""
+        """Sends an operator's order (`kind`: one of codec.ORDERS) down the group's stream. Returns False if it has no stream."""
         order = pharos_pb2.Order(kind=kind, reason=reason)
         return self._send(replica_id, pharos_pb2.Down(order=order).SerializeToString())
 
     def _send(self, replica_id: str, message: bytes) -> bool:
-        """False: it has no stream."""
+        """Sends a message down the group's stream. Returns False if it has no stream."""
         if outbox := self.streams.get(replica_id):
             outbox.send(message)
         return outbox is not None
@@ -238,28 +238,29 @@ class LighthouseService:
         for replica_id in effect.replica_ids:
             calls = self._pending.pop(replica_id, [])
             for pending in calls:
-                pending.give(self._form("torchft" if pending.roster is None else self._short_or_full(pending.roster)))
+                static_id = pending.static_quorum_id
+                pending.give(self._form("torchft" if static_id is None else self._short_or_full(static_id)))
             if not calls and replica_id in self.streams:
                 self._send(replica_id, self._form("down"))
 
-    def _short_or_full(self, roster: str) -> str:
-        if self._static_quorum_of is not self._answered:  # not at each quorum: the fields of all groups are compared
+    def _short_or_full(self, static_quorum_id: str) -> str:
+        if self._static_quorum_of is not self._answered:  # once per quorum, since it compares the fields of all members
             assert self._answered is not None
             self._static_quorum = codec.StaticQuorum.of(self._answered, self._static_quorum)
             self._static_quorum_of = self._answered
-        return "short" if roster == self._static_quorum.id else "full"
+        return "short" if static_quorum_id == self._static_quorum.id else "full"
 
     def _form(self, name: str) -> bytes:
-        """The newest quorum as one kind of caller wants it: made at most once, however many wait for it or ask for it again."""
+        """Returns the newest quorum as an answer, made once for all: "torchft", "full", "short" (no static part), "down" (stream)."""
         quorum = self._answered
         assert quorum is not None
         if name not in self._forms:
             if name == "torchft":
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
-            elif name == "short" and (same := codec.same_roster(quorum)):  # for those who hold its roster
-                reply = pharos_pb2.QuorumReply(same=same, **self._terms)
+            elif name == "short" and (same := codec.static_quorum_update(quorum)):
+                reply = pharos_pb2.QuorumReply(same=same, **self._limits)
             else:
-                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._terms)
+                reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._limits)
                 reply = pharos_pb2.Down(answer=reply) if name == "down" else reply
             self._forms[name] = reply.SerializeToString()
         return self._forms[name]
@@ -275,7 +276,7 @@ class LighthouseService:
             self._send(effect.replica_id, pharos_pb2.Down(refused=down).SerializeToString())
 
     def _must_restore(self, effect: m.MustRestore) -> None:
-        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._terms)
+        reply = pharos_pb2.QuorumReply(restore=pharos_pb2.Restore(settled=effect.settled), **self._limits)
         for pending in [one for replica_id in effect.replica_ids for one in self._pending.pop(replica_id, [])]:
             pending.give(reply.SerializeToString())
 
@@ -286,7 +287,7 @@ class LighthouseService:
             self._send(replica_id, message)
 
     def _log(self, now_s: float, event: m.Event, out: m.Out) -> None:
-        """On change, not on tick: a reason that only counts up is logged once."""
+        """Logs effects, and at ticks a reason if more than its numbers has changed. Then calls dashboard and observer."""
         for effect in out.effects:
             if isinstance(effect, m.Answer):
                 self.issued, self._logged_reason = self.issued + 1, out.reason
@@ -295,7 +296,7 @@ class LighthouseService:
                     self._logged_id = quorum.quorum_id
                     what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
                     log.info("quorum %d of %d groups, step %d: %s", *what)
-            elif isinstance(effect, m.Refuse):  # logged once: a former member asks again and again
+            elif isinstance(effect, m.Refuse):  # logged once, though a former member repeats its request without end
                 text = _NUMBER.sub("#", effect.reason)
                 if self._refusals.get(effect.replica_id) != text:
                     self._refusals[effect.replica_id] = text
@@ -313,18 +314,18 @@ class LighthouseService:
             self._observer(now_s, event, out)
 
     def _show(self, call: Callable[[DashboardListener], None]) -> None:
-        """Tells the page, if there is one. A fault of the page ends the page, and never the job."""
+        """Calls the dashboard's listener, if there is one. An error in it switches the dashboard off and does not affect the job."""
         if page := self.page:
             try:
                 call(page)
-            except Exception:  # whatever it is: the next group's call must be answered
+            except Exception:  # of any kind: the next group's request must be answered
                 self.page = None
-                log.exception("a fault in the page, which is switched off")
+                log.exception("an error in the dashboard, which is switched off")
                 page.end()
 
 
 def _check(call: m.Call) -> None:
-    """Raises ValueError for a call that makes no sense, or is larger than it may be."""
+    """Raises ValueError for a quorum request with impossible or too large values."""
     member = call.member
     if problem := validate_request(call):
         raise ValueError(problem[1])
@@ -332,7 +333,7 @@ def _check(call: m.Call) -> None:
     if len(member.data) > MAX_DATA or (handles and sum(map(len, handles)) + len(handles) > MAX_HANDLES):
         raise ValueError(f"data of more than {MAX_DATA} or handles of more than {MAX_HANDLES} characters")
     if len(call.blame) > codec.MAX_NAMED or len(call.fingerprint) > codec.MAX_DIGESTS or call.known < 0:
-        raise ValueError("more members blamed, or more digests, than there can be")
+        raise ValueError(f"legal is up to {codec.MAX_NAMED} blamed members, {codec.MAX_DIGESTS} digests, known >= 0")
     _check_step(member.assigned, member.restored or 0, member.commit_failures)
 
 

@@ -1,6 +1,6 @@
-"""Shared by the lighthouse and the group server: routes, limits, and the gRPC status of a failure.
+"""The gRPC server of the lighthouse and of a replica group: routes, limits, and the status of a failure.
 
-Handlers take and give bytes: an answer for a thousand callers is serialised once, and what is no message is refused in words.
+Handlers take and return bytes: so an answer for a thousand callers is serialised once, and invalid bytes are refused with a reason.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import grpc.aio
 
 from ft.rpc.access import Access, Endpoint, try_to_listen
 
-MAX_MESSAGE = 16 << 20  # bytes; the quorum of some 50,000 groups, which a group may have to report
+MAX_MESSAGE = 16 << 20  # bytes of a message: a quorum of some 50,000 groups, which a group may have to report
 MAX_CONNECTIONS = 16_384
 MAX_CALLS = 65_536
-CALLS_PER_KEY = 64  # a caller has one, and a late copy or two
+CALLS_PER_KEY = 64  # waiting calls of one caller, which needs one, and one or two more for late copies
 MAX_REASON = 1000  # characters
-OTHER_FILES = 512  # descriptors kept free of connections; the status page has its own bound, far below this
-HELLO_S = 10.0  # until the first byte of a connection and the hello of a stream
-STOP_S = 2.0  # that calls have to end in when the server stops
-SWEEP_S = 0.1  # at most, between two searches for calls that are due
-OUTBOX = 512  # messages a stream's reader may lag behind; a stream that is opened again starts with all that matters
+OTHER_FILES = 512  # descriptors kept free of gRPC connections; the dashboard's own limit is far below this
+HELLO_S = 10.0  # timeout for the first byte of a connection, and for the hello of a stream
+STOP_S = 2.0  # time in which calls must end when the server stops
+SWEEP_S = 0.1  # longest interval of searches for waiting calls whose deadline has come
+OUTBOX = 512  # messages that a stream's reader may lag behind; a reopened stream begins with all that is needed
 OUTBOX_BYTES = 4 * MAX_MESSAGE
 log = logging.getLogger("pharos.serving")
 
@@ -36,7 +36,7 @@ Route = Callable[["Server"], Any]
 
 
 class CallRefused(Exception):
-    """A call is answered by a status and a reason."""
+    """Ends a call with a gRPC status and a reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ STOPS = CallRefused(grpc.StatusCode.UNAVAILABLE, "this server stops")
 
 
 def refused(code: str, reason: str) -> CallRefused:
-    """The status for a code of a machine of ft.protocol. LOST, STALE: that id or attempt is over, and another one may be asked for."""
+    """Returns the gRPC status for a code of ft.protocol's machines. LOST and STALE (the id or attempt is over) become ABORTED."""
     return CallRefused(grpc.StatusCode.ABORTED if code in ("LOST", "STALE") else grpc.StatusCode[code], reason)
 
 
@@ -56,10 +56,10 @@ def unary(handler: Handler) -> Route:
 
 
 def stream(handler: Callable[[Outbox], Awaitable[None]]) -> Route:
-    """`handler` reads and writes through an Outbox, which is closed after it."""
+    """Returns the route of a bidirectional stream. `handler` reads and writes through an Outbox, which is closed when it returns."""
 
     async def open_and_handle(_: Any, context: Any) -> None:
-        # Now, and not with the first message: that may be on its way when a status has to go, and both would carry it.
+        # Sent now, not with the first message: if a status follows while that is being sent, both would contain the metadata.
         await context.send_initial_metadata(())
         outbox = Outbox(context)
         try:
@@ -71,30 +71,30 @@ def stream(handler: Callable[[Outbox], Awaitable[None]]) -> Route:
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """grpc.aio's server. Looks at the token before anything of a call is read; tells its end to callers, where grpc would print a stack."""
+    """grpc.aio's server with routes. Checks the token before it reads a request. When it stops, callers get UNAVAILABLE."""
 
-    room: int | None = None  # for connections; by default for as many as this process can hold
+    room: int | None = None  # most connections; None: as many as this process can have descriptors for
     hello_s = HELLO_S
 
     def __init__(self, access: Access, routes: Mapping[str, Route], at: Sequence[Endpoint]) -> None:
-        """Listens; `start` starts it. With port 0, all of `at` get the same free one, `port`. routes: "/package.Service/Method" ->
-        unary(...) or stream(...). Raises ValueError."""
+        """Binds the addresses `at`; `start` begins to serve. With port 0, all of them get the same free port, `self.port`. `routes`:
+        "/package.Service/Method" -> unary(...) or stream(...). Raises ValueError."""
         self._access, self._routes = access, routes
-        self._handlers: dict[str, Any] = {}  # made at the first call: a group's routes are known only after its port
-        self._tasks: set[asyncio.Task[Any]] = set()  # of the calls that it is in the middle of
+        self._handlers: dict[str, Any] = {}  # made at the first call, since `routes` may be filled after this
+        self._tasks: set[asyncio.Task[Any]] = set()  # tasks of the calls in progress
         self._stops = False
-        self.connections = (self.room or room_for_connections()) // len(at)  # at one address
+        self.connections = (self.room or room_for_connections()) // len(at)  # most connections at one address
         options = [
-            ("grpc.so_reuseport", 0),  # or a second server would quietly share the port
-            ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; of headers: 16 KiB
+            ("grpc.so_reuseport", 0),  # default: a second server would share the port without an error
+            ("grpc.max_receive_message_length", MAX_MESSAGE),  # before and after decompression; headers have 16 KiB
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", self.connections),
-            # All may call at once while the loop is busy; of more than 1,000 that wait for it, grpc would cancel some.
+            # All groups may call at once while the loop is busy; by default grpc cancels calls when 1,000 wait.
             ("grpc.server.max_pending_requests", MAX_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
             ("grpc.server_handshake_timeout_ms", int(self.hello_s * 1000)),
-            ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-            ("grpc.keepalive_time_ms", 60_000),  # for a host that vanished; with a stream, beats show it long before
+            ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients reconnect at their next call
+            ("grpc.keepalive_time_ms", 60_000),  # finds hosts that vanished; with a stream, heartbeats find them sooner
             ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.http2.max_ping_strikes", 0),
@@ -104,13 +104,13 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         self.port = at[0].port
         for place in at:
             endpoint = Endpoint(place.host, self.port)
-            if place.port or not self.port:  # else the free port may be taken on the second address: then do without it
+            if place.port or not self.port:  # else: a free port that is used at the second address is not an error
                 try_to_listen(endpoint)
             try:
                 if access.tls is None:
                     self.port = self._server.add_insecure_port(str(endpoint))
                     continue
-                access.tls.server_context()  # says what is wrong with the files
+                access.tls.server_context()  # raises ValueError with the cause if the files are unusable
                 cert, key, ca = access.tls.read()
                 credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
                 self.port = self._server.add_secure_port(str(endpoint), credentials)
@@ -127,14 +127,14 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         return handler
 
     def serving(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """`handler` as grpc is to call it: what it raises becomes the call's status. A function: grpc is slow with other callables."""
+        """Wraps `handler` so that what it raises becomes the call's status. Returns a function, since grpc calls other callables slowly."""
 
         async def serve(data: Any, context: Any) -> Any:
             task = asyncio.current_task()
             assert task
             self._tasks.add(task)
             try:
-                if self._stops:  # the call was on its way
+                if self._stops:  # the call arrived before the stop, and runs after it
                     raise STOPS
                 return await handler(data, context)
             except asyncio.CancelledError:
@@ -155,7 +155,7 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
         await self._server.start()
 
     async def stop(self) -> None:
-        stopped = asyncio.ensure_future(self._server.stop(STOP_S))  # no new calls from here on
+        stopped = asyncio.ensure_future(self._server.stop(STOP_S))  # from here on no call is accepted
         await asyncio.sleep(0)
         self._stops = True
         for task in self._tasks:
@@ -164,13 +164,13 @@ class Server(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def _deny(_: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not carry it")
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this job has a token, and the call does not contain it")
 
 
 def room_for_connections(
     limits: tuple[int, int] | None = None, set_limits: Callable[[int, tuple[int, int]], None] = resource.setrlimit
 ) -> int:
-    """The number of connections that this process can hold, after raising its limit of descriptors (`limits`: soft and hard)."""
+    """Raises this process's limit of descriptors (`limits`: soft, hard). Returns the number of connections that it can then have."""
     wanted, infinite = MAX_CONNECTIONS + OTHER_FILES, resource.RLIM_INFINITY
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == infinite else min(wanted, hard)
@@ -186,11 +186,11 @@ def room_for_connections(
 
 
 class Pending:
-    """A call whose answer comes later, from an effect. size: of the call, in bytes. roster: id of the roster that the caller has; None: a
-    caller of torchft's. request: for its owner."""
+    """A call that an effect answers later. `size`: in bytes. `static_quorum_id`: StaticQuorum.id that the caller has; None: a torchft
+    client. `request`: data of the owner."""
 
-    def __init__(self, size: int = 0, roster: str | None = "", request: Any = None) -> None:
-        self.size, self.roster, self.request = size, roster, request
+    def __init__(self, size: int = 0, static_quorum_id: str | None = "", request: Any = None) -> None:
+        self.size, self.static_quorum_id, self.request = size, static_quorum_id, request
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.due_s = math.inf  # on the loop's clock
 
@@ -203,17 +203,17 @@ class Pending:
             self.answer.set_exception(refused)
 
     def expire(self) -> None:
-        self.fail(CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired"))  # torchft's clients look for these words
+        self.fail(CallRefused(grpc.StatusCode.CANCELLED, "Timeout expired"))  # torchft's clients parse this string
 
 
 class PendingCalls(dict[Any, list[Pending]]):
-    """The calls that wait for an answer, by key; an effect pops those that it answers. `cancelled` gets a key whose last caller is gone.
-    swept: `expire` is called every SWEEP_S or oftener, which costs less than a timer for each call."""
+    """Waiting calls by key; effects pop those that they answer. `cancelled` gets a key whose last caller is gone. `swept`: the owner calls
+    `expire` at least every SWEEP_S, which costs less than a timer for each call."""
 
     def __init__(self, cancelled: Callable[[Any], None], *, swept: bool = False) -> None:
         super().__init__()
         self._cancelled, self._swept = cancelled, swept
-        self.size = 0  # of all, in bytes
+        self.size = 0  # bytes of all waiting calls
 
     def expire(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -224,8 +224,8 @@ class PendingCalls(dict[Any, list[Pending]]):
     async def wait(
         self, key: Any, caller: str, pending: Pending, feed: Callable[[], None], context: Any = None
     ) -> bytes:
-        """Calls `feed` and waits for the answer. context: of a call of torchft's, which ends a little before its deadline; a call of ours
-        needs no such end: its caller cancels it. Raises CallRefused, also where CALLS_PER_KEY calls wait already."""
+        """Calls `feed` and waits for the answer. `context`: of a torchft call, which is failed shortly before its deadline; Pharos callers
+        cancel their calls themselves. Raises CallRefused, also if CALLS_PER_KEY calls of this key are waiting already."""
         if len(self.get(key, ())) >= CALLS_PER_KEY:
             raise refused("RESOURCE_EXHAUSTED", f"{CALLS_PER_KEY} calls of {caller} are waiting already")
         self.setdefault(key, []).append(pending)
@@ -244,7 +244,7 @@ class PendingCalls(dict[Any, list[Pending]]):
             if timer:
                 timer.cancel()
             calls = self.get(key, [])
-            if pending in calls:  # the caller has gone, or its deadline has passed
+            if pending in calls:  # no effect answered it: the caller is gone, or its deadline has passed
                 calls.remove(pending)
                 if not calls:
                     del self[key]
@@ -252,17 +252,17 @@ class PendingCalls(dict[Any, list[Pending]]):
 
 
 class Outbox:
-    """Messages down one stream, in order. Bounded: a reader that lags loses its stream; the next begins with all that matters."""
+    """Queue of messages down one stream, in order. Bounded: the stream of a reader that lags is ended."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._messages: asyncio.Queue[bytes] = asyncio.Queue()
-        self._bytes = 0  # of these
-        self._reader = asyncio.current_task()  # the handler
+        self._bytes = 0  # bytes of the queued messages
+        self._reader = asyncio.current_task()  # task of the handler
         self._writer = asyncio.ensure_future(self._write())
         self.over = False
-        self.answered_s = -math.inf  # for its owner: of what the reader said last that was answered, when it said so
-        self.wait_reason = ""  # for its owner: the cause of the wait that the reader was sent last
+        self.answered_s = -math.inf  # data of the owner: Report.sent_s of the newest report that was answered
+        self.wait_reason = ""  # data of the owner: newest reason of a wait that was sent
         self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
@@ -276,14 +276,14 @@ class Outbox:
             self.end()
 
     async def read_hello(self) -> bytes:
-        """The first message. Raises ValueError where it does not come soon, CallRefused."""
+        """Returns the first message. Raises ValueError if none comes within HELLO_S, CallRefused."""
         try:
             return await asyncio.wait_for(self.read(), HELLO_S) or b""
         except (TimeoutError, asyncio.TimeoutError):
             raise ValueError(f"a stream must begin with a hello within {HELLO_S:g} s") from None
 
     async def read(self) -> bytes | None:
-        """The next message; None: the stream is over, from either side. Raises CallRefused for a reader that was too slow."""
+        """Returns the next message; None if either side has ended the stream. Raises CallRefused if the reader was too slow."""
         data: Any = grpc.aio.EOF
         try:
             if not self.over:
@@ -296,7 +296,7 @@ class Outbox:
         return None if data is grpc.aio.EOF else data
 
     def end(self) -> None:
-        """The handler's next read (the one it waits in, too) says that the stream is over."""
+        """Ends the stream: the handler's current or next `read` returns None."""
         if not self.over:
             self.over, self._messages = True, asyncio.Queue()
             if self._reader is not None and self._reader is not asyncio.current_task():
@@ -306,7 +306,7 @@ class Outbox:
         self._writer.cancel()
 
     async def _write(self) -> None:
-        with suppress(grpc.aio.BaseError):  # the reader notices that the stream broke
+        with suppress(grpc.aio.BaseError):  # `read` notices a broken stream
             while not self.over:
                 message = await self._messages.get()
                 self._bytes -= len(message)

@@ -1,14 +1,14 @@
-"""The lighthouse's memory across restarts: one JSON file that is always whole.
+"""The lighthouse's state file: one JSON file, replaced atomically, from which a restarted lighthouse continues.
 
-Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second: all that
-is lost with it is how far the job has come, which its members report.
+Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second; if it is
+lost, only the newest settled step is, which members report.
 
-A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids beyond its own, which are answered without it, and a
+A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids above its last_id, whose quorums need no write, and a
 restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
 
-Another lighthouse may take the file over while this one is stopped (a lock would be the stopped one's): it puts its name into a file
-beside, removes the partial files of others, then reads. A writer prepares a file of its own name, checks the owner, then renames it. So
-either the other one has read what was written here, or nothing is written here any more, wherever this one was stopped.
+A different lighthouse may take the file over while this one is stopped (so a lock would not do): it writes its owner name to a file beside,
+removes partial files of others, then reads. A writer writes a partial file with its own name, checks the owner, then renames it. So at
+whatever point this one was stopped, either the new owner has read what it wrote, or the rename is not done.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ft.protocol import messages as m
 from ft.protocol.rules import MAX_STEP, validate_request
 
 FORMAT = "pharos lighthouse 1"
-RESERVED = 1000  # ids beyond the file's that may be given out while the disk fails; a restart begins after them
-PACE_S = 1.0  # until what may wait is written, between two tries, and until a disk is too slow where the file reserves the id
-PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # what a disk says that may work again
+RESERVED = 1000  # ids above the file's last_id that may be issued while the disk fails; a restart begins after them
+PACE_S = 1.0  # delay of a write that may wait, pause between two tries, and timeout of a write whose id is reserved
+PASSING = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}  # errors of a disk that may pass
 log = logging.getLogger("pharos.lighthouse")
 
 
 def read(path: Path) -> m.PersistentState | None:
-    """Reads the file; None: there is none. Raises ValueError where it is not a state file, OSError where it cannot be read."""
+    """Reads the file; None if there is none. Raises ValueError if it is not a state file, OSError if it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read(path: Path) -> m.PersistentState | None:
         raise ValueError(f"{path} is not a state file: {error}") from None
     try:
         if data.pop("format") != FORMAT:
-            raise ValueError("another format")
+            raise ValueError(f"its format is not {FORMAT}")
         saved = m.PersistentState.from_dict(data)
         _check(saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -56,18 +56,18 @@ def read(path: Path) -> m.PersistentState | None:
 
 
 def _check(saved: m.PersistentState) -> None:
-    """Raises TypeError and ValueError for a value of a wrong type or range: it would end the lighthouse later."""
+    """Raises TypeError or ValueError for a value of a wrong type or range, which would end the lighthouse later."""
     if any(type(number) is not int or not 0 <= number <= MAX_STEP for number in (saved.last_id, saved.settled)):
         raise ValueError(f"last_id {saved.last_id!r}, settled {saved.settled!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
         raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
-    with suppress(ImportError):  # run_lighthouse.sh looks at the flags, and so here, before it installs protobuf
+    with suppress(ImportError):  # run_lighthouse.sh checks flags and this file before it installs protobuf
         from ft.rpc import codec
 
         for part in filter(None, (saved.terms, saved.quorum)):
-            codec.to_message(part)  # says what is of a wrong type
+            codec.to_message(part)  # raises TypeError for a field of a wrong type
     if saved.terms and (saved.terms.min_replicas < 1 or not 0 < (saved.terms.takeover_s or 1.0) < math.inf):
-        raise ValueError(f"{saved.terms}")
+        raise ValueError(f"out of range: {saved.terms}")
     if quorum := saved.quorum:
         if list(map(type, quorum.reference)) != [int, int, str]:
             raise ValueError(f"reference {quorum.reference}")
@@ -77,12 +77,12 @@ def _check(saved: m.PersistentState) -> None:
 
 
 def reserved(saved: m.PersistentState) -> m.PersistentState:
-    """The state to go on from: none of the ids that the file stands for is free."""
+    """Returns the state to continue from, with last_id raised by RESERVED, since these ids may have been issued."""
     return replace(saved, last_id=saved.last_id + RESERVED) if saved.last_id else saved
 
 
 def read_or_refuse(path: Path) -> m.PersistentState | None:
-    """At a start: a file that is damaged stops it, for beginning anew could repeat ids. Raises ValueError, which names the way out."""
+    """Reads the file at a start. Raises ValueError, which names --recover, for a damaged one: a start without it could repeat ids."""
     try:
         return read(path)
     except (ValueError, OSError) as error:
@@ -91,24 +91,24 @@ def read_or_refuse(path: Path) -> m.PersistentState | None:
 
 
 def try_to_write(path: Path) -> None:
-    """Leaves nothing behind, and disturbs nobody who writes there. Raises OSError where `write` would."""
+    """Raises OSError if `write` would. Leaves no file behind, and does not disturb a lighthouse that writes there."""
     probe = path.with_name(f"{path.name}.{os.getpid()}")
     probe.touch()
     probe.unlink()
 
 
 class TakenOver(RuntimeError):
-    """Another lighthouse goes on from the state file: this one must answer nobody any more."""
+    """A different lighthouse continues from the state file: this one must not answer any more."""
 
 
 def take_over(path: Path) -> str:
-    """Takes the file over, before `read`; from then on no other lighthouse writes there. Returns the name to write by. Raises OSError."""
+    """Takes the file over, before `read`; from then on no other lighthouse can write it. Returns the owner name. Raises OSError."""
     owner = uuid.uuid4().hex[:12]
     stamp = path.with_name(f"{path.name}.{owner}")
     try:
         try:
             stamp.write_text(owner, encoding="ascii")
-        except OSError:  # the disk is full, maybe: a link that names it, and leads nowhere, needs no room
+        except OSError:  # the disk may be full: a dangling symlink with the name needs no block
             stamp.unlink(missing_ok=True)
             stamp.symlink_to(owner)
         stamp.replace(path.with_name(f"{path.name}.owner"))
@@ -122,7 +122,7 @@ def take_over(path: Path) -> str:
 
 
 def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
-    """Puts it on disk: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver where it is not `owner`'s."""
+    """Writes the state: temporary file, fsync, rename, fsync of the folder. Raises OSError; TakenOver if `owner` is not the owner."""
     partial = path.with_name(f"{path.name}.partial{owner}")
     with partial.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(saved)}, file)
@@ -133,7 +133,7 @@ def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
         partial.replace(path)
     except (TakenOver, FileNotFoundError):
         partial.unlink(missing_ok=True)
-        check_owner(path, owner)  # it was removed by whose the state is
+        check_owner(path, owner)  # if the partial file is missing, the new owner removed it
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -143,13 +143,13 @@ def write(path: Path, saved: m.PersistentState, owner: str = "") -> None:
 
 
 def check_owner(path: Path, owner: str) -> None:
-    """Raises TakenOver where another lighthouse has taken the file over."""
+    """Raises TakenOver if a different lighthouse has taken the file over."""
     if owner_of(path) not in ("", owner):
         raise TakenOver(f"{path} belongs to a lighthouse that was started after this one")
 
 
 def owner_of(path: Path) -> str:
-    """The name of the lighthouse that took the file over last; empty: none has. Raises OSError."""
+    """Returns the owner name of the lighthouse that took the file over last; empty if none has. Raises OSError."""
     stamp = path.with_name(f"{path.name}.owner")
     with suppress(FileNotFoundError):
         return str(stamp.readlink()) if stamp.is_symlink() else stamp.read_text(encoding="ascii")
@@ -157,35 +157,35 @@ def owner_of(path: Path) -> str:
 
 
 class StateFileWriter:
-    """Writes in a thread of its own; the loop never waits for a disk. A disk that refuses is logged and tried again each second. After a
-    takeover all that waits for the disk, and all that comes later, fails by TakenOver."""
+    """Writes the state file in a thread, so that the loop never waits for the disk. A failed write is logged, and retried each second.
+    After a takeover by a different lighthouse, waiting and later writes raise TakenOver."""
 
     write_file, take_file_over, pace_s = staticmethod(write), staticmethod(take_over), PACE_S
 
     def __init__(
         self, path: Path, owner: str = "", saved: m.PersistentState | None = None, *, trouble: str = ""
     ) -> None:
-        """`owner`: take_over's. `saved`: the file's. `trouble`: why the file could not be taken over at the start; the first write does it,
-        if the file still has its owner of now. Raises OSError."""
+        """`owner`: result of take_over. `saved`: contents of the file. `trouble`: why the file could not be taken over at the start; then
+        the first write takes it over, if its owner is still the same. Raises OSError."""
         self.path, self._owner, self._written, self.trouble = path, owner, saved, trouble
         self._before = owner_of(path) if trouble else None
         self._over: TakenOver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state-file")
         self._newest: m.PersistentState | None = None
-        self._later: asyncio.Future[None] | None = None  # writes the newest
+        self._later: asyncio.Future[None] | None = None  # delayed write of _newest
         self._checking: Future[None] | None = None
         self._checked_s = time.monotonic()
 
     @classmethod
     def begin(cls, path: Path, *, recover: bool) -> tuple[StateFileWriter, m.PersistentState | None]:
-        """Takes the file over, and reads it. recover: one that is damaged counts as none. Raises ValueError: it cannot be used."""
+        """Takes the file over and reads it. `recover`: a damaged file counts as none. Raises ValueError if it is unusable."""
         owner, trouble, saved = "", "", None
         try:
             owner = cls.take_file_over(path)
         except OSError as error:
-            if error.errno not in PASSING:  # no time will help
+            if error.errno not in PASSING:
                 raise ValueError(f"--state_file {path}: cannot be written: {error.strerror}") from None
-            log.error("nothing can be kept in %s, no new quorum is answered until it can: %s", path.parent, error)
+            log.error("%s cannot be written, and no new quorum is answered until it can: %s", path.parent, error)
             trouble = str(error)
         try:
             saved = read_or_refuse(path)
@@ -196,7 +196,7 @@ class StateFileWriter:
         return cls(path, owner, saved, trouble=trouble), saved
 
     def keep(self, saved: m.PersistentState) -> asyncio.Future[None] | None:
-        """A future where what comes next must wait for the disk. Raises TakenOver."""
+        """Schedules a write. Returns a future if later effects must wait for the disk, else None. Raises TakenOver."""
         if self._over:
             raise self._over
         before, self._newest = self._newest, saved
@@ -207,7 +207,7 @@ class StateFileWriter:
         return asyncio.ensure_future(self._until_written(saved))
 
     def check(self) -> None:
-        """Raises TakenOver within some seconds, for one that has nothing to write: else its groups would stay with it for ever."""
+        """Raises TakenOver within seconds of a takeover, even without writes: else groups would stay connected to this lighthouse."""
         if self._over:
             raise self._over
         now_s = time.monotonic()
@@ -221,7 +221,7 @@ class StateFileWriter:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
     async def _write_newest(self) -> None:
-        """Within a second, or as soon as the disk works again."""
+        """Writes the newest state within a second, or as soon as the disk works again."""
         while self._newest and self._written is not self._newest and not self._over:
             await asyncio.sleep(self.pace_s)
             await asyncio.get_running_loop().run_in_executor(self._thread, self._try, self._newest)
@@ -232,7 +232,7 @@ class StateFileWriter:
         while True:
             attempt = loop.run_in_executor(self._thread, self._try, saved)
             there = self._written
-            covered = (  # by the ids that the file reserves
+            covered = (  # True: the id is among those that the file reserves
                 there is not None
                 and (there.epoch, there.kind) == (saved.epoch, saved.kind)
                 and there.settled <= saved.settled
@@ -250,16 +250,16 @@ class StateFileWriter:
 
     def _try(self, saved: m.PersistentState) -> bool:
         try:
-            if self._before is not None:  # it could not be taken over at the start
+            if self._before is not None:  # it could not be taken over at the start, so this is done now
                 ours = owner_of(self.path) == self._before
                 self._owner = self.take_file_over(self.path) if ours else ""
                 if not ours or read(self.path) != self._written:
-                    raise TakenOver(f"{self.path} was another lighthouse's before this one could write it")
+                    raise TakenOver(f"{self.path} was taken over by a different lighthouse before the first write")
                 self._before = None
             try:
                 self.write_file(self.path, saved, self._owner)
             except OSError:
-                check_owner(self.path, self._owner)  # another one may have room
+                check_owner(self.path, self._owner)  # a different lighthouse may have a disk that works
                 raise
         except TakenOver as error:
             self._over = error
@@ -277,8 +277,8 @@ class StateFileWriter:
 
     def _is_ours(self) -> None:
         try:
-            with suppress(OSError):  # the next write tells it
-                if self._before is None:  # else it is not, yet
+            with suppress(OSError):  # the next write reports it
+                if self._before is None:  # else it is not taken over yet
                     check_owner(self.path, self._owner)
         except TakenOver as error:
             self._over = error

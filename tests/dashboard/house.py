@@ -44,7 +44,7 @@ class House:
             min_replicas=min_replicas,
             join_timeout_s=60.0,
             tick_s=0.02,
-            times=m.Times(beat_s=heartbeat_s / 9, heartbeat_timeout_s=heartbeat_s, rendezvous_s=2 * heartbeat_s),
+            times=m.Timeouts(beat_s=heartbeat_s / 9, heartbeat_timeout_s=heartbeat_s, rendezvous_s=2 * heartbeat_s),
         )
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(config, port)), daemon=True)
         self._thread.start()

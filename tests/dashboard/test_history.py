@@ -163,7 +163,7 @@ def test_a_message_is_never_longer_than_it_may_be():
 
 
 def test_a_lost_group_that_is_told_so_fails_nobody():
-    """ "Quorum 1 goes on without this group" is told to who is out of it, and says nothing of the job."""
+    """ "Quorum 1 continues without this group" is told to who is out of it, and says nothing of the job."""
     job = Job("a:1", "b:1")
     job.feed(m.Leave("b:1", clean=False, reason="gone"))
     job.feed(replace(m.StreamOpened("b:1.1"), quorum=m.Quorum(1, ())))

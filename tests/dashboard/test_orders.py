@@ -83,7 +83,7 @@ def test_a_group_that_is_killed_dies_and_stays_away(house: Houses, group: Callab
         reader.until(lambda r: any(event[2:6] == [3, "bad", 3, "z" * 299 + "…"] for event in r.events.values()))
         assert one.order("kill", "a:1")[0] == 202
         assert a.process.wait(WAIT_S) == -signal.SIGKILL
-        killed = "killed by an operator: on the lighthouse's page, from 127.0.0.1"
+        killed = "killed by an operator: on the lighthouse's dashboard, from 127.0.0.1"
         reader.until(lambda r: f"a:1 is lost: {killed}" in r.texts)
         assert "an operator (127.0.0.1): kill a:1, it ends now" in reader.texts
     assert in_time(lambda: not one.service.streams)
@@ -181,7 +181,7 @@ def test_one_without_a_stream_can_be_taken_out_but_not_drained(job: Jobs):
     one, _ = job(["0:a", "1:b"])
     one.loop.call_soon_threadsafe(one.service.streams.pop, "1:b")  # as after a restart, until it comes again
     assert in_time(lambda: "1:b" not in one.service.streams)
-    said = "it has no stream that an order could go down; kill takes it out of the job\n"
+    said = "it has no stream for orders; kill removes it from the job\n"
     assert one.order("drain", "1:b") == (409, said)
     status, text = one.order("kill", "1:b")
     assert status == 202 and "taken out" in text
@@ -193,4 +193,4 @@ def test_torchfts_groups_take_no_orders(house: Houses):
     one = house()
     one.loop.call_soon_threadsafe(one.service.driver.feed, m.Beat("0:a", "torchft"))
     assert in_time(lambda: "0:a" in one.service.machine.roster.peers)
-    assert one.order("kill", "0:a") == (409, "that is a group of torchft's, which takes no orders from here\n")
+    assert one.order("kill", "0:a") == (409, "that is a torchft group, which cannot get orders from here\n")

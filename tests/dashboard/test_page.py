@@ -67,7 +67,7 @@ def test_groups_come_and_go_and_a_death_is_seen_at_once(job: Jobs, tab: Open):
     one, groups = job()
     page = tab(one)
     page.wait_for_selector("tbody tr:nth-child(3)")
-    assert page.inner_text("#headline").endswith("Trains") and page.title().startswith("Trains · 1")
+    assert page.inner_text("#headline").endswith("Training") and page.title().startswith("Training · 1")
     assert [x.inner_text() for x in page.locator("tbody th .id").all()] == list(THREE)
     page.evaluate("""() => {
         new MutationObserver(() => {
@@ -105,7 +105,7 @@ def test_nothing_is_shown_before_the_token_and_after_log_out(job: Jobs, tab: Ope
         assert page.locator("#log-in[open]").count() == 1 and page.evaluate("sessionStorage.length") == 0
     page.fill("#token", "0123456789abcdee")
     page.press("#token", "Enter")
-    until(page, "document.querySelector('#log-in-error').textContent.includes('does not take')")
+    until(page, "document.querySelector('#log-in-error').textContent.includes('refuses that token')")
     assert "0:a" not in page.content()
     page.fill("#token", TOKEN)
     page.press("#token", "Enter")
@@ -239,7 +239,9 @@ def test_a_thousand_groups_the_worst_first(job: Jobs, tab: Open):
     print(f"1,000 groups stand there {page.evaluate('window.usable - window.began'):.0f} ms after the log-in")
     groups.lose(ids[700])
     page.wait_for_selector(f"tbody tr[data-health='lost'] >> text={ids[700].partition(':')[0]}")
-    assert page.locator("tbody tr").count() == 1 and "1 of 1,000 groups want a look" in page.inner_text("#groups-note")
+    assert page.locator("tbody tr").count() == 1 and "1 of 1,000 groups need attention" in page.inner_text(
+        "#groups-note"
+    )
     page.fill("#find", "CA_00042")
     until(page, "document.querySelectorAll('tbody tr').length === 1")
     assert "replica_00042" in page.inner_text("tbody tr")
@@ -258,7 +260,7 @@ def test_a_keyboard_and_a_screen_reader_find_everything(job: Jobs, tab: Open, wi
     page = tab(one, width=width)
     page.wait_for_selector("tbody tr:nth-child(3)")
     assert [page.get_by_role(role).count() for role in ("banner", "main", "table", "slider")] == [1] * 4
-    for name in ("Loss, quorum and faults", "Groups", "What happened"):
+    for name in ("Loss, quorum and faults", "Groups", "Events"):
         assert page.get_by_role("region", name=name, exact=True).count() == 1
     assert page.get_by_role("row").count() == 4 and page.get_by_role("cell").count() == 21, "a table on a phone, too"
     assert page.get_by_label("Find a group").count() == 1

@@ -26,7 +26,7 @@ def test_a_job_as_a_watcher_sees_it(job: Jobs):
         reader.until(lambda r: r.row("2:c")[2] == LOST)
         assert reader.row("2:c")[7] == "its connection broke" and reader.row("2:c")[0] == VOID
         reader.until(lambda r: "2:c is lost: its connection broke" in r.texts)
-        assert reader.job["headline"] == "Trains, short of groups"
+        assert reader.job["headline"] == "Training with fewer groups"
         groups.open(["2:d"])
         reader.until(lambda r: r.row("2:d") and r.row("2:d")[2] == JOINS)
         groups.form(failed=True)
@@ -60,8 +60,8 @@ def test_who_keeps_the_others_waiting_is_named(job: Jobs):
     groups.beat(0, waiting=True)
     with one.watch() as reader:
         reader.until(lambda r: r.row("1:b") and r.row("1:b")[2] == LATE)
-        reader.until(lambda r: r.job["headline"] == "Waits in a step")
-        assert reader.job["reason"] == "1:b keeps the others waiting in the reduction."
+        reader.until(lambda r: r.job["headline"] == "Waiting in a step")
+        assert reader.job["reason"] == "1:b keeps the others waiting in the all-reduce."
     groups.streams["1:b"] = slow
 
 
@@ -167,7 +167,7 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(job: Jobs):
     assert one.service.page is None
     assert one.ask("GET", "/events", **one.headers())[:2] == (
         503,
-        "the page had a fault and is switched off; the lighthouse's log has it\n",
+        "the dashboard had an error and is switched off; the error is in the lighthouse's log\n",
     )
     assert groups.form() == 1, "quorums go on"
 

@@ -119,7 +119,7 @@ class Rank(Trained):
     every_step: bool = False
     agrees: bool = False  # the ranks of the group among themselves (ft/agreement.py)
     agree: Callable[..., Agreement] = Agreement
-    times: m.Times = field(default_factory=m.Times)
+    times: m.Timeouts = field(default_factory=m.Timeouts)
     host: str = "127.0.0.1"
     access: Access = field(default_factory=Access)
 
@@ -302,5 +302,5 @@ def job(min_replicas: int = 2, **more: Any) -> AbstractContextManager[Job]:
 
 def group_config(name: str, lighthouse: str, **more: Any) -> ReplicaGroupConfig:
     """Settings of a group, of one rank unless said otherwise."""
-    alone = {"group_rank": 0, "world_size": 1, "host": "127.0.0.1", "access": Access(), "times": m.Times()}
+    alone = {"group_rank": 0, "world_size": 1, "host": "127.0.0.1", "access": Access(), "times": m.Timeouts()}
     return ReplicaGroupConfig(name=name, lighthouse=lighthouse, **{**alone, **more})

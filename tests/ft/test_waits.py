@@ -40,7 +40,7 @@ def test_sigterm_while_others_are_waited_for_ends_all_ranks_with_what_they_hold(
             rank.kill()
 
     with job(min_replicas=2) as made:
-        more: dict[str, Any] = {"size": 2, "steps": 99, "together": 2, "agrees": True, "times": m.Times(beat_s=0.2)}
+        more: dict[str, Any] = {"size": 2, "steps": 99, "together": 2, "agrees": True, "times": m.Timeouts(beat_s=0.2)}
         a, _ = (made.group(name, at=dies, **more) for name in "ab")
         while not any(isinstance(event, m.MemberLost) for _, event, _ in a[0].seen):
             a[0].thread.join(0.05)

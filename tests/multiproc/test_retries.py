@@ -67,7 +67,7 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
         if any(isinstance(effect, m.AbandonGeneration) for effect in out.effects):
             seen.abandoned.append(manager.step)
 
-    config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Times())
+    config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Timeouts())
     options = ManagerOptions(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
     manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), observer=notes)
     parallel = pipeline(schedule)

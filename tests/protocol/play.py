@@ -29,7 +29,7 @@ from ft.protocol.messages import Member
 from ft.protocol.step import Ledger, StepConfig, StepMachine
 
 HERE = Path(__file__).parent
-TIMES = {field.name for field in dataclasses.fields(m.Times)}
+TIMES = {field.name for field in dataclasses.fields(m.Timeouts)}
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -39,12 +39,14 @@ INLINE = {"call", "member", "outcome", "vote"}  # fields of one class only, so i
 UNNAMED = {*INLINE, "answer", "code", "kind", "notice", "quorum", "replica_id", "replica_ids", "verdict"}
 ORDINARY = {"address": "http://a", "store_address": "store-a", "group_rank": 0}  # of the group and rank that are played
 SHORT = {  # the lighthouse's reasons, of which transcripts are full
-    " healthy groups have called": " called",
-    "more than half is needed, lest there be two quorums": "no majority",
-    "the first has waited": "waited",
+    " healthy groups have requested a quorum": " called",
+    "all previous members have requested a quorum": "all previous members have called",
+    "more than half is needed, so that no second quorum can form": "no majority",
+    "the first request has waited": "waited",
     " s for the others": " s",
-    "none was in the previous quorum with a state, of which": "no heir,",
-    " cannot work together: no connection comes about, or they are unlike each other": " cannot work together",
+    "none of them has a state of the previous quorum, but": "no heir,",
+    " of its members may come back": " may come back",
+    " cannot work together: they cannot connect, or their fingerprints differ": " cannot work together",
 }
 
 
@@ -281,7 +283,7 @@ def _blame(name: str, cut: str) -> tuple[str, ...]:
 
 def _config(config: dict[str, Any]) -> LighthouseConfig:
     times = {name: config.pop(name) for name in list(config) if name in TIMES}
-    return LighthouseConfig(**config, times=m.Times(**times))
+    return LighthouseConfig(**config, times=m.Timeouts(**times))
 
 
 class GroupPlayer(Player):
@@ -296,7 +298,7 @@ class GroupPlayer(Player):
             self.say(m.RankStream(rank, True))
         if joined:
             self.ask(*range(size))
-            self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.Terms(**terms) if terms else None))
+            self.say(m.LighthouseAnswered(self._quorum(1, ()), terms=m.JobLimits(**terms) if terms else None))
 
     def ask(self, *ranks: int, known: int = 0, failed: bool = False, number: int = 0, **member: Any) -> None:
         """Each rank asks for a quorum."""
@@ -310,7 +312,7 @@ class GroupPlayer(Player):
 
     def answered(self, quorum_id: int = 1, *ids: str, times: dict[str, Any] | None = None) -> None:
         """The lighthouse answers with a quorum, of a:1 and b:1 unless said otherwise."""
-        self.say(m.LighthouseAnswered(self._quorum(quorum_id, ids), m.Times(**times) if times else None))
+        self.say(m.LighthouseAnswered(self._quorum(quorum_id, ids), m.Timeouts(**times) if times else None))
 
     def steps(self, end: int) -> None:
         """Rank 0 votes yes on all steps below `end`."""

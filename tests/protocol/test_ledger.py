@@ -127,7 +127,7 @@ def test_another_slot_size_goes_on_at_the_same_sequence():
     smaller.load_state_dict(ledger.state_dict())
     assert smaller.assign(("a", "b", "c")) == {0: "a", 4: "b", 16: "c"}
     with pytest.raises(
-        ValueError, match="a slot of 3 sequences does not divide the 1 open ones of 8; nearest: 2 sequences"
+        ValueError, match="a slot of 3 sequences does not divide the 1 uncommitted slots of 8; nearest: 2 sequences"
     ):
         Ledger(3).load_state_dict(ledger.state_dict())
 

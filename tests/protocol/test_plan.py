@@ -77,7 +77,7 @@ def test_at_step_0_with_init_sync_the_first_reference_member_is_the_source_for_e
 
 def test_spares_are_dealt_nothing():
     """The peer's FIXED_WITH_SPARES."""
-    part = plan(quorum(1, 1, 1), "c:1", 0, spares_above=2)
+    part = plan(quorum(1, 1, 1), "c:1", 0, max_active_groups=2)
     assert part.participants == ("a:1", "b:1") and not part.heal
 
 

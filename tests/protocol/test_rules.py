@@ -17,7 +17,7 @@ from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import LighthouseMachine
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
-from ft.protocol.rules import fingerprint_mismatches, reference_state, smallest_cover
+from ft.protocol.rules import fingerprint_mismatches, minimum_vertex_cover, reference_state
 from tests.counting import counting
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
@@ -49,7 +49,7 @@ def test_a_state_file_without_a_layout_gets_the_first_members():
     again.call("d", fingerprint=other)
     again.effects = []
     again.call("a", known=1, fingerprint=ours)
-    assert m.Refuse("d:1", "FAILED_PRECONDITION", "d:1 has another layout than the job") in again.effects
+    assert m.Refuse("d:1", "FAILED_PRECONDITION", "d:1 differs from the job in layout") in again.effects
 
 
 def test_a_state_file_with_the_names_of_an_earlier_version_is_read():
@@ -93,7 +93,7 @@ def test_what_a_healing_group_had_settled_sends_nobody_back_to_a_checkpoint():
     """The job was restored from step 90; b, of the history before, heals; and the lighthouse that knew is started anew."""
     a = Member("a:1", step=92, commit_id="c92", commit_quorum_id=6)
     b = Member("b:1", step=100, commit_id="old", commit_quorum_id=5)
-    saved = m.PersistentState("job", 7, 92, "pharos", m.Quorum(7, (a, b), (92, 6, "c92"), "job"), m.Terms())
+    saved = m.PersistentState("job", 7, 92, "pharos", m.Quorum(7, (a, b), (92, 6, "c92"), "job"), m.JobLimits())
     player = LighthousePlayer(saved=saved)
     player.say(m.Report("b:1", m.VOID, 5, settled=99))
     player.say(m.Report("a:1", 93, 7, settled=92))
@@ -121,8 +121,8 @@ def test_a_state_file_holds_all_that_the_lighthouse_saves():
     ],
 )
 def test_the_order_of_timeouts(times: dict[str, Any], words: str):
-    assert m.Times().incompatible_timeouts(m.Times()) == []
-    assert m.Times(**times).incompatible_timeouts(m.Times(**times)) == [words]
+    assert m.Timeouts().incompatible_timeouts(m.Timeouts()) == []
+    assert m.Timeouts(**times).incompatible_timeouts(m.Timeouts(**times)) == [words]
 
 
 def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
@@ -132,7 +132,7 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
         player.call("a", "b", known=known, step=1)
         player.call("c", known=known, step=m.VOID)
         assert player.machine.quorum.ids == ("a:1", "b:1")
-        words = f"its last {3 + times} heals failed, so the others go on without it for {sits_s:g} s"
+        words = f"its last {3 + times} heals failed, so the others continue without it for {sits_s:g} s"
         assert player.command("rests c:1")[0] == words
         assert player.command(f"tick until={start_s + sits_s - 0.2} links=abc")[:-1] == []
         [told, *_] = player.command(f"tick until={start_s + sits_s + 1.2} links=abc")
@@ -146,12 +146,12 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
 
 @pytest.mark.parametrize(("pairs", "cover"), [("ab", "b"), ("ab ac ad", "a"), ("ab cd", "bd"), ("ab bc cd de", "bd")])
 def test_smallest_cover(pairs: str, cover: str):
-    assert smallest_cover(frozenset(map(frozenset, pairs.split()))) == set(cover)
+    assert minimum_vertex_cover(frozenset(map(frozenset, pairs.split()))) == set(cover)
 
 
 def test_smallest_cover_of_many_pairs_covers_them():
     pairs = [frozenset((f"x{i}", f"x{i + 1}")) for i in range(200)]
-    cover = smallest_cover(frozenset(pairs))
+    cover = minimum_vertex_cover(frozenset(pairs))
     assert all(pair & cover for pair in pairs) and len(cover) <= 134
 
 
@@ -161,7 +161,7 @@ def test_smallest_cover_is_the_first_of_the_smallest_ones(pairs: set[frozenset[s
     blamed = Counter(replica_id for pair in pairs for replica_id in pair)
     order = sorted(sorted(blamed, reverse=True), key=lambda i: (i in spare, -blamed[i]))
     covers = (set(x) for n in (1, 2, 3) for x in combinations(order, n) if all(pair & set(x) for pair in pairs))
-    assert (first := next(covers, None)) is None or smallest_cover(frozenset(pairs), frozenset(spare)) == first
+    assert (first := next(covers, None)) is None or minimum_vertex_cover(frozenset(pairs), frozenset(spare)) == first
 
 
 def halves(count: int) -> tuple[list[str], list[str]]:
@@ -174,7 +174,7 @@ def test_a_cut_between_halves_is_covered_in_one_look_at_each_pair():
     left, right = halves(66)
     pairs = [frozenset((one, other)) for one in left for other in right]
     with counting() as calls:
-        cover = smallest_cover(frozenset(pairs))
+        cover = minimum_vertex_cover(frozenset(pairs))
     assert len(cover) == 33 and calls[""] < 10 * len(pairs)
 
 

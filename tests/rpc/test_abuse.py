@@ -188,7 +188,7 @@ def test_figures_beyond_all_measure_are_no_broken_live_page():
             for name in ("a:1", "b:1"):
                 service.reports[name] = pharos_pb2.Report(goodput_s=goodput_s, wall_s=wall_s)
             rows = view.rows()
-            json.dumps([rows, view.job(rows), view.lasting("a:1")], allow_nan=False)
+            json.dumps([rows, view.job(rows), view.static_info("a:1")], allow_nan=False)
 
     asyncio.run(story())
 

@@ -48,7 +48,7 @@ def test_a_killed_server_is_told_to_a_rank_of_another_group():
 
 def test_a_trainer_that_is_stopped_counts_as_silent():
     """Its server lives and would beat: only the trainer does not run. When it goes on, its group is under another id."""
-    times = m.Times(beat_s=0.1, heartbeat_timeout_s=4)
+    times = m.Timeouts(beat_s=0.1, heartbeat_timeout_s=4)
     server = LighthouseServer("127.0.0.1:0", 2, quorum_tick_ms=10, heartbeat_timeout_ms=4000)
     groups = [GroupServerProcess(Settings(f"{name}:1", 1, server.address(), times=times)) for name in "ab"]
     ranks = [GroupClient(group.address, 0) for group in groups]

@@ -168,7 +168,7 @@ def test_a_value_of_a_wrong_type_or_range_is_no_state_file(tmp_path: Path, damag
     """Or it would end the lighthouse, at its start or at the first call."""
     path = tmp_path / "state.json"
     quorum = m.Quorum(1, (m.Member("a:1", step=2, restored=0),), (2, 1, "c"), "e", (("layout", "x"),))
-    saved = m.PersistentState("e", 7, 2, "pharos", quorum, m.Terms(takeover_s=None))
+    saved = m.PersistentState("e", 7, 2, "pharos", quorum, m.JobLimits(takeover_s=None))
     for good in (saved, replace(saved, quorum=None, terms=None)):
         state_file.write(path, good)
         assert state_file.read(path) == good

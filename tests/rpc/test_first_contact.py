@@ -11,7 +11,7 @@ import pytest
 from ft import LighthouseServer
 from ft.rpc import clients
 from ft.rpc.access import Access
-from ft.rpc.clients import is_torchfts
+from ft.rpc.clients import is_torchft_lighthouse
 
 TOKEN, OTHER = "a" * 32, "b" * 32
 
@@ -22,13 +22,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize(("token", "said"), [(OTHER, "has another one"), ("", "asks for one, and it is not set")])
+@pytest.mark.parametrize(
+    ("token", "said"), [(OTHER, "has a different token"), ("", "requires a token, and it is not set")]
+)
 def test_a_token_that_is_not_taken(token: str, said: str):
     server = LighthouseServer("127.0.0.1:0", 1, token=TOKEN)
     try:
-        assert not is_torchfts(server.address(), Access(TOKEN))
+        assert not is_torchft_lighthouse(server.address(), Access(TOKEN))
         with pytest.raises(ValueError, match=f"PHAROS_TOKEN: the lighthouse at {server.address()} {said}"):
-            is_torchfts(server.address(), Access(token))
+            is_torchft_lighthouse(server.address(), Access(token))
     finally:
         server.shutdown()
 
@@ -48,7 +50,7 @@ def test_no_lighthouse_is_said_at_once_and_waited_for(caplog: pytest.LogCaptureF
     handler = StartsIt()
     clients.log.addHandler(handler)
     try:
-        assert not is_torchfts(f"http://127.0.0.1:{port}", Access())
+        assert not is_torchft_lighthouse(f"http://127.0.0.1:{port}", Access())
         assert said.is_set()
     finally:
         clients.log.removeHandler(handler)
@@ -58,4 +60,4 @@ def test_no_lighthouse_is_said_at_once_and_waited_for(caplog: pytest.LogCaptureF
 
 def test_no_lighthouse_for_too_long():
     with pytest.raises(ConnectionError, match=r"no lighthouse answers at .* within 0 s: "):
-        is_torchfts(f"http://127.0.0.1:{free_port()}", Access(), patience_s=0.0)
+        is_torchft_lighthouse(f"http://127.0.0.1:{free_port()}", Access(), patience_s=0.0)

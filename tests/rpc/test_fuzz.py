@@ -191,7 +191,7 @@ def test_no_rpc_without_the_token_and_none_of_any_size():
         address = group.address if SERVED_BY[path.split("/")[1]] == "group" else lighthouse.address()
         for wrong in ("", token[:-1], token + "0", token.upper()):
             wire = Wire(address, wrong)
-            denied = ("UNAUTHENTICATED", "this job has a token, and the call does not carry it")
+            denied = ("UNAUTHENTICATED", "this job has a token, and the call does not contain it")
             assert wire.code(path, b"") == denied, (path, wrong)
             wire.close()
     for address in (group.address, lighthouse.address()):

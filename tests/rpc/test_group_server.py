@@ -384,9 +384,9 @@ def test_an_operators_orders():
         trainer: Any = SimpleNamespace(send=sent.append)
         service.processes[0] = trainer
         for _ in range(3):
-            service.obey(pharos_pb2.Order(kind="drain", reason="r"))
-        service.obey(pharos_pb2.Order(kind="dance"))
-        service.obey(pharos_pb2.Order(kind="kill", reason="r"))
+            service.on_operator_order(pharos_pb2.Order(kind="drain", reason="r"))
+        service.on_operator_order(pharos_pb2.Order(kind="dance"))
+        service.on_operator_order(pharos_pb2.Order(kind="kill", reason="r"))
         service.on_lighthouse_event(m.LighthouseRefused("a:1", "LOST", "killed"))
         why, replica_id = await asyncio.wait_for(ended, WAIT_S), service.machine.replica_id
         await service.close()
@@ -461,7 +461,7 @@ def test_a_trainer_that_stops_and_goes_on_is_seen_to_go_on():
 
     async def beats() -> int:
         looks, beaten = iter([True] * 5), asyncio.Event()
-        service, _ = service_and_end(times=m.Times(beat_s=3600.0))
+        service, _ = service_and_end(times=m.Timeouts(beat_s=3600.0))
 
         async def send(report: object) -> None:
             beaten.set()
@@ -481,7 +481,7 @@ def test_the_name_of_a_trainer_that_was_killed_and_cannot_die_gets_free():
     """It waits for a file server that is away; the server is its child and would beat for as long."""
 
     async def ends() -> str:
-        service, over = service_and_end(times=m.Times(beat_s=0.01, heartbeat_timeout_s=0.05))
+        service, over = service_and_end(times=m.Timeouts(beat_s=0.01, heartbeat_timeout_s=0.05))
         trainer: Any = SimpleNamespace(is_stopped=lambda: False, is_dying=lambda: True)
         service.processes[0] = trainer
         service.start()

@@ -82,9 +82,11 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = read("--takeover_s", "never", "--http", "none")
     assert options.config.times.takeover_s is None and options.http == [] and not options.lower_terms
     options = read("--stall_s", "90", "--num_replica_groups", "3", "--lower_terms")
-    assert options.config.times.stall_s == 90 and options.config.terms == m.Terms(1, 30.0, 3) and options.lower_terms
+    assert (
+        options.config.times.stall_s == 90 and options.config.terms == m.JobLimits(1, 30.0, 3) and options.lower_terms
+    )
     config = read().config
-    assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Times())
+    assert (config.join_timeout_s, config.tick_s, config.times) == (60.0, 0.1, m.Timeouts())
 
 
 def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
@@ -97,7 +99,7 @@ def test_from_start_to_end_with_token_page_and_state(tmp_path: Path):
         quorum = quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
         stream.beat(step=3, phase="training", mean_loss=1.25)
         assert state_file.read(tmp_path / "state.json") == m.PersistentState(
-            quorum.epoch, 1, 0, "pharos", quorum, m.Terms()
+            quorum.epoch, 1, 0, "pharos", quorum, m.JobLimits()
         )
         token = {"Authorization": f"Bearer {TOKEN}"}
         assert [one.get(path)[0] for path in ("/status.json", "/metrics")] == [401, 401]

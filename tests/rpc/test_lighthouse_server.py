@@ -143,7 +143,7 @@ def test_a_newer_stream_takes_the_place_of_the_older(house: Any):
 
 
 FINGERPRINT, OTHER_FINGERPRINT = (("layout", "1"),), (("layout", "2"),)
-ODD = ("FAILED_PRECONDITION", "b:1 has another layout than the job")
+ODD = ("FAILED_PRECONDITION", "b:1 differs from the job in layout")
 
 
 def test_ids_and_the_layout_go_on_after_a_restart(house: Any, tmp_path: Path):
@@ -214,7 +214,9 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
     fingerprints = [tuple((f"{i} {'x' * 500}", digest) for i in range(64)) for digest in "12"]
     quorum_of(wire.pharos(m.Call(m.Member("a:1"), fingerprint=fingerprints[0])))
     code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("b:1"), fingerprint=fingerprints[1])))
-    assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith("b:1 has another 0 xxx")
+    assert (code, len(reason)) == ("FAILED_PRECONDITION", 1000) and reason.startswith(
+        "b:1 differs from the job in 0 xxx"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -235,8 +237,8 @@ def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):
         (OURS, pharos_call(m.Call(m.Member("a:1", world_size=0))), "world size 0"),
         (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=-1))), "quorum -1"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 50)), "step 0"),
-        (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 40)), "a lighthouse learns of ids up to"),
-        (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=1 << 40))), "a lighthouse learns of ids up to"),
+        (OURS, pharos_call(m.Call(m.Member("a:1"), known=1 << 40)), "a lighthouse accepts ids up to"),
+        (OURS, pharos_call(m.Call(m.Member("a:1", commit_quorum_id=1 << 40))), "a lighthouse accepts ids up to"),
         (OURS, pharos_call(m.Call(m.Member("a:1", assigned=1 << 50))), "step or count"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), fingerprint=(("x", "y"),) * 257)), "digests"),
         (OURS, pharos_call(m.Call(m.Member("a:1"), fingerprint=(("x", "y" * 600),))), "fingerprint: 600 characters"),
@@ -269,7 +271,7 @@ UP = pharos_pb2.Up
         ([b"\xff"], "not a pharos.Up"),
         ([UP(report=pharos_pb2.Report(step=1))], "an id or address is empty"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", settled=1 << 60))], "a step or count"),
-        ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=1 << 40))], "a lighthouse learns of ids up to"),
+        ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=1 << 40))], "a lighthouse accepts ids up to"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=9)), b"\x12\x02\x08\x09"], "quorum 9 of 0 members"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP(report=pharos_pb2.Report(phase="x" * 600))], "phase: 600"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP(report=pharos_pb2.Report(wall_s=math.nan))], "wall_s = nan"),
@@ -277,7 +279,7 @@ UP = pharos_pb2.Up
             [UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP(report=pharos_pb2.Report(settled=1 << 50))],
             "settled = 1125",
         ),
-        ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP()], "after the hello come reports"),
+        ([UP(hello=pharos_pb2.Hello(replica_id="z:1")), UP()], "a message after the hello must be a report"),
     ],
 )
 def test_a_stream_of_nonsense_ends_with_the_reason(shared: House, sent: list[Any], said: str):

@@ -13,7 +13,7 @@ from ft.compat.lighthouse import LighthouseServer
 from ft.manager import GroupEnded
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from ft.rpc.clients import is_torchfts
+from ft.rpc.clients import is_torchft_lighthouse
 from tests.ft.groups import Job, Rank
 from tests.rpc.peer import Peer
 
@@ -38,11 +38,11 @@ def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
 
 def test_a_lighthouse_is_known_by_what_it_answers(peer: Peer):
     with peer.lighthouse(1) as address:
-        assert is_torchfts(address, Access())
+        assert is_torchft_lighthouse(address, Access())
         rank = Job(address).group("a", steps=1)[0].join()
         assert isinstance(rank.error, ValueError) and 'fault_tolerance.quorum = "on_change"' in str(rank.error)
     ours = LighthouseServer("127.0.0.1:0", 1)
-    assert not is_torchfts(ours.address(), Access())
+    assert not is_torchft_lighthouse(ours.address(), Access())
     ours.shutdown()
 
 

@@ -66,11 +66,11 @@ def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path
     code, said = other.refused()
     assert code == 2
     assert re.fullmatch(
-        "pharos: group 1 cannot take part: 1:[0-9a-f]+ has another model.hidden_dim and optimizer.lr"
-        " and gradient shapes than the job",
+        "pharos: group 1 cannot take part: 1:[0-9a-f]+ differs from the job in model.hidden_dim and"
+        " optimizer.lr and gradient shapes",
         said,
     )
-    told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has another one"
+    told = f"pharos: PHAROS_TOKEN: the lighthouse at {at} has a different token"
     assert stranger.refused() == (2, told)
     code, said = lost.refused()  # not the user's fault for sure: whoever started it may start it again
     assert code == 1 and f"no lighthouse answers at TORCHFT_LIGHTHOUSE = {NOBODY} within 1 s" in said

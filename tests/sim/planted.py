@@ -160,7 +160,7 @@ class NobodyStalls(LighthouseMachine):
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if self._record is not None:
-            self._record.stalled = lambda now_s: ([], "")  # type: ignore[method-assign]
+            self._record.find_stalled = lambda now_s: ([], "")  # type: ignore[method-assign]
         return super().handle(event, now_s)
 
 
@@ -237,7 +237,9 @@ BUGS = {
     "equal-step fork without commit ids": Bug(Machines(group=NoCommitIds), 16, "without healing; it goes on from"),
     "nobody rests": Bug(with_roster(on_heal=lambda *_: None), 8, "5 in a row have failed", "a heal fails each time", 2),
     "nobody stalls": Bug(Machines(lighthouse=NobodyStalls), 3, "no commit for", "a trainer hangs", 3),
-    "names stay taken": Bug(with_roster(stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6),
+    "names stay taken": Bug(
+        with_roster(find_stalled=lambda *_: []), 0, "refused its name", "a trainer cannot be killed", 6
+    ),
     "successors end claims": Bug(
         with_roster(update_claim=end_claim_of_namesake), 1, "is committed again", "members cut off, and replaced", 2
     ),

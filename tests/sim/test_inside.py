@@ -141,7 +141,7 @@ def test_a_vote_aside_leaves_the_trainer_to_the_others():
 
 def test_a_rank_that_waits_for_nothing_is_a_fault_of_its_machine():
     ranks = Ranks(1)
-    with pytest.raises(Violation, match="rank 0 waits for the machine which waits for the commit vote"):
+    with pytest.raises(Violation, match="rank 0 waits for the machine which waits for the outcome of the commit vote"):
         ranks.check()
     ranks.group.ranks[0].machine.phase = Phase.AWAITING_STATE  # the heal's time ends that
     ranks.check()

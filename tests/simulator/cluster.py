@@ -328,7 +328,7 @@ def brief(words: Any) -> str:
             value = brief(value)
         elif isinstance(value, m.PersistentState):
             value = f"<last id {value.last_id}, settled {value.settled}>"
-        elif isinstance(value, dict | m.Times):
+        elif isinstance(value, dict | m.Timeouts):
             continue
         if value not in ("", (), None, False, 0):
             shown.append(f"{name}={value}")

@@ -37,7 +37,7 @@ KINDS = {
 BROKEN = "connection broken"  # drawn apart from these, by `interrupted`
 
 
-# Seconds until those who are well know, with the times of messages.Times and the calls of servers.py.
+# Seconds until those who are well know, with the times of messages.Timeouts and the calls of servers.py.
 STOPPED_S = 5.0  # heartbeat_timeout_s: a beat that does not come
 HUNG_S, ALL_HUNG_S = 10.0, 60.0  # the adaptive limit of a majority that waits; stall_s, for anybody
 CALL_S = 20.0  # a call that went into a cut

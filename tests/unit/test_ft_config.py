@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ft.config import Environment, FaultTolerance
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 
 SECRET = "0123456789abcdef"
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_defaults_are_those_of_the_protocol():
     settings = FaultTolerance()
     settings.check()
-    assert settings.times == Times()
+    assert settings.times == Timeouts()
 
 
 def test_every_length_of_the_protocol_can_be_set():
-    lengths = {field.name: 1000.0 + number for number, field in enumerate(fields(Times))}
-    assert FaultTolerance(**lengths).times == Times(**lengths)
+    lengths = {field.name: 1000.0 + number for number, field in enumerate(fields(Timeouts))}
+    assert FaultTolerance(**lengths).times == Timeouts(**lengths)
     assert FaultTolerance(takeover_s=0).times.takeover_s is None
 
 
@@ -70,7 +70,7 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
     "settings",
     [
         dict(heal_grace_s=20.0),
-        dict(stall_s=20.0),  # a loss for a stall is no rung
+        dict(stall_s=20.0),  # stall_s is not part of the timeout order
         dict(takeover_s=0.0, heal_grace_s=599.0),
         dict(**SEMI, sync_steps=12, num_fragments=4, fragment_sync_delay=2, fragment_update_alpha=0.5),
         dict(**SEMI, outer_momentum=0.0, outer_nesterov=False),

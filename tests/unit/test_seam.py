@@ -11,14 +11,14 @@ from ft import LighthouseServer, Seam, SoloManager
 from ft.manager import Manager, ManagerOptions
 from ft.membership import ReplicaGroupConfig
 from ft.process_groups.gloo import ProcessGroupGloo
-from ft.protocol.messages import Times
+from ft.protocol.messages import Timeouts
 from ft.rpc.access import Access
 from ft.seam import Stopped
 
 
 def group_of_one(lighthouse: str, slot_size: int) -> Seam:
     """A replica group that is alone in its job."""
-    config = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Times())
+    config = ReplicaGroupConfig("only", 0, 1, lighthouse, "127.0.0.1", Access(), Timeouts())
     return Manager(ProcessGroupGloo(), config, ManagerOptions(slot_size=slot_size, dies_with_group=False))
 
 

@@ -1,16 +1,16 @@
-// The loss over time, under it how many groups took part, and under that a lane for each kind of event: one axis for all of them.
+// Three plots over one time axis: the loss, the number of groups in the quorum, and a lane of marks for each kind of event.
 
 import { byId, makeSvg, say } from "./dom.js";
 import { clock, lossText, many, whole } from "./format.js";
 import { Scale, niceTimes, niceValues } from "./scale.js";
 
 const LEFT = 84, RIGHT = 14, TOP = 10, LOSS = 190, GAP = 16, SIZE = 44, LANE = 20, AXIS = 26;
-const REDRAW_MS = 1000; // where only time has gone by
-const NEAR = 9; // marks of one lane that are closer are drawn as one
+const REDRAW_MS = 1000; // interval of redraws for new points or passing time
+const NEAR = 9; // pixels; marks of one lane that are closer are drawn as one
 
 export class Chart {
   #drawn = 0;
-  #at = null; // the point that is read out; null: the last
+  #at = null; // index of the point in the readout; null: the last
   #width = 0;
 
   constructor(state, element) {
@@ -67,7 +67,7 @@ export class Chart {
       const y = this.y.place(value);
       part.append(makeSvg("line", { class: "grid-line", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), makeSvg("text", { x: LEFT - 8, y: y + 4, class: "end" }, String(value)));
     }
-    if (!values.length) part.append(makeSvg("text", { x: (LEFT + width - RIGHT) / 2, y: TOP + LOSS / 2, class: "middle" }, "no group has told a loss yet"));
+    if (!values.length) part.append(makeSvg("text", { x: (LEFT + width - RIGHT) / 2, y: TOP + LOSS / 2, class: "middle" }, "no loss reported yet"));
     const line = points.map(([at, , loss], place) => `${place ? "L" : "M"}${this.x.place(at).toFixed(1)} ${this.y.place(loss).toFixed(1)}`).join("");
     part.append(makeSvg("path", { class: "line", d: line || "M0 0" }));
     const last = points.at(-1);
@@ -113,7 +113,7 @@ export class Chart {
     return part;
   }
 
-  // ---- what stands under the pointer
+  // ---- the point under the pointer
 
   #point(x) {
     const at = this.x?.value(x);
@@ -162,7 +162,7 @@ export class Chart {
   }
 }
 
-/** Of some events at one place, as bad as the worst of them: a cross for a fault, a ring for what is none. */
+/** The mark of one or more events: a cross if one of them is a fault, else a ring. */
 function sign(x, y, events) {
   const bad = events.some((event) => event.grade === "bad");
   const text = events.slice(-6).map((event) => `${clock(event.at)} ${event.text}`);

@@ -1,4 +1,4 @@
-// Elements out of plain values. What a job says becomes text nodes and nothing else: no markup is ever parsed from a string.
+// Makes and updates elements. Strings of a job become text nodes only: no string is ever parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,14 +20,14 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** A group's id: its name, and what makes it unique, in a direction of its own whatever letters it has. */
+/** A group's id with its name in bold, isolated (bdi) from the text direction around it. */
 export function idOf(id) {
   const at = id.indexOf(":");
   const name = at < 0 ? id : id.slice(0, at);
   return make("bdi", { class: "id", title: id.length > 40 ? id : null }, make("b", {}, name), at < 0 ? "" : id.slice(at));
 }
 
-/** Touches the page only where something changes. */
+/** Sets the text. This and the next two functions change the DOM only if the value differs. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,4 +1,4 @@
-// What happened, newest first; new faults are read out.
+// The list of events, newest first; new faults are announced to screen readers.
 
 import { byId, make, say, show } from "./dom.js";
 import { clock, whole } from "./format.js";
@@ -9,7 +9,7 @@ const SHOWN = 150;
 export class Events {
   #items = new Map(); // number -> {item, times}
   #hidden = new Set(); // lanes
-  #heard = null; // the newest number when the page began; null: not yet
+  #heard = null; // number of the newest event that was announced, or was there at first; null: no event has arrived
 
   constructor(state) {
     this.state = state;

@@ -1,10 +1,10 @@
-// Figures as people read them.
+// Formats numbers and times for display.
 
 const WHOLE = new Intl.NumberFormat("en-US");
 
 export const whole = (number) => WHOLE.format(number);
 
-/** "12:03:59", and the day before it where that is another one. */
+/** "12:03:59", preceded by the date if that is not today's. */
 export function clock(atS, nowS = Date.now() / 1000) {
   const at = new Date(atS * 1000);
   const time = at.toLocaleTimeString("en-GB");
@@ -29,7 +29,7 @@ export function bytes(count) {
   return `${place && count < 100 ? count.toFixed(1) : Math.round(count)} ${units[place]}`;
 }
 
-/** Steps a second, or seconds a step, whichever is the larger number. */
+/** Steps per second or seconds per step, whichever number is larger. */
 export function pace(stepsPerS) {
   if (!stepsPerS) return "–";
   return stepsPerS >= 1 ? `${stepsPerS.toPrecision(3)} steps/s` : `${(1 / stepsPerS).toPrecision(3)} s/step`;

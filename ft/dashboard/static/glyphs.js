@@ -1,4 +1,4 @@
-// A sign beside each colour, so that neither needs the other.
+// A symbol for each state and lane, so that no meaning depends on colour only.
 
 export const GLYPHS = {
   training: "✓", waiting: "…", joining: "+", healing: "↻", late: "!", silent: "?", "sitting out": "‖", left: "−", lost: "✕",

@@ -1,4 +1,4 @@
-// A square for each group, in the order of their names: a thousand of them are a picture, of which only what changes is touched.
+// A square for each group, ordered by name. Only squares that change are updated, since there may be a thousand.
 
 import { make, mark } from "./dom.js";
 import { GLYPHS } from "./glyphs.js";
@@ -7,9 +7,9 @@ const NAMES = new Intl.Collator("en", { numeric: true });
 
 export class Grid {
   #squares = new Map(); // key -> element
-  #order = ""; // of the keys that are shown
+  #order = ""; // keys of the shown groups, joined, to notice a change
   #keys = [];
-  #active = 0; // key, of the keyboard
+  #active = 0; // key of the square that the keyboard is on
 
   constructor(state, element, choose) {
     this.state = state;

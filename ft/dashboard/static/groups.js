@@ -1,4 +1,4 @@
-// The groups: few of them as a table; of many the worst as a table, and all as a grid of squares.
+// The groups: up to IN_TABLE as a table; of more, those with problems as a table and all as a grid of squares.
 
 import { byId, idOf, make, mark, say, show } from "./dom.js";
 import { duration, many, percent, whole } from "./format.js";
@@ -6,11 +6,11 @@ import { GLYPHS } from "./glyphs.js";
 import { Grid } from "./grid.js";
 import { CONNECTED, DRAINED, IN_REDUCTION, KILLED } from "./state.js";
 
-const IN_TABLE = 40; // groups; of more, the table has the worst
+const IN_TABLE = 40; // most rows of the table
 const COLUMNS = ["Group", "State", "Step", "Phase", "Quorum", "Age", "Goodput", "Orders"];
 const NAMES = new Intl.Collator("en", { numeric: true });
 
-/** The worst first, then by name; without a word that changes at every step, so that nothing moves under a finger. */
+/** The worst state first, then by name; not by values that change at every step, so that rows do not move under the pointer. */
 export const inOrder = (one, other) => other.health - one.health || NAMES.compare(one.id, other.id) || one.key - other.key;
 
 export class Groups {
@@ -23,7 +23,7 @@ export class Groups {
     this.orders = orders;
     this.body = make("tbody", { role: "rowgroup" });
     const heads = COLUMNS.map((name) => make("th", { scope: "col", role: "columnheader" }, name));
-    // display: block, on a phone, would take the roles away
+    // roles are set, since the narrow layout's display: block removes the implicit ones
     byId("table").append(
       make("table", { role: "table" }, make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...heads)), this.body),
     );
@@ -65,7 +65,7 @@ export class Groups {
   #note(all, wanted, shown, few) {
     const left = wanted > shown ? `, ${whole(shown)} of them here` : "";
     const found = this.#find ? `${many(wanted, "group")} with that in the name${left}` : "";
-    const worst = few ? many(all, "group") : wanted ? `${whole(wanted)} of ${many(all, "group")} want a look${left}` : `all ${many(all, "group")} train`;
+    const worst = few ? many(all, "group") : wanted ? `${whole(wanted)} of ${many(all, "group")} need attention${left}` : `all ${many(all, "group")} are training`;
     say(byId("groups-note"), found || (all ? worst : "none yet"));
   }
 
@@ -107,8 +107,8 @@ export class Groups {
   #words(group, health) {
     const words = [];
     if (group.note) words.push(group.note);
-    if (group.silent) words.push(`no word for ${group.silent} s`);
-    if (group.flags & IN_REDUCTION && health === "training") words.push("waits in the reduction");
+    if (group.silent) words.push(`silent for ${group.silent} s`);
+    if (group.flags & IN_REDUCTION && health === "training") words.push("waits in the all-reduce");
     if (group.flags & KILLED) words.push("killed by an operator");
     else if (group.flags & DRAINED) words.push("drained by an operator");
     return words.join("; ");

@@ -1,4 +1,4 @@
-// Who heals from whom, and how far it is.
+// The current heals: group, sources, and progress.
 
 import { byId, idOf, make, say, show } from "./dom.js";
 import { bytes, many } from "./format.js";
@@ -35,7 +35,7 @@ export class Heals {
     const percent = total ? Math.floor((100 * done) / total) : 0;
     if (total) made.bar.value = percent;
     else made.bar.removeAttribute("value");
-    say(made.text, total ? `${percent}%: ${bytes(done)} of ${bytes(total)}` : "asks for the state");
+    say(made.text, total ? `${percent}%: ${bytes(done)} of ${bytes(total)}` : "requests the state");
     return made.row;
   }
 }

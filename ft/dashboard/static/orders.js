@@ -1,5 +1,5 @@
-// The token, and what it is needed for: to look at a job that has one, and to drain or kill a group.
-// It is in sessionStorage: this tab's alone, and gone with it. It goes to the lighthouse as a header, and into no address.
+// The log-in with the job's token, and the orders to drain or kill a group, which require it.
+// The token is in sessionStorage: for this tab only, until it is closed. It is sent to the lighthouse as a header, never in a URL.
 
 import { byId, idOf, mark, say, show } from "./dom.js";
 import { many } from "./format.js";
@@ -21,7 +21,7 @@ export class LogIn {
       dialog.close();
       start();
     });
-    dialog.addEventListener("cancel", (event) => event.preventDefault()); // there is nothing behind it yet
+    dialog.addEventListener("cancel", (event) => event.preventDefault()); // without a token the page has nothing to show
   }
 
   get token() {
@@ -34,11 +34,11 @@ export class LogIn {
     show(byId("log-out"), false);
   }
 
-  /** The lighthouse does not take what we have. */
+  /** Asks for a token, after the lighthouse has refused a request. */
   ask() {
     const wrong = this.#tried || Boolean(this.token);
     this.forget();
-    say(byId("log-in-error"), wrong ? "The lighthouse does not take that token." : "");
+    say(byId("log-in-error"), wrong ? "The lighthouse refuses that token." : "");
     if (!byId("log-in").open) byId("log-in").showModal();
     byId("token").focus();
   }
@@ -53,12 +53,12 @@ const WORDS = {
   drain: {
     title: "Drain this group?",
     yes: "Drain it",
-    text: "Its trainers get SIGTERM: they finish the step, save, and leave; the others lose nothing.",
+    text: "Its trainers get SIGTERM: they finish the step, save, and leave. The other groups lose nothing.",
   },
   kill: {
     title: "Kill this group?",
     yes: "Kill it",
-    text: "Its trainers are killed at once. What it has computed of this step is lost. Whoever started it may start it again: then it heals.",
+    text: "Its trainers are killed at once, and its part of the current step is lost. Its launcher may restart it: then it heals.",
   },
 };
 
@@ -76,20 +76,20 @@ export class Orders {
     });
   }
 
-  /** Why none can be given; "": they can. */
+  /** The reason why no orders can be given; "" if they can. */
   get barred() {
-    return this.state.constants.orders ? "" : "Groups are drained and killed from here where the job has a token (--token_file); this one has none.";
+    return this.state.constants.orders ? "" : "To drain or kill groups from here, the job must have a token (--token_file); this one has none.";
   }
 
-  /** Asks whether it is meant. */
+  /** Asks for confirmation of an order. */
   ask(order, group) {
     this.#asked = [order, group];
     const { job } = this.state, words = WORDS[order];
     say(byId("order-title"), words.title);
     byId("order-group").replaceChildren(idOf(group.id));
     const left = job.members - (group.quorum ? 1 : 0);
-    const short = left < job.min_replicas ? ` That is too few: the job needs ${job.min_replicas}, and will wait for another one.` : "";
-    const way = group.flags & CONNECTED ? words.text : "It has no stream that an order could go down, so it is taken out of the job.";
+    const short = left < job.min_replicas ? ` That is too few: the job needs ${job.min_replicas}, and will wait for more groups.` : "";
+    const way = group.flags & CONNECTED ? words.text : "It has no stream for orders, so it is removed from the job.";
     say(byId("order-text"), `${way} ${many(left, "group")} would be left.${short}`);
     say(byId("order-yes"), words.yes);
     mark(byId("order-yes"), "order", order);

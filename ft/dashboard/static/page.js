@@ -1,4 +1,4 @@
-// The page: a stream feeds the state, and what has changed is drawn, at most once a frame.
+// The dashboard's page: the stream updates the state, and changed sections are drawn at most once per frame.
 
 import { Chart } from "./chart.js";
 import { byId, mark, say, show } from "./dom.js";
@@ -10,7 +10,7 @@ import { State } from "./state.js";
 import { Status } from "./status.js";
 import { Stream } from "./stream.js";
 
-const REDRAW_MS = 1000; // ages, and the end of the time axis
+const REDRAW_MS = 1000; // interval of redraws of ages and of the time axis
 
 const state = new State();
 const logIn = new LogIn(start);
@@ -48,7 +48,7 @@ function start() {
 function draw() {
   if (asked) return;
   asked = true;
-  // not requestAnimationFrame alone: a tab in the background keeps its title up to date
+  // setTimeout for a hidden tab, which gets no animation frames: its title is kept up to date
   (document.hidden ? (then) => setTimeout(then, 500) : requestAnimationFrame)(() => {
     asked = false;
     for (const part of parts) part.draw(changed);

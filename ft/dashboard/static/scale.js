@@ -1,4 +1,4 @@
-// From values to places in a picture, and round values to write beside it.
+// Linear scale from values to positions in the chart, and round values for its axes.
 
 export class Scale {
   constructor(from, to, first, last) {
@@ -14,7 +14,7 @@ export class Scale {
   }
 }
 
-/** At most about `count` round values between the two: 1, 2 or 5 times a power of ten apart. */
+/** About `count` round values between `low` and `high`, whose distance is 1, 2 or 5 times a power of ten. */
 export function niceValues(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   if (!(rough > 0) || !Number.isFinite(rough)) return [];
@@ -28,11 +28,11 @@ export function niceValues(low, high, count) {
 
 const STEPS_S = [5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
-/** Round instants (seconds since 1970) between the two, at most about `count`. */
+/** At most about `count` round times between `from` and `to`, in seconds since 1970. */
 export function niceTimes(from, to, count) {
   const rough = (to - from) / Math.max(1, count);
   const step = STEPS_S.find((length) => length >= rough) ?? 86400 * Math.ceil(rough / 86400);
-  const offset = new Date(from * 1000).getTimezoneOffset() * 60; // whole hours of the clock on the wall
+  const offset = new Date(from * 1000).getTimezoneOffset() * 60; // so that hours are round in local time
   const times = [];
   for (let at = Math.ceil((from - offset) / step) * step + offset; at <= to; at += step) times.push(at);
   return times;

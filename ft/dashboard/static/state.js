@@ -1,6 +1,6 @@
-// What this page knows: updates of ft/dashboard/feed.py applied in order. Nothing is drawn here.
+// The state of the page: updates of ft/dashboard/feed.py are applied in order. Nothing is drawn here.
 
-// The places of a row, behind its key
+// Values of a row after its key (ft/dashboard/view.py, View.rows)
 const ROW = ["step", "phase", "health", "quorum", "silent", "goodput", "flags", "note"];
 export const IN_REDUCTION = 1, CONNECTED = 2, DRAINED = 4, KILLED = 8; // flags
 const MOST_EVENTS = 400, MOST_POINTS = 2000;
@@ -15,11 +15,11 @@ export class State {
     this.groups = new Map(); // key -> {key, id, ranks, born, step, phase, ...}
     this.phases = [];
     this.job = null;
-    this.heals = []; // [key, [keys of sources], bytes, of how many]
-    this.points = []; // [s, step, loss]
-    this.sizes = []; // [s, members]
+    this.heals = []; // [key, [keys of sources], received bytes, total bytes]
+    this.points = []; // [seconds since 1970, step, loss]
+    this.sizes = []; // [seconds since 1970, members]
     this.events = new Map(); // number -> {number, at, lane, grade, step, text, times}
-    this.skew = 0; // seconds that the lighthouse's clock is ahead of ours
+    this.skew = 0; // seconds by which the lighthouse's clock is ahead of this browser's
   }
 
   /** Seconds since 1970 on the lighthouse's clock. */
@@ -27,7 +27,7 @@ export class State {
     return Date.now() / 1000 + this.skew;
   }
 
-  /** The sections that changed. */
+  /** Applies an update and returns the names of the sections that changed. */
   apply(update) {
     const changed = new Set(Object.keys(update));
     if (update.begin) {

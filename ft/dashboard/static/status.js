@@ -1,4 +1,4 @@
-// What the job does, why it waits, and its figures.
+// The headline of the job, its reason, and the main metrics.
 
 import { byId, make, mark, say, show } from "./dom.js";
 import { clock, duration, lossText, many, pace, percent, whole } from "./format.js";
@@ -29,18 +29,18 @@ export class Status {
     show(byId("trouble"), Boolean(job.trouble));
     document.title = `${job.headline} · ${whole(job.step)} · Pharos`;
     if (job.headline.replace(/\d+/g, "") !== this.#told) {
-      this.#told = job.headline.replace(/\d+/g, ""); // seconds that count up are not read out
+      this.#told = job.headline.replace(/\d+/g, ""); // a change of seconds only is not read out
       say(byId("live"), `${job.headline}. ${job.reason}`);
     }
     const last = this.state.points.at(-1);
     const since = job.since_s ? `for ${duration(this.state.now() - job.since_s)}, since ${clock(job.since_s)}` : "none yet";
     const figures = [
       [whole(job.step), `settled: ${whole(job.settled)}`],
-      [last ? lossText(last[2]) : "–", last ? `nats per token, step ${whole(last[1])}` : "no group has told one"],
-      [job.quorum_id ? `#${job.quorum_id}` : "–", job.kind === "pharos" ? since : `${since}; torchft's groups`],
-      [job.alive < job.members ? `${whole(job.alive)} of ${whole(job.members)}` : whole(job.members), `at least ${whole(job.min_replicas)}; ${many(job.asking, "asks", "ask")} for a quorum`],
+      [last ? lossText(last[2]) : "–", last ? `nats per token, step ${whole(last[1])}` : "not reported yet"],
+      [job.quorum_id ? `#${job.quorum_id}` : "–", job.kind === "pharos" ? since : `${since}; torchft groups`],
+      [job.alive < job.members ? `${whole(job.alive)} of ${whole(job.members)}` : whole(job.members), `at least ${whole(job.min_replicas)}; ${many(job.asking, "waits", "wait")} for a quorum`],
       [pace(job.steps_per_s), "over the last minute"],
-      [percent(job.goodput), "of their time in steps that held"],
+      [percent(job.goodput), "of the time in committed steps"],
     ];
     figures.forEach(([value, hint], place) => {
       say(this.values[place][0], value);

@@ -1,7 +1,7 @@
-// Server-sent events by fetch, which unlike EventSource can send the token as a header. A connection that breaks, or says nothing, is made
-// again, and the lighthouse tells what was missed since the last id. https://html.spec.whatwg.org/multipage/server-sent-events.html
+// Server-sent events by fetch, which unlike EventSource can send the token as a header. A connection that breaks or is silent is reopened,
+// and the lighthouse sends the updates since the last id. https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-const SILENCE_MS = 15000; // the lighthouse says a word every 5 s
+const SILENCE_MS = 15000; // timeout of a silent connection: the lighthouse sends something every 5 s
 const FIRST_WAIT_MS = 300, LONGEST_WAIT_MS = 5000;
 
 export class Stream {
@@ -10,7 +10,7 @@ export class Stream {
   #over = false;
   #abort = null;
 
-  /** token(): "" for none. hear(update), state(words, kind), refuse(text): the token is not the job's. */
+  /** Callbacks: token() returns the token or ""; hear(update); state(words, kind) of the connection; refuse() if the token is wrong. */
   constructor({ token, hear, state, refuse }) {
     Object.assign(this, { token, hear, state, refuse });
   }
@@ -21,7 +21,7 @@ export class Stream {
       try {
         if ((await this.#read()) === "refused") return;
       } catch (error) {
-        why = error.name === "AbortError" ? "nothing was heard" : error.message;
+        why = error.name === "AbortError" ? "no data arrived" : error.message;
       }
       if (this.#over) return;
       this.state(`reconnecting: ${why}`, "bad");
@@ -76,7 +76,7 @@ export class Stream {
     }
     if (data) this.hear(JSON.parse(data));
     if (id) {
-      this.#lastId = id; // once all of the update is here
+      this.#lastId = id; // only the last event of an update has an id
       this.#wait = FIRST_WAIT_MS;
       this.state("live", "good");
     }
