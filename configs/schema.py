@@ -18,7 +18,7 @@ from models.contract import Model, ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
-from parallelisms.layout import CompileConfig, Layout, Precision
+from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig, ValidationConfig
@@ -90,8 +90,8 @@ class RunConfig:
         with torch.device("meta"):
             return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
 
-    def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:
-        return Layout(
+    def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:
+        return ExecutionConfig(
             self.parallelism,
             self.activation_checkpoint,
             self.compile,

@@ -23,8 +23,8 @@ class DeviceTraits:
 
     backend: str = "gloo"  # the library of collectives that serves it
     pins_batches: bool = False  # batches wait in pinned memory: the copy from there does not hold the host up
-    least_loss_chunk: int = 0  # tokens that a chunk of the loss has at least; 0: as many as the memory bound allows
-    adds_products_in_fp32: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
+    min_loss_chunk: int = 0  # tokens that a chunk of the loss has at least; 0: as many as the memory bound allows
+    has_fp32_addmm: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
     has_allocator: bool = False  # of torch's own, with counters, and a history that can be dumped
     queues_work: bool = False  # an operation returns before it is computed: a measurement waits, and the host is free
     probe: tuple[int, torch.dtype] = (256, torch.float32)  # rows, dtype: matrices by which tools/cluster measures speed
@@ -37,8 +37,8 @@ DEVICE_TRAITS = {
     "cuda": DeviceTraits(
         "nccl",
         pins_batches=True,
-        least_loss_chunk=4096,
-        adds_products_in_fp32=True,
+        min_loss_chunk=4096,
+        has_fp32_addmm=True,
         has_allocator=True,
         queues_work=True,
         probe=(8192, torch.bfloat16),

@@ -71,13 +71,13 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             # SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses; for one rank torch's own is 1.
             if ranks > 1:
-                module.set_gradient_divide_factor(cast(float, _One()))
+                module.set_gradient_divide_factor(cast(float, NoDivideFactor()))
             elif DEVICE_TRAITS[mesh.device_type].queues_work:  # 1 % of a step; on a CPU 0.97x and 1.02x were seen
-                module.set_custom_reduce_scatter(OfOneRank())
+                module.set_custom_reduce_scatter(NoOpReduceScatter())
             module.set_force_sum_reduction_for_comms(True)
 
 
-def share_memory(part: nn.Module) -> None:
+def alias_unsharded_to_sharded(part: nn.Module) -> None:
     """Lets a rank that is alone, and computes in the dtype of its parameters, compute with them: torch would copy them before each use.
     Called when they have their memory. The private names are those of torch 2.11 to 2.13."""
     for module in part.modules():
@@ -119,7 +119,7 @@ def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Mo
         yield head
 
 
-class OfOneRank(ReduceScatter):
+class NoOpReduceScatter(ReduceScatter):
     """A reduce-scatter whose output is its input. torch asks for the memory of the one, then of the other, and for one rank copies between
     them (foreach_reduce of _fsdp_collectives.py): a tensor that is copied to itself is left alone."""
 
@@ -134,7 +134,7 @@ class OfOneRank(ReduceScatter):
         raise AssertionError("there is one rank")
 
 
-class _One:
+class NoDivideFactor:
     """A factor of 1 that torch divides nothing by. For one shard it computes `gradients / factor` (foreach_reduce of _fsdp_collectives.py,
     torch 2.11 to 2.13), a pass over all gradients and a temporary as large; where there are more it compares the factor with 1."""
 

@@ -58,7 +58,7 @@ def choose_precision(master: str, compute: str, reduce: str, device: Device) -> 
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExecutionConfig:
     """How a model runs. Whatever is in here, it computes the same, up to the rounding of the dtypes."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)

@@ -4,7 +4,7 @@
                                and weight are made together, in the forward; the backward only scales them (Wijmans et al. 2024,
                                arXiv 2411.09009; Hsu et al. 2024, arXiv 2410.10989). Works for any loss that is a sum over tokens.
     by parts of a vocabulary   under tensor parallelism each rank keeps the logits of its own rows of the weight, and the ranks
-                               exchange two numbers per token. For a loss with `of_part`; for others the logits are gathered.
+                               exchange two numbers per token. For a loss with `vocab_parallel`; for others the logits are gathered.
 
 Letters: B batch, T tokens, C width, V vocabulary, N tokens of the whole batch, n tokens of a chunk."""
 
@@ -34,8 +34,8 @@ def head_loss(
     wanted = compile.enable and "loss" in compile.components
     whole = torch.compile(loss, backend=compile.backend) if wanted else loss
     by_parts: Callable[..., Tensor] | None = None
-    if loss_parallel and hasattr(loss, "of_part"):  # as training/loss.py's
-        by_parts = torch.compile(loss.of_part, backend=compile.backend) if wanted else loss.of_part
+    if loss_parallel and hasattr(loss, "vocab_parallel"):  # as training/loss.py's
+        by_parts = torch.compile(loss.vocab_parallel, backend=compile.backend) if wanted else loss.vocab_parallel
 
     def from_hidden(h: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         of_logits = whole
@@ -83,7 +83,7 @@ class _InChunks(Function):
             if grad_weight is not None and grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), h[part])
             elif grad_weight is not None:
-                add_product(grad_weight, grad.t(), h[part], in_fp32=DEVICE_TRAITS[h.device.type].adds_products_in_fp32)
+                fp32_addmm(grad_weight, grad.t(), h[part], fused=DEVICE_TRAITS[h.device.type].has_fp32_addmm)
             total += loss.detach()
             del logits, loss, grad  # before the next chunk's are made
         ctx.save_for_backward(grad_h, None if grad_weight is None else grad_weight.to(weight.dtype))
@@ -96,10 +96,10 @@ class _InChunks(Function):
         return grad_h, grad_weight, None, None, None
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, in_fp32: bool) -> None:
-    """total [V, C], fp32, += a [V, n] @ b [n, C], of a narrower dtype. `in_fp32`: within the product, which is not rounded before it is
+def fp32_addmm(total: Tensor, a: Tensor, b: Tensor, *, fused: bool) -> None:
+    """total [V, C], fp32, += a [V, n] @ b [n, C], of a narrower dtype. `fused`: within the product, which is not rounded before it is
     added, and needs no memory of its own; else it is rounded once."""
-    if in_fp32:
+    if fused:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b

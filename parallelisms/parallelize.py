@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.contract import Model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.float8 import apply_float8
-from parallelisms.layout import Layout, LossFunction
+from parallelisms.layout import ExecutionConfig, LossFunction
 from parallelisms.mesh import CP, PP, TP
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def parallelize(
     model: Model,
     mesh: DeviceMesh,
     loss: LossFunction,
-    layout: Layout,
+    layout: ExecutionConfig,
     *,
     local_batch_size: int,
     seq_len: int,
@@ -36,7 +36,7 @@ def parallelize(
     """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
     # Imported here: they take half as long to import as torch, and checking settings needs none of them.
     from parallelisms.context import apply_context_parallel
-    from parallelisms.fsdp import apply_fsdp, share_memory
+    from parallelisms.fsdp import apply_fsdp, alias_unsharded_to_sharded
     from parallelisms.loss import head_loss
     from parallelisms.pipeline import Pipeline, split
     from parallelisms.tensor import apply_tensor_parallel
@@ -63,45 +63,45 @@ def parallelize(
             parameter.data = parameter.data.to(layout.precision.master)
         apply_fsdp(part, mesh, config, precision=layout.precision, cpu_offload=layout.cpu_offload)
         part.to_empty(device=torch.device("cpu") if layout.cpu_offload else device)
-        share_memory(part)
+        alias_unsharded_to_sharded(part)
         part.init_weights(seed)
         for buffer in part.buffers():  # offloading is for parameters alone
             buffer.data = buffer.data.to(device)
-    adds_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
+    reports_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
     if mesh[PP].size() > 1:
         return Pipeline(
             parts,
             mesh[PP],
             config,
             shard_sequence,
-            adds_loss=adds_loss,
+            reports_loss=reports_loss,
             local_batch_size=local_batch_size,
             hidden_tokens=seq_len // (mesh[CP].size() * mesh[TP].size()),
             dtype=layout.precision.compute,
             device=device,
         )
-    return NoPipeline(parts, shard_sequence, adds_loss=adds_loss)
+    return NoPipeline(parts, shard_sequence, reports_loss=reports_loss)
 
 
 class NoPipeline:
     """A model without a pipeline: every rank holds all layers."""
 
-    def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, adds_loss: bool) -> None:
+    def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, reports_loss: bool) -> None:
         """`parts`: the pieces of the model that this rank holds. `shard_sequence` takes tokens [B, T] to this rank's part of them."""
-        self.parts, self.adds_loss, self._shard_sequence = parts, adds_loss, shard_sequence
+        self.parts, self.reports_loss, self._shard_sequence = parts, reports_loss, shard_sequence
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Tokens and labels [B, T] of this rank's sequences -> this rank's share of their loss sum: the shares of all ranks add up to
         it. Gradients are added to what is there."""
         loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
-        return loss_sum.detach() if self.adds_loss else torch.zeros_like(loss_sum)
+        return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The same without gradients."""
         loss_sum = self._loss_sum(inputs, labels)
-        return loss_sum if self.adds_loss else torch.zeros_like(loss_sum)
+        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
 
     def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
         [model] = self.parts

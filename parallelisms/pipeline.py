@@ -55,7 +55,7 @@ class Pipeline:
         config: ParallelismConfig,
         shard_sequence: Callable[[Tensor], Tensor],
         *,
-        adds_loss: bool,
+        reports_loss: bool,
         local_batch_size: int,
         hidden_tokens: int,
         dtype: torch.dtype,
@@ -63,7 +63,7 @@ class Pipeline:
     ) -> None:
         """`hidden_tokens`: of the hidden state [B, T, C] that travels between stages, whose dtype is `dtype`."""
         self.parts = parts
-        self._mesh, self._shard_sequence, self._adds_loss, self._device = mesh, shard_sequence, adds_loss, device
+        self._mesh, self._shard_sequence, self._reports_loss, self._device = mesh, shard_sequence, reports_loss, device
         self._microbatch_size = config.pipeline_parallel_microbatch_size
         self._hidden = torch.empty(
             self._microbatch_size, hidden_tokens, parts[0].dim, dtype=dtype, device="meta", requires_grad=True
@@ -94,7 +94,7 @@ class Pipeline:
         """This rank's share of the loss sum of `run`, a runtime's method."""
         losses: list[Tensor] = []  # one per microbatch where the last stage is, else none
         run(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
-        if not (losses and self._adds_loss):
+        if not (losses and self._reports_loss):
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 

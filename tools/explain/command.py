@@ -127,7 +127,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=whole,
         optimizer=partial(build_optimizer, config.optimizer),
-        layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
+        layout=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
