@@ -72,8 +72,7 @@ class BackgroundWriter:
         return any(task.failed_at is not None for task in self._tasks)
 
     def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
-        """Waits until all rows queued before this call are written, and returns True; False after `timeout_s` or, unless `patient`, as soon
-        as storage is known to fail."""
+        """Returns True once all rows queued so far are written; False after `timeout_s` or, unless `patient`, if storage fails."""
         with self._changed:
             requested = self._requested
             self._changed.wait_for(lambda: self._done >= requested or (self.in_trouble and not patient), timeout_s)

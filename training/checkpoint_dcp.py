@@ -41,9 +41,7 @@ from training.checkpoint_files import METRICS_STATE, Digest, FileRecord
 States = dict[str, dict[str, Any]]
 
 _OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing in the run or in the checkpoint
-_HASHED_IN_THREAD_BYTES = (
-    1 << 20
-)  # writes from this length on are hashed in a second thread while the kernel copies them
+_HASHED_IN_THREAD_BYTES = 1 << 20  # longer writes are hashed in a second thread while the kernel copies them
 # A rank loads every chunk that overlaps its shard as a whole: with one chunk of gigabytes, each of a thousand ranks would read all of it.
 CHUNK_BYTES = 64 << 20
 

@@ -38,9 +38,7 @@ class TrainingConfig:
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
     mixed_precision_reduce: Annotated[Literal["float32"], "dtype of gradient reductions"] = "float32"
     loss_chunk_tokens: Annotated[
-        int,
-        "tokens per chunk of the loss; 0: no chunks; -1: chosen by device if the vocabulary is large, else 0",
-        ">= -1",
+        int, "tokens per chunk of the loss; 0: no chunks; -1: by device if the vocabulary is large, else 0", ">= -1"
     ] = -1
     enable_cpu_offload: Annotated[bool, "keep parameters and optimizer state in host memory (CUDA)"] = False
     gc_freq: Annotated[int, "steps between garbage collections; 0: Python's automatic collection", ">= 0"] = 50

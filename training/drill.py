@@ -1,9 +1,8 @@
 """Fault injection in a trainer, for bench/ and tests: a bit flip in a weight, which only a comparison of weights detects, and a hang of the
 main thread while the other threads and the replica group's server continue.
 
-Requires PHAROS_DRILL=1 in the rank's environment. To flip a bit in group <id>, write the number of one of its ranks ("0") into
-<run>/groups/<id>/corrupt atomically (write a temporary file, rename it). That rank flips the bit after the current step and removes the
-file. A file named "hang" injects a hang in the same way."""
+Requires PHAROS_DRILL=1 in the rank's environment. For a fault in group <id>, write the number of one of its ranks ("0") into
+<run>/groups/<id>/corrupt (or hang) atomically, by a rename. That rank injects the fault after the current step and removes the file."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ class Log(logging.Handler):
     ) -> None:
         """`group`: name of the replica group; "": there is only one. `colour`: use colours if the stream is a terminal."""
         super().__init__()
-        self._lock = (
-            threading.Lock()
-        )  # not the lock of logging.Handler, which is acquired at exit, while a full pipe may block a writer
+        self._lock = threading.Lock()  # not logging.Handler's, which is taken at exit: a full pipe may block a writer
         self.global_rank = global_rank
         self.step: int | None = None
         self._group = group

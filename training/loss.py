@@ -17,7 +17,6 @@ from training.progress import spans
 LARGE_VOCABULARY = 16_384  # from this size on the logits are the largest activation
 LARGE_LOGITS = 1 << 27  # elements of a chunk of logits: 1,046 tokens of Llama 3's vocabulary, 256 MiB in bf16
 IGNORED = -100  # label of a position without a target
-Gather = Callable[[Tensor], Tensor]
 _NAMED = 3  # values of each kind that a message lists
 
 
@@ -28,7 +27,9 @@ class CrossEntropySum:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         return ops.cross_entropy_sum(logits, labels, ignore_index=IGNORED)
 
-    def vocab_parallel(self, logits: Tensor, labels: Tensor, *, first: int, gather: Gather) -> Tensor:
+    def vocab_parallel(
+        self, logits: Tensor, labels: Tensor, *, first: int, gather: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Returns the loss over the whole vocabulary, the same on every rank, from this rank's logits [B, T, local V] of ids from `first`
         on, differentiable in them. `gather` stacks ranks' values along a new dim 0, without gradients. Inf if no rank has a label's id."""
         logits, labels = logits.flatten(0, -2).float(), labels.flatten()  # [N, V], [N]
@@ -69,8 +70,7 @@ def describe_nonfinite(
     named_gradients: Mapping[str, Tensor | None],
 ) -> str:
     """Returns one line that names the non-finite values on `rank`, or "". `losses`: slot, positions (sequence indices) and loss sum of each
-    microbatch in `step`, which is not applied. `named_gradients`: local shards; reduced ones may have values of other ranks. Waits
-    for the device."""
+    microbatch in `step`, which is not applied. `named_gradients`: local shards, perhaps with values of other ranks. Syncs the device."""
     bad_losses = [
         f"loss {loss} at slot {slot}, {_positions(positions)}" for slot, positions, loss in losses if not isfinite(loss)
     ]

@@ -78,9 +78,7 @@ class MetricsWriter:
         self.kept: deque[_KeptRow] = deque()  # rows in memory
         self._kept_bytes = self._last_number = 0
         self._first_pending = 1  # number of the first row that this group has to write and has not written
-        self._quorum: Quorum | None = (
-            None  # in which this group was the writer at the newest row; None: another group was
-        )
+        self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does
         self._reopen = self._sync_requested = self._close_requested = False
         self._written_until = 0  # up to this step all rows are in the files, from any group
         self.lost = 0  # rows of this group that were dropped unwritten, for lack of room

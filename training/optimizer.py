@@ -39,9 +39,7 @@ class OptimizerConfig:
     eps: Annotated[float, "added to the root of the running square", "> 0"] = 1e-8
     weight_decay: Annotated[float, "weight decay, per unit of learning rate", ">= 0"] = 0.1
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], "implementation in torch.optim"] = "fused"
-    groups: Annotated[
-        tuple[ParameterGroup, ...], "settings by parameter name; the first pattern that matches counts"
-    ] = ()
+    groups: Annotated[tuple[ParameterGroup, ...], "settings by parameter name; the first match counts"] = ()
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,7 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 class Progress:
     """The current phase of this rank, and the seconds spent in each phase. Phases nest; time counts for the innermost phase, or for the
-    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Only the thread that constructs it enters
-    phases; any thread reads."""
+    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Only the constructing thread enters."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}

@@ -29,8 +29,7 @@ class ByteTokenizer:
         return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of all documents concatenated, each between BOS and EOS, and the number of tokens of each [len(documents)] int64.
-        Requires UTF-8 documents, none empty."""
+        """Returns concatenated ids of all documents (UTF-8, not empty), each in BOS and EOS, and their lengths [len(documents)] int64."""
         lengths = np.array([len(document) + 2 for document in documents], dtype=np.int64)
         ends = np.cumsum(lengths)
         ids = np.empty(int(lengths.sum()), dtype=np.uint16)

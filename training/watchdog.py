@@ -38,8 +38,7 @@ class Watchdog:
     its phase; rank 0 (another rank if 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later every rank
     dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation of the replica group's server
     that the group waits for others (`last_waiting_for_others_s`: its time, on `clock`). `store`: a separate connection
-    (`store.clone()`), since the loop may block in a shared one. `record`: called once per hang, after the line, to save the flight
-    recorder."""
+    (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
 
     def __init__(
         self,
@@ -105,8 +104,7 @@ class Watchdog:
             self._steps != self._steps_when_suspected or last_waiting_for_others_s > self._suspected_at
         ):
             self._disarm()
-            finished = self._steps != self._steps_when_suspected
-            cause = "a step finished" if finished else "this group waits for other groups,"
+            cause = "a step finished" if self._steps != self._steps_when_suspected else "a wait for other groups,"
             self._log.warning(f"going on: {cause} {now - self._suspected_at:.0f} s after a hang was suspected")
             self._suspected_at = None
             with contextlib.suppress(RuntimeError):  # readers recognise a stale entry by its step

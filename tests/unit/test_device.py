@@ -15,7 +15,7 @@ from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
 from parallelisms.device import DEVICE_TRAITS, Device, local_device_type
-from parallelisms.loss import fp32_addmm, equal_chunks
+from parallelisms.loss import equal_chunks, fp32_addmm
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 

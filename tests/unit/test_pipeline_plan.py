@@ -119,9 +119,9 @@ def test_any_cut_into_stages_keeps_names_and_computes_the_same(texts: tuple[str,
         (settings(2, layers_per_stage=3), {}, "parallelism.pipeline_parallel_layers_per_stage = 3: makes 4 stages of 10 blocks (embedding, norm and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but 1F1B takes one on each of the 2 ranks; nearest: 5, or 0"),
         (settings(2, layers_per_stage=2, schedule="LoopedBFS"), {}, "parallelism.pipeline_parallel_layers_per_stage = 2: makes 5 stages of 10 blocks (embedding, norm and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but LoopedBFS takes equally many on each of the 2 ranks; nearest: 3, or 0"),
         (settings(2, layers_per_stage=5, schedule="DualPipeV"), {}, "parallelism.pipeline_parallel_layers_per_stage = 5: makes 2 stages of 10 blocks (embedding, norm and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but DualPipeV takes two on each of the 2 ranks; nearest: 3, or 0"),
-        (settings(2, last_stage_less_layers=20), {}, "parallelism.pipeline_parallel_last_stage_less_layers = 20: the last of the stages has room for 14 blocks in all; nearest: 9"),
-        (settings(4, first_stage_less_layers=5), {}, "parallelism.pipeline_parallel_first_stage_less_layers = 5: the first of the stages has room for 4 blocks in all; nearest: 4"),
-        (settings(2, schedule="ZBVZeroBubble"), {"compiled": True}, 'compile.enable = true: ZBVZeroBubble computes the backward in two halves, and a compiled block would compute all of it twice; set it to false, or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
+        (settings(2, last_stage_less_layers=20), {}, "parallelism.pipeline_parallel_last_stage_less_layers = 20: the last stage has room for 14 blocks in all; nearest: 9"),
+        (settings(4, first_stage_less_layers=5), {}, "parallelism.pipeline_parallel_first_stage_less_layers = 5: the first stage has room for 4 blocks in all; nearest: 4"),
+        (settings(2, schedule="ZBVZeroBubble"), {"compiled": True}, 'compile.enable = true: ZBVZeroBubble computes the backward in two halves, and a compiled block would compute the whole backward twice; set it to false, or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
         (settings(2, schedule="DualPipeV", fsdp_reshard_after_forward="always"), {}, 'parallelism.fsdp_reshard_after_forward = "always": DualPipeV computes the backward in two halves and needs the parameters gathered in between; nearest: "default" or "never", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'),
     ],
 )  # fmt: skip
@@ -132,11 +132,11 @@ def test_what_is_refused(config: ParallelismConfig, given: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (("tok_embeddings layers.0", "layers.1", "norm output"), "these are 3 stages, but 1F1B takes one on each of the 2 ranks; nearest: 2 texts"),
+        (("tok_embeddings layers.0", "layers.1", "norm output"), "these are 3 stages, but 1F1B takes one on each of the 2 ranks; nearest: 2 strings"),
         (("tok_embedings layers.0", "layers.1 norm output"), 'the model has no "tok_embedings"; legal: tok_embeddings, layers.0, layers.1, norm, output; nearest: tok_embeddings'),
-        (("tok_embeddings layers.0 layers.1", "layers.1 norm output"), '"layers.1" is there 2 times; legal: once'),
+        (("tok_embeddings layers.0 layers.1", "layers.1 norm output"), '"layers.1" is named 2 times; legal: once'),
         (("tok_embeddings layers.0", "norm output"), "layers.1 in no stage; legal: every module of the model in one stage"),
-        (("tok_embeddings layers.1", "layers.0 norm output"), '"layers.1" stands where the model has "layers.0"; legal: the order of the model'),
+        (("tok_embeddings layers.1", "layers.0 norm output"), '"layers.1" is in the place of "layers.0"; legal: the order of the model'),
         (("tok_embeddings layers.0 layers.1 norm output", " "), "stage 1 has no module; legal: at least one in each stage"),
     ],
 )  # fmt: skip

@@ -133,9 +133,8 @@ class StreamingLoader(BatchSource):
             index, (slot, _, ends_slot) = next(numbered)
             while self._repeats and len(self._validation_rows) <= index:
                 self._validation_rows.append(self._next_rows())
-            return make_batch(
-                self._validation_rows[index] if self._repeats else self._next_rows(), (slot, (), ends_slot)
-            )
+            rows = self._validation_rows[index] if self._repeats else self._next_rows()
+            return make_batch(rows, (slot, (), ends_slot))
 
         return read
 
