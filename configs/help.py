@@ -55,7 +55,7 @@ def default_text(key: Key) -> str:
 
 
 def sentence(name: str, kind: type) -> str:
-    """Returns the headline of a section, the first line of its docstring, which begins with "[section]" by convention."""
+    """Returns the headline of a section, the first line of its docstring, which begins with "[section]"."""
     doc = (kind.__doc__ or "").strip().split("\n")[0]
     if doc.startswith(f"[{name}]"):
         return doc

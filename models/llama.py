@@ -41,7 +41,7 @@ TP_PLAN = {  # module -> kind of sharding under tensor parallelism: parallelisms
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """[model] for Llama. The defaults are the small model of configs/llama.toml."""
+    """[model] for Llama. The defaults are a small model."""
 
     dim: Annotated[int, "model width C", ">= 1"] = 256
     n_layers: Annotated[int, "transformer blocks", ">= 1"] = 6

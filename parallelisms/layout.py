@@ -19,7 +19,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """[compile]: torch.compile for each block and for the loss."""
+    """[compile]: compilation of each block and of the loss by torch.compile."""
 
     enable: Annotated[bool, "compile; needs a C++ compiler on a CPU, Triton on a GPU"] = False
     components: Annotated[tuple[str, ...], "compiled components: model (block by block), loss"] = ("model", "loss")

@@ -90,7 +90,7 @@ CASES = [
     Case("not a choice", '--optimizer.name = "adamw": must be "AdamW" or "Adam"; did you mean "AdamW"?', ("--optimizer.name=adamw",)),
     Case("negative size", "--model.dim = -256: must be an integer >= 1", ("--model.dim", "-256")),
     Case("learning rate not a number", "--optimizer.lr = nan: must be a finite number > 0", ("--optimizer.lr=nan",)),
-    Case("keep one checkpoint", "--checkpoint.keep_latest_k = 1: must be an integer >= 0 and != 1 (older checkpoints are removed; 0: keep all; 1 would leave none to fall back to)", ("--checkpoint.keep_latest_k=1",)),
+    Case("keep one checkpoint", "--checkpoint.keep_latest_k = 1: must be an integer >= 0 and != 1 (newest checkpoints to keep; 0: all; 1 would leave none to fall back to)", ("--checkpoint.keep_latest_k=1",)),
     Case(
         "two mistakes",
         "run.toml:2: training.seq_len = 0: must be an integer >= 1\nrun.toml:3: training.step: no such key; did you mean training.steps?",
