@@ -40,7 +40,7 @@ def check(config: RunConfig, *, world_size: int, device_type: str | None = None)
 
 
 def check_settings(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """As `check`, without the files, which need not exist."""
+    """Checks like `check`, without the files, which need not exist."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
     kind = device_type or local_device_type()

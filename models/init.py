@@ -17,8 +17,8 @@ BLOCK_ROWS = 128
 
 
 @torch.no_grad()
-def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = math.inf) -> None:
-    """Fills `parameter` (a tensor, or the local shard of a DTensor) with N(0, std^2), truncated at `cut` standard deviations, in fp32.
+def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: float = math.inf) -> None:
+    """Fills `parameter` (a tensor, or the local shard of a DTensor) with N(0, std^2), truncated at `truncation` * std, in fp32.
     `name`: fully qualified name in the whole model."""
     if parameter.is_meta:
         return  # `draw` initialises one parameter of a meta model
@@ -39,10 +39,10 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float =
         # a 63-bit hash of (seed, name, block), the same in every process
         digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        if math.isinf(cut):
+        if math.isinf(truncation):
             block.normal_(0.0, std, generator=generator)
         else:
-            torch.nn.init.trunc_normal_(block, 0.0, std, -cut * std, cut * std, generator=generator)
+            torch.nn.init.trunc_normal_(block, 0.0, std, -truncation * std, truncation * std, generator=generator)
         lower, upper = max(first, start), min(first + rows, stop)
         held = (slice(lower - first, upper - first), *columns)
         local[lower - start : upper - start].copy_(block[held])

@@ -129,7 +129,7 @@ class Llama(Model):
             elif name.startswith("tok_embeddings"):
                 normal_(parameter, name, seed, std=1.0)
             elif name.startswith("output"):
-                normal_(parameter, name, seed, std=self.config.dim**-0.5, cut=3.0)
+                normal_(parameter, name, seed, std=self.config.dim**-0.5, truncation=3.0)
             else:
                 layer, kind = int(name.split(".")[1]), name.split(".")[-2]
                 depth = math.sqrt(2 * (layer + 1)) if kind in ("wo", "w2", "w3") else 1.0

@@ -23,7 +23,7 @@ class CompileConfig:
 
     enable: Annotated[bool, "compile; needs a C++ compiler on a CPU, Triton on a GPU"] = False
     components: Annotated[tuple[str, ...], "compiled components: model (block by block), loss"] = ("model", "loss")
-    backend: Annotated[str, "a backend that torch.compile knows"] = "inductor"
+    backend: Annotated[str, "backend of torch.compile"] = "inductor"
 
     def check(self) -> None:
         for component in self.components:

@@ -178,8 +178,8 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
             )
         sizes = [size for size in range(1, weight + 1) if (n := ceil(weight / size)) in legal and n <= n_layers]
         raise ValueError(
-            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (embedding, norm "
-            f"and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (with "
+            f"parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers), but "
             f"{why}; nearest: {nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
         )
 

@@ -64,7 +64,7 @@ class BackgroundWriter:
         if since is not None and not self._slow_reported and self._clock() - since > SLOW_S:
             self._slow_reported = True
             waited = duration(self._clock() - since)
-            self._report(f"storage has not taken a write for {waited}; new rows are kept in memory")
+            self._report(f"storage has not accepted a write for {waited}; new rows are kept in memory")
 
     @property
     def in_trouble(self) -> bool:
@@ -132,7 +132,7 @@ class BackgroundWriter:
         self._busy_since = None
         if self._slow_reported:
             self._slow_reported = False
-            self._report(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
+            self._report(f"storage accepts writes again: the last one took {duration(self._clock() - began)}")
 
 
 class Events:

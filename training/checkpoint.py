@@ -358,7 +358,7 @@ class Checkpointer:
         except OSError as error:
             notes = [f"its files could not be removed ({files.reason(error)})"]
         if notes:
-            self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+            self._log.warning("checkpoint: a save was interrupted by a kill: %s", ", ".join(notes))
 
     def _newest(self) -> int:
         """Returns the newest saved step of either kind; 0: none."""

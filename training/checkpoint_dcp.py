@@ -97,7 +97,7 @@ def fit(
     """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; and the names that only the
     checkpoint has. Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of
     `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
-    settings that a different version of torch does not know, and the metrics of replica groups."""
+    settings that a different version of torch lacks, and the metrics of replica groups."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [
         f'exclude_from_loading: no name begins with "{prefix}"'

@@ -73,7 +73,7 @@ class MetricsProcessor:
         """`steps`: the run's last step. `world_size`: devices that share the tokens. `flops_per_token`: of the model."""
         self.tokens = 0  # valid tokens since step 0, over all launches and ranks
         self._config, self._log, self._progress = config, log, progress
-        self.sink: MetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
+        self.sink: MetricsWriter | None = None  # training/components.py sets it on global rank 0
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)

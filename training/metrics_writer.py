@@ -170,9 +170,9 @@ class MetricsWriter:
         """Writes the pending rows, or closes the files if another group is the writer. After an exception the files are reopened and torn
         lines are removed."""
         with self._lock:
-            quorum, anew, self._reopen = self._quorum, self._reopen, False
+            quorum, reopen, self._reopen = self._quorum, self._reopen, False
             rows = [kept for kept in self.kept if kept.number >= self._first_pending]
-        if quorum is None or anew:
+        if quorum is None or reopen:
             self._close_files()
         if quorum is None:
             return self._drop_written_rows()

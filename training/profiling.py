@@ -105,7 +105,7 @@ class Profiler:
 
 
 class GarbageCollection:
-    """With `freq` > 0 all ranks collect at every `freq`-th step, since all wait while one of them collects; with 0 collection is automatic.
+    """Scheduler of garbage collection: with `freq` > 0 all ranks collect together, every `freq` steps; with 0 collection is automatic.
     Objects that exist at construction are frozen, which reduces a full collection from some 100 ms to a few ms."""
 
     def __init__(self, freq: int) -> None:

@@ -82,7 +82,7 @@ class Saver:
                     self.sleep(POLL_S)
             if action == "stop":
                 self.manager.finish(saved=False)
-                why = f"asked to leave before step {step}, the last, was known to be saved"
+                why = f"stopped before step {step}, the last, was known to be saved"
                 raise CheckpointFailed(f"{self._failure}; {why}" if self._failure else why)
             if action == "regroup":
                 try:

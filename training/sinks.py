@@ -159,7 +159,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The same scalars in Weights & Biases. The W&B id is stored in the run's folder, so that a resumed run continues there. W&B removes no
+    """Scalars in Weights & Biases. The W&B id is stored in the run's folder, so that a resumed run continues there. W&B removes no
     data: after a resume, repeated steps appear twice. Project and account: WANDB_PROJECT, WANDB_MODE, `wandb login`."""
 
     def __init__(self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any]) -> None:

@@ -26,10 +26,10 @@ def test_storage_that_hangs_holds_up_nobody_and_is_told_once() -> None:
     now[0] = SLOW_S + 10
     for _ in range(3):
         background_writer.wake()
-    assert said == ["storage has not taken a write for 20 s; new rows are kept in memory"]
+    assert said == ["storage has not accepted a write for 20 s; new rows are kept in memory"]
     goes_on.set()
     assert background_writer.flush(WAIT_S)
-    assert said[1:] == ["storage takes writes again: the last one took 20 s"]
+    assert said[1:] == ["storage accepts writes again: the last one took 20 s"]
     background_writer.close()
 
 

@@ -128,7 +128,7 @@ def test_who_saves_clears_away_what_is_older(tmp_path: Path):
     assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-4.partial-epoch-2"]
     b.step_and_save(6)
     assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-6"]
-    assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-2"]
+    assert b.log.warnings == ["checkpoint: a save was interrupted by a kill: removed step-4.partial-epoch-2"]
 
 
 def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):

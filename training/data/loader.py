@@ -129,36 +129,36 @@ class ThreadLoader(BatchSource):
         self._reader, self._depth = reader, config.prefetch_factor
         # The thread must pin memory for this rank's device; by default it would open a context on device 0.
         self._device = torch.accelerator.current_device_index() if pin_memory else None
-        self._asked = SimpleQueue[tuple[int, Task, SimpleQueue[Batch | Exception]] | None]()
+        self._requests = SimpleQueue[tuple[int, Task, SimpleQueue[Batch | Exception]] | None]()
         self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
         run, left, ready = self._run, iter(tasks), SimpleQueue[Batch | Exception]()
 
-        def ask(count: int) -> None:
+        def request(count: int) -> None:
             for task in islice(left, count):
-                self._asked.put((run, task, ready))
+                self._requests.put((run, task, ready))
 
         def read() -> Batch:
             if isinstance(batch := ready.get(), Exception):
                 raise batch
-            ask(1)
+            request(1)
             return batch
 
-        ask(self._depth)
+        request(self._depth)
         return read
 
     def close(self) -> None:
         super().close()
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join(timeout=10)
 
     def _work(self) -> None:
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)
-        while (asked := self._asked.get()) is not None:
-            run, task, ready = asked
+        while (entry := self._requests.get()) is not None:
+            run, task, ready = entry
             if run != self._run:
                 ready.put(RuntimeError("abandoned"))  # for a consumer that still waits
                 continue

@@ -109,9 +109,7 @@ def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, 
             f"{setting}: nothing is left to train on ({have} in all); nearest: {int(corpus.buckets.max()) / BUCKETS:g}"
         )
     if len(corpus.buckets) == 1:
-        return (
-            f"{setting}: the corpus is one document, none can be held out; give more, or set validation.enable = false"
-        )
+        return f"{setting}: the corpus is one document, none can be held out; add documents, or set validation.enable = false"
     return (
         f"{setting}: no document is held out ({have} in all); nearest: {(int(corpus.buckets.min()) + 1) / BUCKETS:g}, "
         "or set validation.enable = false"
