@@ -1,12 +1,12 @@
-"""Trains a model: reads the configuration, builds the run from the top down, then steps until it is done or told to stop.
+"""Entry point of training: reads the configuration, builds the run and its components, then trains to the last step or a stop request.
 
     ./scripts/run_train.sh CONFIG [--section.key value ...]      installs what is missing, checks, launches, explains failures
     python train.py CONFIG [--section.key value ...]             one rank
     torchrun --nproc-per-node N train.py CONFIG ...              N ranks
     python train.py --help [section]                             every key
-    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     what it would take and do; nothing is started
+    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     its memory, messages and schedule; starts nothing
 
-Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 the rest."""
+Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 any other failure."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from training.signals import SAVE, STOP, Signals
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.checkpoint.stateful import Stateful  # its import takes a second
     from torch.distributed.tensor import DTensor
 
     from ft.semi_sync_manager import SemiSyncManager
 
 
 def main(argv: Sequence[str]) -> int:
-    """One rank of one start of a run; returns the exit code."""
+    """Runs one rank from its launch to its end; returns the exit code."""
     try:
         if "--help" in argv or "-h" in argv:
             print(help_text(next((word for word in argv if not word.startswith("-")), None)))
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = kind(config, environment, world, signals, log, cleanup)
-        except ValueError as error:  # bad input that only the work itself could find, such as a byte deep inside a file
+        except ValueError as error:  # bad input that no check before it reads, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
@@ -95,10 +95,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """This group's share of a step, of all its ranks. `step`: completed optimizer steps before this one. `losses`: of this rank's batches
-    in that step. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
+    """Results of a step within this replica group: sums over all its ranks. `step`: optimizer steps before it. `losses`: each batch of this
+    rank with its loss. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
-    tokens_per_slot: list[float]  # valid ones
+    tokens_per_slot: list[float]  # valid tokens
     loss_sum: float  # nats
     finite: bool
     step: int
@@ -107,16 +107,16 @@ class LocalStep(NamedTuple):
 
 
 class Run(Components):
-    """One start of a run on one rank: the loop over what Components builds from the configuration."""
+    """The training loop of one rank, over the parts that Components builds from the configuration."""
 
     def train(self) -> None:
-        """Steps until training.steps are committed, or told to stop. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite, Stopped."""
+        """Trains to training.steps, or to a stop request. Raises BadInput, CheckpointFailed, GroupEnded, NonFinite, Stopped."""
         config, steps = self.config, self.config.training.steps
         if config.checkpoint.create_seed_checkpoint:
             return self.checkpointer.save_seed()
         if (reached := max(self.manager.step, self.exported_step)) >= steps:
-            return self.log.info("finished already: %d of %d steps; raise training.steps to go on", reached, steps)
-        self.watchdog, profiler, garbage, drill = self.start_monitoring()
+            return self.log.info("finished already: %d of %d steps; raise training.steps to continue", reached, steps)
+        self.watchdog, profiler, garbage_collection, fault_injector = self.start_monitoring()
         pending_signals = 0
         while self.manager.step < steps and not self.manager.may_exit:
             try:
@@ -136,10 +136,10 @@ class Run(Components):
             self.watchdog.step_done()
             with self.progress.phase("trace"):
                 profiler.step(step)
-            garbage.step(step)
-            drill.step(step)
+            garbage_collection.step(step)
+            fault_injector.step(step)
         if self.manager.step < steps:
-            return self.print_summary("stopped at", "the same command goes on")
+            return self.print_summary("stopped at", "the same command resumes the run")
         self.saver.save_last(lambda: pending_signals & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
@@ -147,21 +147,21 @@ class Run(Components):
         return self.print_summary("finished", next_command)
 
     def train_step(self) -> bool:
-        """One step over the slots that this group was assigned. False: not committed, and no state has changed."""
+        """Runs one step on the slots assigned to this group. False: the step was not committed, and no state has changed."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:
-            return False  # the checkpoint that was restored is of the last step
+            return False  # a checkpoint of the last step was restored
         local = self.compute_step(assignment)
         with self.progress.phase("reduce"):
             try:
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, local.finite))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
-        if commit is None:
+        if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
-        step = self.manager.step  # may exceed assignment.step + 1, if this group has healed meanwhile
+        step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         grad_norm, lr = local.own_update or self.optimizer_step.step(step - 1, commit.divisor)
         if not math.isfinite(grad_norm):
             raise self.nonfinite(local)
@@ -178,16 +178,16 @@ class Run(Components):
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
-        """Forward and backward of each batch; the sum of gradients over groups begins in the last backward of a slot. Then one small
-        all-reduce, and one sync, for all that the ranks must agree on, pending signals included."""
+        """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of a slot. Then one
+        small all-reduce and one device sync cover all that the ranks must agree on, pending signals included."""
         losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
         training = self.config.training
         for batch in batches or self.progress.timed("data", self.loader.load(slots)):
             if not losses or losses[-1][0].slot != batch.slot:
                 # A resumed or repeated step draws the same random numbers, and each rank different ones; tensor-parallel ranks draw the
                 # same, since replicated tensors must stay equal (for sharded ones DTensor has its own generator).
-                place = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
-                torch.manual_seed(int.from_bytes(sha256(place.encode()).digest()[:8], "big") >> 1)
+                random_key = f"{training.seed}/{assignment.step}/{batch.slot}/{at.dp_rank}/{at.pp_rank}/{at.cp_rank}"
+                torch.manual_seed(int.from_bytes(sha256(random_key.encode()).digest()[:8], "big") >> 1)
             last_backward = self.manager.last_backward(batch.slot) if batch.ends_slot else nullcontext()
             with last_backward, self.progress.phase("compute"):
                 inputs = batch.inputs.to(self.device, non_blocking=True)
@@ -211,7 +211,7 @@ class Run(Components):
         return LocalStep(tokens_per_slot, total, bad == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
-        """The error that names what is not finite, on any rank. All ranks call this: they have agreed on the failure."""
+        """Returns an error that names the NaN or infinite values of all ranks. Collective: all ranks have agreed on the failure."""
         rank, step = self.world.global_rank, local.step + 1
         ran = [(batch.slot, batch.positions, loss.item()) for batch, loss in local.losses]
         gradients = {
@@ -236,7 +236,7 @@ class Run(Components):
                 sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
-            nats, tokens, byte_count = sums.cpu().tolist()  # the one sync
+            nats, tokens, byte_count = sums.cpu().tolist()  # the only device sync
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
         loss, bits = nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
@@ -245,15 +245,15 @@ class Run(Components):
         )
 
     def leave(self, released: GroupReleased) -> None:
-        """SIGTERM came while this group waited for others: what it holds is saved, which may be more than any other group has."""
+        """Saves and stops after a SIGTERM while this group waited for others: its state may be newer than that of any other group."""
         if released.has_state and self.manager.step:
             with self.progress.phase("checkpoint"):
                 self.saver.write(settled=False)
         self.log.info("%s", released)
-        self.print_summary("stopped at", "the same command goes on")
+        self.print_summary("stopped at", "the same command resumes the run")
 
     def sample(self) -> None:
-        if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # else one token at a time cannot be shared
+        if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # other layouts cannot decode token by token
             with self.progress.phase("sample"):
                 [model], sample = self.model.parts, self.config.sample
                 prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
@@ -264,17 +264,17 @@ class Run(Components):
 
 
 class SemiSyncRun(Run):
-    """A run whose group steps by itself, and agrees with the others every inner_steps steps (ft/semi_sync_manager.py)."""
+    """A run whose group makes optimizer steps by itself and synchronises with the others every inner_steps (ft/semi_sync_manager.py)."""
 
-    HEALED_STATES = ()  # the rest is each group's own
+    HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
     manager: SemiSyncManager
-    own_update = 0.0, 0.0  # of the last step; a group that heals makes none
+    own_update = 0.0, 0.0  # of the last step; a healing group makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
-        """The optimizer steps of a window of data, which this group makes by itself."""
+        """Makes this group's own optimizer steps on a window of data."""
         batches = self.progress.timed("data", self.loader.load(assignment.slots))
         window = LocalStep([], 0.0, True, assignment.step, [], self.own_update)
         for step, slot in enumerate(assignment.slots, assignment.step):
@@ -284,7 +284,7 @@ class SemiSyncRun(Run):
             window = window._replace(step=step, losses=local.losses)
             if not (local.finite and math.isfinite(own_update[0])):
                 window = window._replace(finite=False)
-                break  # in all ranks of the group; the window counts for nothing
+                break  # on all ranks of the group: the window is not used
             self.own_update = own_update if tokens else self.own_update
             tokens_per_slot, loss_sum = [*window.tokens_per_slot, tokens], window.loss_sum + local.loss_sum
             window = window._replace(tokens_per_slot=tokens_per_slot, loss_sum=loss_sum, own_update=self.own_update)

@@ -43,7 +43,7 @@ from bench.pairs import markdown, parser, renew
 from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, build
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.layout import Layout
+from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan
@@ -275,7 +275,7 @@ def _case(
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
     return ParityCase(
         title=", ".join([_title(degrees), *(option.title for option in options if option.title)]),
-        layout=Layout(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
+        layout=ExecutionConfig(config, recomputation, loss_chunk_tokens=CHUNK_TOKENS if chunked else 0),
         world_size=degrees.world_size,
         optimizer=optimizer,
         microsteps=microsteps,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from bench.resume import checkpoint_values
 from ft.buckets import to_local
 from models.contract import ModelConfig
-from parallelisms.layout import Layout
+from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import ParallelDims, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training import checkpoint_dcp
@@ -61,7 +61,7 @@ class ParityCase:
     """One layout, and how it computes the task."""
 
     title: str  # of the layout
-    layout: Layout
+    layout: ExecutionConfig
     world_size: int
     optimizer: OptimizerName
     microsteps: int  # forward-backwards of a step: gradient accumulation

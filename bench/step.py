@@ -124,7 +124,7 @@ def pharos(
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
-    from parallelisms.layout import CompileConfig, Layout, Precision
+    from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
     from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
     from parallelisms.parallelize import parallelize
     from training.config import TrainingConfig
@@ -134,7 +134,7 @@ def pharos(
 
     cleanup.enter_context(process_group(CommConfig()))
     flags, backend = _flags(setting), _backend(setting)
-    layout = Layout(
+    layout = ExecutionConfig(
         ParallelismConfig(),
         ActivationCheckpointConfig("selective" if "checkpoint" in flags else "none", "op"),
         CompileConfig(enable=bool(backend), backend=backend or "inductor"),

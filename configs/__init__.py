@@ -1,1 +1,1 @@
-"""The place where all sections meet: TOML and overrides into one frozen RunConfig; errors that teach, before anything starts."""
+"""Configuration: TOML and overrides are read into one frozen RunConfig, and checked before any process starts."""

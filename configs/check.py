@@ -1,7 +1,7 @@
-"""Checks before a process or a device is started: sections against each other, and the files.
+"""Checks of the configuration before any process or device is used: each section, sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check`. Each section has a check() of its own; errors that only
-show at tokenising are `open_data`'s."""
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check`. Each section has its own check(); errors that only
+tokenising can find are raised by `open_data`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from training.optimizer import check_patterns
 from training.tokenizer import build_tokenizer
 
 SMALL_BYTES = 1 << 20
-Rule = Callable[[], Iterable[str] | None]  # of one section or of several: it raises ValueError, or yields messages
+Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError or yields messages
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Three passes: each section, across sections, files. The first with errors raises ConfigError with all of its errors. `device_type`:
-    None: this machine's."""
+    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError with all of its errors.
+    `device_type`: None: this machine's."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
 
 def check_settings(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """The same without the files, which need not be there."""
+    """Checks like `check`, without the files, which need not exist."""
     sections = [getattr(config, name) for name in section_types(type(config))]
     _gather(config, [section.check for section in sections if hasattr(section, "check")])
     kind = device_type or local_device_type()
-    between: list[Rule] = [
+    rules: list[Rule] = [
         lambda: _check_batch(config, world_size),
         lambda: _check_tensor_parallel(config),
         lambda: _check_layouts(config, kind),
@@ -54,11 +54,11 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _check_replica_groups(config, kind),
         lambda: _check_rounds(config),
     ]
-    _gather(config, between)
+    _gather(config, rules)
 
 
 def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
-    """Asks all rules and raises what they found, each with the place where its key was written."""
+    """Runs all rules and raises their messages together, each with the file and line of its key."""
 
     def messages(rule: Rule) -> Iterator[str]:
         try:
@@ -71,7 +71,7 @@ def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
 
 
 def multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` next to `value`, which is none: "8 or 16"."""
+    """Returns the multiples of `unit` nearest to `value`, which is not one: "8 or 16"."""
     return nearest(value, range(unit, value + unit, unit))
 
 
@@ -87,7 +87,7 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _check_tensor_parallel(config: RunConfig) -> None:
-    """Heads and features can be shared, and, if asked for, matmuls can overlap with collectives."""
+    """Heads and features must be divisible, and async tensor parallelism must be possible if enabled."""
     tp, compile = config.parallelism.tensor_parallel_degree, config.compile
     if tp > 1:
         config.model.check_tensor_parallel(tp)
@@ -98,7 +98,7 @@ def _check_tensor_parallel(config: RunConfig) -> None:
             "it needs compile.enable = true, model in compile.components and compile.backend = inductor": not compiled,
             f"it needs {tp} CUDA devices that reach each other's memory (NVLink)": torch.cuda.device_count() < tp,
         }
-        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        if reason := next((reason for reason, applies in reasons.items() if applies), ""):
             raise ValueError(f"parallelism.enable_async_tensor_parallel = true: {reason}; set it to false")
 
 
@@ -107,33 +107,33 @@ def _compiled_blocks(config: RunConfig) -> bool:
 
 
 def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
-    """The sequence, other techniques and the device suit the layout."""
+    """Sequence length, other techniques and the device must fit the layout."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    # Ranks have as many tokens each: of context parallelism in one piece or two, of tensor parallelism in between blocks
+    # All ranks have equally many tokens: with context parallelism in one or two pieces, with tensor parallelism between blocks
     two_pieces = cp > 1 and parallelism.context_parallel_load_balancer == "headtail"
     unit = cp * tp * (2 if two_pieces else 1)
     if seq_len % unit:
         degrees = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
-        sharing = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
+        ranks = " and ".join(f"{key} = {degree}" for key, degree in degrees.items() if degree > 1)
         how = ", in a piece from its head and one from its tail" if two_pieces else "" if cp > 1 else " between blocks"
         yield (
-            f"training.seq_len = {seq_len}: the ranks of {sharing} share it{how}: must be a multiple of {unit}; "
+            f"training.seq_len = {seq_len}: the ranks of {ranks} share it{how}: must be a multiple of {unit}; "
             f"nearest: {multiples(seq_len, unit)}"
         )
     if config.activation_checkpoint.mode == "memory_budget" and not _compiled_blocks(config):
         yield (
-            'activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, '
-            'compile.components with model; nearest: "selective"'
+            'activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; '
+            'nearest: "selective"'
         )
     if config.float8.enable and tp > 1:
         yield (
-            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} cuts layers, which torchao's layers do not support; "
+            f"float8.enable = true: parallelism.tensor_parallel_degree = {tp} shards layers, which torchao does not support; "
             "set it to false"
         )
     if device_type != "cuda" and parallelism.context_parallel_rotate_method == "ring":
         yield (
-            'parallelism.context_parallel_rotate_method = "ring": torch implements it for CUDA\'s attention kernels alone, and there is no '
+            'parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no '
             'CUDA device here; nearest: "allgather"'
         )
     if device_type != "cuda" and config.training.enable_cpu_offload:
@@ -160,7 +160,7 @@ def _check_pipeline(config: RunConfig) -> None:
 
 
 def _check_schedules(config: RunConfig) -> Iterator[str]:
-    """Warm-up and decay fit into the schedule, the schedule covers the run, and there is something to validate with."""
+    """Warm-up and decay must fit the schedule, the schedule must cover the run, and validation needs documents."""
     schedule, steps = config.lr_scheduler, config.training.steps
     total, decay, warmup = schedule.total_steps or steps, schedule.decay_length(steps), schedule.warmup_steps
     length = f"lr_scheduler.total_steps = {total}" if schedule.total_steps else f"training.steps = {total}"
@@ -173,15 +173,15 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
         )
     elif total < steps and schedule.min_lr_factor == 0:
         yield (
-            f"lr_scheduler.total_steps = {total}: training.steps = {steps} would go on with a learning rate of 0; "
-            f"nearest: {steps}, or 0, or give lr_scheduler.min_lr_factor"
+            f"lr_scheduler.total_steps = {total}: training.steps = {steps} would continue with a learning rate of 0; "
+            f"nearest: {steps}, or 0, or set lr_scheduler.min_lr_factor"
         )
     if config.validation.enable and config.training.dataset_held_out == 0:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
 def _check_folders(config: RunConfig) -> Iterator[str]:
-    """A run lives in folders. A URL would be taken for the name of one: s3://bucket is "bucket" in "s3:"."""
+    """Paths must be folders. A URL would be taken for one: s3://bucket would be "bucket" in "s3:"."""
     for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
         ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
@@ -196,14 +196,14 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
                 f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
                 f'nearest: "{local}"'
             )
-    # Nothing is made yet; but a file in the way is the user's
+    # Nothing is created yet; an existing file is the user's
     there = next((folder for folder in (config.run_folder, *config.run_folder.parents) if folder.exists()), None)
     if there and not there.is_dir():
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
 def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
-    """Data can be assigned to replica groups, each meets in a place of its own, and they sum on the device that gradients lie on."""
+    """The data, the rendezvous and the process group must be usable with several replica groups."""
     if not config.fault_tolerance.enable:
         return
     if config.training.dataset == "huggingface":
@@ -213,16 +213,16 @@ def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
         )
     if config.comm.init_method != "env://":
         yield (
-            f'comm.init_method = "{config.comm.init_method}": with fault_tolerance.enable = true all groups would meet there; '
-            'nearest: "env://", where each group\'s launcher says its own place'
+            f'comm.init_method = "{config.comm.init_method}": with fault_tolerance.enable = true all groups would use one rendezvous; '
+            'nearest: "env://", with a rendezvous per group from its launcher'
         )
     check_offloaded_gradients(config, torch.__version__)
     config.fault_tolerance.group_kind(gradient_device_type(config, device_type))
 
 
 def check_offloaded_gradients(config: RunConfig, version: str) -> None:
-    """Raises ValueError where a hook on a gradient would see memory that the GPU still copies to: torch before 2.13 calls it then, later
-    ones wait where there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
+    """Raises ValueError for torch before 2.13, in which hooks on offloaded gradients run before the copy from the GPU has ended; later ones
+    wait if there is a hook (foreach_reduce of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, has_post_acc_grad_hook)."""
     if config.training.enable_cpu_offload and TorchVersion(version) < "2.13":
         raise ValueError(
             f"training.enable_cpu_offload = true: with replica groups it needs torch 2.13, and this is {version}: before, their sums begin "
@@ -231,12 +231,12 @@ def check_offloaded_gradients(config: RunConfig, version: str) -> None:
 
 
 def gradient_device_type(config: RunConfig, device_type: str) -> str:
-    """The type of the device that has the gradients of a run whose forward pass is on `device_type`."""
+    """Returns the device type of the gradients of a run whose forward pass is on `device_type`."""
     return "cpu" if config.training.enable_cpu_offload else device_type
 
 
 def _check_rounds(config: RunConfig) -> Iterator[str]:
-    """In semi-synchronous training checkpoints, validations and the last step fall on a synchronisation."""
+    """In semi-synchronous training, checkpoints, validations and the last step must coincide with a synchronisation."""
     tolerance, checkpoint = config.fault_tolerance, config.checkpoint
     if tolerance.num_fragments > 1:
         from ft.semi_sync import split
@@ -246,7 +246,7 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:
         yield (
-            f"checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after {every} steps "
+            f"checkpoint.enable_first_step_checkpoint = true: the first synchronisation of groups is after {every} steps "
             "(fault_tolerance.sync_steps / num_fragments); set it to false"
         )
     for key, steps, matters in (
@@ -256,33 +256,33 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
     ):
         if matters and steps % every:
             yield (
-                f"{key} = {steps}: must be a multiple of {every}, the steps between two times that groups agree "
+                f"{key} = {steps}: must be a multiple of {every}, the steps between two synchronisations of groups "
                 f"(fault_tolerance.sync_steps / num_fragments); nearest: {multiples(steps, every)}"
             )
 
 
 def _check_model(config: RunConfig, world_size: int) -> None:
-    """Tokenizer, vocabulary and corpus fit each other; the optimizer's patterns and the plan of tensor parallelism fit the model."""
+    """Tokenizer, vocabulary and corpus must fit each other; patterns of the optimizer and the tensor-parallel plan must fit the model."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {vocab_size}: must hold the tokenizer's {tokenizer.vocab_size} ids; "
-            f"nearest: {tokenizer.vocab_size}, or 0 for as many as it has"
+            f"model.vocab_size = {vocab_size}: must be at least the tokenizer's {tokenizer.vocab_size}; "
+            f"nearest: {tokenizer.vocab_size}, or 0 for the tokenizer's"
         )
     check_sources(config.training, vocab_size=vocab_size)
-    # A small corpus is tokenised here, to see that its splits hold a sequence; a large one hardly fails to, and takes long
+    # A small corpus is tokenised here, to check that its splits have a sequence; for a large one this is slow and hardly fails
     training = config.training
     if training.dataset != "huggingface" and sum(file.size for file in find_source(training).files) <= SMALL_BYTES:
-        silent = Log(stream=io.StringIO())  # the run itself says it all again
-        with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # no room in TMPDIR: the run itself will see
+        silent = Log(stream=io.StringIO())  # the run logs the same lines
+        with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
             assert isinstance(data, StoredData), "a stream has no positions"
             for split in ("train", "validation") if config.validation.enable else ("train",):
                 data.order(split, seed=training.seed, seq_len=training.seq_len)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
-    if config.parallelism.tensor_parallel_degree > 1:  # what is imported here takes half as long as torch
+    if config.parallelism.tensor_parallel_degree > 1:  # the import takes half as long as torch's
         from parallelisms.tensor import check_plan
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))

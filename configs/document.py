@@ -1,4 +1,4 @@
-"""A TOML file as it was read, with the line of every key; and Origin, what a RunConfig keeps of it for messages."""
+"""Reading of a TOML file with the line of every key, and Origin, by which messages locate a key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Origin:
     overrides: frozenset[str] = frozenset()
 
     def place(self, key: str) -> str:
-        """How a message names a key: "configs/llama.toml:12: training.steps", or "--training.steps"."""
+        """Returns a key with its location: "configs/llama.toml:12: training.steps", or "--training.steps"."""
         if any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in self.overrides):
             return f"--{key}"
         line = self.lines.get(key)
@@ -39,13 +39,13 @@ class Origin:
         return where + key
 
     def explain(self, message: str) -> str:
-        """A section's own "section.key = value: cause" with the place in front."""
+        """Prepends the location to a message "section.key = value: cause"."""
         key = _KEY_AHEAD.match(message)
         return self.place(key.group()) + message[key.end() :] if key else message
 
 
 def read(file: str) -> tuple[dict[str, Any], Origin]:
-    """The tables of a TOML file and where they are written. Raises ConfigError: it is missing, unreadable, not UTF-8, or not TOML."""
+    """Returns the tables of a TOML file and their Origin. Raises ConfigError: missing, unreadable, not UTF-8, or not TOML."""
     try:
         raw = Path(file).read_bytes()
     except FileNotFoundError:
@@ -66,11 +66,11 @@ def read(file: str) -> tuple[dict[str, Any], Origin]:
 
 
 def parse(text: str, file: str) -> tuple[dict[str, Any], Origin]:
-    """TOML text under the name of its file. Raises ConfigError: it is not TOML."""
+    """Parses TOML text; `file`: its name in messages. Raises ConfigError: not TOML."""
     try:
         tables = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        # tomllib's message, its "(at line 3, column 7)" turned into file:line, and the line itself
+        # tomllib's message with "(at line 3, column 7)" converted to file:line, and that line
         lines = text.split("\n")
         cause, _, position = str(error).rpartition(" (at ")
         numbers = re.fullmatch(r"line (\d+), column (\d+)\)", position)
@@ -88,16 +88,16 @@ def _inside(folder: Path) -> str:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of every table and key of a valid TOML text, which tomllib does not give: {"training": 3, "training.steps": 4,
-    "a.list[0].b": 9}. A key that several statements build up (dotted keys, sub-tables) has the line where it is first named."""
+    """Returns the line of every table and key of valid TOML text, which tomllib does not provide: {"training": 3, "training.steps": 4,
+    "a.list[0].b": 9}. A key that several statements build up (dotted keys, sub-tables) has the line of the first one."""
     lines, array_lengths = dict[str, int](), Counter[str]()
-    header, statement, start = "", "", 1  # start: the first line that is not read yet
+    header, statement, start = "", "", 1  # start: first line of the statement
 
     def note(value: Any, path: str = "", *, starts_element: bool = False) -> None:
         if path:
             lines.setdefault(path, start)
         array_lengths[path] += starts_element and isinstance(value, list)
-        if array_lengths[path]:  # an array of tables: in its newest element
+        if array_lengths[path]:  # an array of tables: its last element
             path, value = f"{path}[{array_lengths[path] - 1}]", value[0] if isinstance(value, list) else value
             lines.setdefault(path, start)
         for name, item in value.items() if isinstance(value, dict) else ():
@@ -112,7 +112,7 @@ def key_lines(text: str) -> dict[str, int]:
             start = number + 1
             continue
         statement += f"{line}\n"
-        for closing in ("", "]"):  # a statement, or the elements so far of a list
+        for closing in ("", "]"):  # a complete statement, or a list up to here
             with suppress(ValueError):
                 note(tomllib.loads(header + statement + closing))
                 statement, start = statement if closing else "", number + 1

@@ -1,4 +1,4 @@
-"""ConfigError, which names every problem of a config at once, and the key that an unknown name may have meant."""
+"""ConfigError, which reports all problems of a config at once, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MAX_SHOWN = 10
 
 
 class ConfigError(ValueError):
-    """The user's settings cannot be used. str() is the whole message, one line per problem; the caller exits with 2."""
+    """Invalid settings. str() is the whole message, one line per problem; the caller exits with code 2."""
 
 
 def raise_problems(problems: Iterable[str], file: str = "") -> None:
-    """Raises ConfigError with all problems, one a line, if there are any: those that begin with "file:line: " in the order of the lines,
-    then the others (overrides, cross-checks) in the order found."""
+    """Raises ConfigError if there are problems, one per line: first those with "file:line: ", in the order of lines, then the others
+    (overrides, cross-checks) in the given order."""
 
     def line(text: str) -> int:
         place = re.match(rf"{re.escape(file)}:(\d+): ", text)
@@ -29,7 +29,7 @@ def raise_problems(problems: Iterable[str], file: str = "") -> None:
         raise ConfigError("\n".join(texts))
 
 
-_OTHER_NAMES = {  # what other trainers call our keys; with a section: torchtitan's name, exactly; without: in any section
+_OTHER_NAMES = {  # names of our keys in other trainers; with a section: exactly torchtitan's; without: in any section
     "activation_checkpoint.mode": "activation_checkpoint.type",
     "checkpoint.enable": "checkpoint.enable_checkpoint",
     "checkpoint.interval": "save_interval",
@@ -73,21 +73,21 @@ GONE = {  # keys of torchtitan that have no counterpart by design
     "job.custom_config_module": "a model's keys are the Config of models/<model.name>.py",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
     "activation_checkpoint.early_stop": "early stop is always on",
-    "activation_checkpoint.preserve_rng_state": "what is computed again draws the same random numbers",
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'selective_ac_option = "op" keeps every other product',
+    "activation_checkpoint.preserve_rng_state": "recomputation always uses the same random numbers",
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": 'selective_ac_option = "op" keeps every second matmul',
     "fault_tolerance.group_size": "set the environment variable NUM_REPLICA_GROUPS",
-    "fault_tolerance.replica_id": "REPLICA_GROUP_ID says it, in the environment",
+    "fault_tolerance.replica_id": "set the environment variable REPLICA_GROUP_ID",
     "ft.group_size": "set the environment variable NUM_REPLICA_GROUPS",
-    "ft.replica_id": "REPLICA_GROUP_ID says it, in the environment",
+    "ft.replica_id": "set the environment variable REPLICA_GROUP_ID",
     "experimental.enable_compiled_autograd": "backwards are compiled with their forwards",
     "parallelism.enable_compiled_autograd": "backwards are compiled with their forwards",
     "quantize.linear": "float8 is a section of its own: [float8]",
 }
-_SAME_SECTION = 0.15  # how much likeness a candidate of the same section has ahead of others
+_SAME_SECTION = 0.15  # bonus in similarity for candidates of the same section
 
 
 def unknown_key(wrong: str, legal: Sequence[str]) -> str:
-    """Explains an unknown "section.key" and names the key that may be meant: "no such key; did you mean optimizer.lr?"."""
+    """Returns the message for an unknown "section.key", with a suggestion: "no such key; did you mean optimizer.lr?"."""
     section, _, name = wrong.rpartition(".")
     if wrong in GONE:
         return f"no such key; {GONE[wrong]}"
@@ -105,7 +105,7 @@ def unknown_key(wrong: str, legal: Sequence[str]) -> str:
 
 
 def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
-    """The legal key that looks most like "section.key", by its own name or one it has elsewhere; None if none does."""
+    """Returns the legal key most similar to "section.key", by its name or its names in other trainers; None: none is similar."""
     section, _, name = wrong.rpartition(".")
     best, best_score = None, 0.75
     aliases = [(alias, key) for alias, key in OTHER_NAMES.items() if key in legal]
@@ -121,7 +121,7 @@ def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
 
 
 def nearest_section(wrong: str, sections: Iterable[str]) -> str | None:
-    """The section that looks most like this name; None if none does."""
+    """Returns the section most similar to this name; None: none is similar."""
     return next(iter(difflib.get_close_matches(wrong.lower(), sections, n=1, cutoff=0.7)), None)
 
 

@@ -9,7 +9,7 @@ from configs.errors import ConfigError, nearest_key, nearest_section
 from configs.keys import Key, to_text, walk
 
 COLUMNS = 100
-_HELP_AT = 38  # the column where the meaning of a key starts
+_HELP_AT = 38  # column of the help texts
 _USAGE = """\
 CONFIG.toml, then overrides: --section.key value | --section.key=value | --section.flag (for true)
 Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[{pattern = "*"}]'
@@ -17,8 +17,8 @@ Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[
 
 
 def help_text(section: str | None = None) -> str:
-    """The keys of one section, or of all (also where `section` is a config file: `train.py configs/llama.toml --help`). Raises ConfigError
-    with the nearest if there is no such section."""
+    """Returns the keys of one section, or of all (also if `section` is a config file: `train.py configs/llama.toml --help`). Raises
+    ConfigError, with the nearest section, if there is no such section."""
     sections = all_sections()
     if section is None or section.endswith(".toml"):
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
@@ -38,7 +38,7 @@ def _section_text(name: str, kind: type) -> str:
     lines = [sentence(name, kind)]
     for path, key in walk(kind, name):
         head = f"  {path.removeprefix(f'{name}.')} = {default_text(key)}"
-        # The legal values as far as the default does not show them already
+        # legal values, unless they follow from the default
         limits = "|".join(map(str, key.choices)) or ", ".join(bound.replace(" ", "") for bound in key.bounds)
         lines += textwrap.wrap(
             f"{key.help} ({limits})" if limits else key.help,
@@ -55,7 +55,7 @@ def default_text(key: Key) -> str:
 
 
 def sentence(name: str, kind: type) -> str:
-    """The head line of a section: its docstring's first, which the dataclasses begin with "[section]"."""
+    """Returns the headline of a section, the first line of its docstring, which begins with "[section]"."""
     doc = (kind.__doc__ or "").strip().split("\n")[0]
     if doc.startswith(f"[{name}]"):
         return doc
@@ -63,7 +63,7 @@ def sentence(name: str, kind: type) -> str:
 
 
 def all_sections() -> dict[str, type]:
-    from configs import load, schema  # brings torch with it
+    from configs import load, schema  # imports torch
 
     sections = load.section_types(schema.RunConfig)
     return {**sections, "model": schema.model_module("llama").Config}

@@ -1,7 +1,7 @@
 """The keys of a section, read from its dataclass: `lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4` becomes a Key.
 
-A section is a frozen dataclass beside the code it belongs to. A field is Annotated[type, help with its unit, bounds ...]; the type is bool,
-int, float, str, Literal, another such dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables)."""
+A section is a frozen dataclass next to the code that uses it. A field is Annotated[type, help with its unit, bounds ...]; the type is bool,
+int, float, str, Literal, a dataclass (a nested table), or tuple[X, ...] of one of these (a list, a list of tables)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operato
 _BOUND = re.compile(r"(>=|<=|!=|>|<) -?[0-9.]+(e-?[0-9]+)?")
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _PLURALS = {bool: "true or false", int: "integers", float: "numbers", str: "strings"}
-_INT_LIMIT = 1 << 63  # TOML's, and what fits into a tensor
+_INT_LIMIT = 1 << 63  # of TOML integers and int64 tensors
 _MEANT_AS_BOOL = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
@@ -32,8 +32,8 @@ class Key:
     name: str
     type: Any
     help: str
-    bounds: tuple[str, ...]  # of a number: (">= 1",)
-    default: Any  # dataclasses.MISSING: the key must be given
+    bounds: tuple[str, ...]  # of a number, such as (">= 1",)
+    default: Any  # dataclasses.MISSING: the key is required
 
     @property
     def table(self) -> type | None:
@@ -47,7 +47,7 @@ class Key:
 
     @property
     def element(self) -> Any:
-        """X of tuple[X, ...]; None for everything else."""
+        """X of tuple[X, ...]; None for other types."""
         return typing.get_args(self.type)[0] if typing.get_origin(self.type) is tuple else None
 
     @property
@@ -66,14 +66,14 @@ class Key:
         noun = f"a list of {plural}" if self.element else _NOUNS.get(self.type, "a table")
         return " ".join([noun, " and ".join(self.bounds)]).strip()
 
-    def holds(self, value: float) -> bool:
+    def is_within_bounds(self, value: float) -> bool:
         limits = (bound.split(" ") for bound in self.bounds)
         return all(_COMPARE[sign](value, float(limit)) for sign, limit in limits)
 
 
 @functools.cache
 def keys_of(section: type) -> Mapping[str, Key]:
-    """The keys of a section's dataclass, in its order. TypeError: a field that cannot be read from TOML."""
+    """Returns the keys of a section's dataclass, in order. Raises TypeError for a field that cannot be read from TOML."""
     hints, keys = typing.get_type_hints(section, include_extras=True), {}
     for field in dataclasses.fields(section):
         kind, notes = hints[field.name], []
@@ -81,19 +81,19 @@ def keys_of(section: type) -> Mapping[str, Key]:
             kind, *notes = typing.get_args(kind)
         where = f"{section.__module__}.{section.__qualname__}.{field.name}"
         if not _readable(kind):
-            raise TypeError(f"{where}: {kind} is no type for a config key; configs/keys.py says which are")
+            raise TypeError(f"{where}: {kind} is not a type of config keys; configs/keys.py lists them")
         text, *bounds = [note for note in notes if isinstance(note, str)] or [""]
         is_number = {kind, *typing.get_args(kind)} & {int, float}
         for bound in bounds:
             if not is_number or not _BOUND.fullmatch(bound):
-                raise TypeError(f"{where}: {bound!r} is no bound (>, >=, <, <=, != and a number, on int and float)")
+                raise TypeError(f"{where}: {bound!r} is not a bound (>, >=, <, <=, != and a number, on int and float)")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         keys[field.name] = Key(field.name, kind, text, tuple(bounds), default)
     return keys
 
 
 def walk(section: type, path: str) -> Iterator[tuple[str, Key]]:
-    """Every key of a section with its full path; those of nested tables too, of a list of tables as "groups[].lr"."""
+    """Yields every key of a section with its full path, also those of nested tables, and of a list of tables as "groups[].lr"."""
     for key in keys_of(section).values():
         full = f"{path}.{key.name}"
         if key.table:
@@ -117,21 +117,21 @@ def _readable(kind: Any) -> bool:
 
 
 def convert(key: Key, value: Any) -> Any:
-    """The value as the dataclass holds it: an int becomes a float where one is due, a list a tuple. No tables. Raises ValueError with the
-    legal values and the nearest one: "must be an integer >= 1; did you mean 20?"."""
+    """Converts a value, other than a table, to the type of the field: an int to float if needed, a list to a tuple. Raises ValueError with
+    the legal values and the nearest one: "must be an integer >= 1; did you mean 20?"."""
     if (accepted := _accepted(key, value)) is not None:
         return accepted
     legal = key.legal()
     if isinstance(value, float) and not math.isfinite(value):
         legal = legal.replace("a number", "a finite number")
     if type(value) is key.type and any(bound.startswith("!=") for bound in key.bounds):
-        legal += f" ({key.help})"  # why one number in the middle is refused is not obvious
+        legal += f" ({key.help})"  # the help text explains why this number is illegal
     nearest = _nearest(key, value)
     raise ValueError(f"must be {legal}" + ("" if nearest is None else f"; did you mean {to_text(nearest)}?"))
 
 
 def from_text(key: Key, text: str) -> Any:
-    """Parses an override's text for this key, as tomllib would give it: strings need no quotes, all else is TOML."""
+    """Parses the text of an override for this key: strings need no quotes, everything else is TOML."""
     is_string = key.type is str or (not key.element and any(isinstance(choice, str) for choice in key.choices))
     if is_string and text[:1] not in ("'", '"'):
         return text
@@ -143,11 +143,11 @@ def from_text(key: Key, text: str) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """A value as TOML that reads back as the same value; a dataclass or mapping becomes an inline table."""
+    """Formats a value as TOML that is read back as the same value; a dataclass or mapping becomes an inline table."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
-        return repr(value)  # repr of a float is the shortest text that reads back to the same bits, and legal TOML
+        return repr(value)  # repr of a float is legal TOML and is read back with the same bits
     if isinstance(value, str):
         escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n"}
         written = (escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04X}") for c in value)
@@ -158,11 +158,11 @@ def to_text(value: Any) -> str:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {to_text(item)}" for name, item in value.items()) + "}"
-    return str(value)  # dates: TOML has them, no key takes them, and an error message still has to name them
+    return str(value)  # dates, which no key accepts, for error messages
 
 
 def _accepted(key: Key, value: Any) -> Any:
-    """The converted value, or None if it is not legal."""
+    """Returns the converted value, or None if it is not legal."""
     if key.element:
         one = dataclasses.replace(key, type=key.element)
         items = [_accepted(one, item) for item in value] if isinstance(value, list) else [None]
@@ -176,17 +176,17 @@ def _accepted(key: Key, value: Any) -> Any:
     if type(value) is not key.type:
         return None
     if isinstance(value, str):
-        # No lone surrogates, which the command line can bring in and no UTF-8 file can hold
+        # no lone surrogates, which the command line can contain but a UTF-8 file cannot
         return None if re.search("[\ud800-\udfff]", value) else value
-    return value if math.isfinite(value) and key.holds(value) else None
+    return value if math.isfinite(value) and key.is_within_bounds(value) else None
 
 
 def _nearest(key: Key, value: Any) -> Any:
-    """A legal value that the user may have meant by an illegal one, or None."""
+    """Returns a legal value that the user may have meant by an illegal one, or None."""
     if key.element:
         one = dataclasses.replace(key, type=key.element)
-        alone = None if isinstance(value, (list, dict)) else _accepted(one, value)
-        return None if alone is None else [alone]
+        item = None if isinstance(value, (list, dict)) else _accepted(one, value)
+        return None if item is None else [item]
     given = value if isinstance(value, str) else to_text(value)
     if key.choices:
         by_text = {str(choice).lower(): choice for choice in key.choices}
@@ -203,7 +203,7 @@ def _nearest(key: Key, value: Any) -> Any:
         if not number.is_integer():
             return None
         number = int(number)
-    return number if type(value) is not type(number) and key.holds(number) else None
+    return number if type(value) is not type(number) and key.is_within_bounds(number) else None
 
 
 def _float_or_text(text: str) -> float | str:

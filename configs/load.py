@@ -1,4 +1,4 @@
-"""From the command line to a RunConfig: TOML, overrides, every value checked, every problem reported at once. check.py does the rest."""
+"""Builds a RunConfig from the command line: reads TOML and overrides, checks each value, reports all problems together (see check.py)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
-Overrides = Mapping[str, str | None]  # as typed. None: no value was given, which means true to a flag
+Overrides = Mapping[str, str | None]  # key -> text; None: without a value, which means true for a bool
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """The RunConfig of `CONFIG.toml --section.key value ...`. Raises ConfigError with all that is wrong."""
+    """Returns the RunConfig of `CONFIG.toml --section.key value ...`. Raises ConfigError with all problems."""
     file, given = parse_argv(argv)
     tables, origin = document.read(file)
-    from configs import schema  # brings torch with it, two seconds: not before the file has been read
+    from configs import schema  # imports torch, two seconds: after the file has been read
 
     sections = section_types(schema.RunConfig)
-    # model.name decides the class of [model]; a value of a wrong type is reported later
+    # model.name determines the class of [model]; a value of a wrong type is reported later
     default, table = keys_of(sections["model"])["name"].default, tables.get("model")
     name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
     try:
@@ -44,14 +44,14 @@ def load(argv: Sequence[str]) -> RunConfig:
 
 
 def section_types(root: type) -> dict[str, type]:
-    """The sections of a root dataclass and their classes, in order."""
+    """Returns the sections of a root dataclass and their classes, in order."""
     return {name: key.type for name, key in keys_of(root).items() if key.type is not Origin}
 
 
 def build(
     sections: Mapping[str, type], written: tuple[dict[str, Any], Origin], given: Overrides
 ) -> tuple[dict[str, Any], Origin]:
-    """One instance per section, and where their values came from. `written`: see document.read. Raises ConfigError."""
+    """Returns one instance per section, and the origin of their values. `written`: see document.read. Raises ConfigError."""
     reader = _Reader(sections, *written)
     reader.override(given)
     for name, table in reader.tables.items():
@@ -64,7 +64,7 @@ def build(
 
 
 class _Reader:
-    """Walks tables and dataclasses side by side and gathers the problems."""
+    """Converts tables to dataclasses and collects the problems."""
 
     def __init__(self, sections: Mapping[str, type], tables: Mapping[str, Any], origin: Origin) -> None:
         self.sections, self.tables, self.origin = sections, copy.deepcopy(dict(tables)), origin
@@ -72,7 +72,7 @@ class _Reader:
         self.legal = [path for name, section in sections.items() for path, _ in walk(section, name)]
 
     def override(self, given: Overrides) -> None:
-        """Puts the overrides into the tables, so that one path checks both."""
+        """Merges the overrides into the tables, which are then checked as a whole."""
         for path, text in given.items():
             section, *names = path.split(".")
             kind, key = self.sections.get(section), None
@@ -89,12 +89,12 @@ class _Reader:
             table: Any = self.tables
             for part in (section, *names[:-1]):
                 table = table.setdefault(part, {}) if isinstance(table, dict) else None
-            if isinstance(table, dict):  # else the file has a value where a table belongs: reported when that is read
+            if isinstance(table, dict):  # else the file has a value in place of a table, which is reported by `table`
                 table[names[-1]] = True if text is None else from_text(key, text)
                 self.origin = dataclasses.replace(self.origin, overrides=self.origin.overrides | {path})
 
     def table(self, section: type, table: Any, path: str) -> Any:
-        """One instance of a section (or nested table), or None after a problem."""
+        """Returns an instance of a section (or nested table), or None after a problem."""
         if not isinstance(table, dict):
             self._add(path, f" = {to_text(table)}: must be a table: [{path}], then its keys")
             return None
@@ -143,8 +143,8 @@ class _Reader:
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
-    """The config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag alone for true. Raises
-    ConfigError for other words, and for a key given twice."""
+    """Returns the config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag for true. Raises
+    ConfigError for other arguments, and for a key that is given twice."""
     if not argv:
         raise ConfigError(f"no config file; wanted {USAGE}")
     path, *rest = argv

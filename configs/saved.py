@@ -1,7 +1,7 @@
-"""<run>/config.toml: all settings of a run, written when it starts and compared when it starts again.
+"""<run>/config.toml: all settings of a run, written at its first launch and compared at later ones.
 
-A second start goes on from the checkpoints of the first. Another model, other data, another update rule or another seed would change
-the run under the same name; they are refused."""
+A later launch resumes from the checkpoints of earlier ones. A different model, data, update rule or seed would make it a different run
+under the same name; such changes are rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.appended import replace_file
 
 FILE_NAME = "config.toml"
 BATCH = "training.global_batch_size"
-# Another value of these would make another run. All else may change between two starts: length, layout, number of ranks, checkpoints, ...
+# Settings that must not change. All others may change between launches: length, layout, number of ranks, checkpoints, ...
 _IDENTITY = (
     "model.",
     "optimizer.",
@@ -39,16 +39,16 @@ _IDENTITY = (
     "fault_tolerance.outer_",
 )
 _MAY_CHANGE = (
-    "optimizer.implementation",  # another kernel, the same rule
+    "optimizer.implementation",  # the same update rule
     "lr_scheduler.total_steps",  # grows with training.steps
 )
-_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between starts, but not between groups
-# Differs by machine; and what ft/start.py adds to the fingerprint as a resolved number.
+_LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
+# May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
 
 
 def to_toml(config: RunConfig) -> str:
-    """Every setting, defaults included, as TOML that loads back as an equal RunConfig. Lists of tables are written inline."""
+    """Returns every setting, also defaults, as TOML that loads as an equal RunConfig. Lists of tables are inline."""
     tables = dict[str, str]()
     for key, text in _texts(_tables(config)):
         table, _, name = key.rpartition(".")
@@ -61,15 +61,15 @@ def _tables(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def _texts(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Every setting: its whole key and its value as the saved file has it."""
+    """Yields the full key and the text of every setting, as in the saved file."""
     for name, value in tables.items():
         full = f"{path}{name}"
         yield from _texts(value, f"{full}.") if isinstance(value, dict) else [(full, to_text(value))]
 
 
 def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
-    """Writes <folder>/config.toml; a kill at any instant leaves the old file or the new one. `batch`: sequences of a step, saved in place
-    of -1. An equal file is not written again, so a group that starts anew on a full disk needs no room. Raises OSError."""
+    """Writes <folder>/config.toml atomically. `batch`: sequences per step, saved in place of -1. An equal file is not rewritten, so that a
+    restarted group needs no space on a full disk. Raises OSError."""
     if batch is not None:
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
 
 
 def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
-    """Settings that all replica groups of a job must have alike: each key with a digest of its value, ("optimizer.lr", "9f86d081...")."""
+    """Returns the settings that must be equal in all replica groups: keys with digests of their values, ("optimizer.lr", "9f86d081...")."""
     return tuple(
         (key, hashlib.sha256(text.encode()).hexdigest()[:16])
         for key, text in _texts(_tables(config))
@@ -88,20 +88,20 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
 
 
 def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> None:
-    """Raises ConfigError if `folder` holds a run that this config would alter rather than continue. `world_size`: ranks of this start;
-    None: nothing is trained, and what a step is made of is not compared."""
+    """Raises ConfigError if this config differs from that of the run in `folder` in settings that must not change. `world_size`: ranks of
+    this launch; None: nothing is trained, and the batch size is not compared."""
     saved = folder / FILE_NAME
     if not saved.exists():
         return
     try:
         before, _ = document.read(str(saved))
     except ConfigError as error:
-        raise ConfigError(f"{error}; the first start of this run wrote it: restore it, or remove it") from None
+        raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
     differences = _differences(config, before, world_size)
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in differences]
     if problems:
         problems.append(
-            f"{folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
+            f"{folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
             f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.folder}/step-N)"
         )
     raise_problems(problems, config.origin.file)
@@ -110,23 +110,23 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
 def _differences(
     config: RunConfig, before: Mapping[str, Any], world_size: int | None
 ) -> Iterator[tuple[str, str, str]]:
-    """(key, saved, now) of every key that matters. A key that the saved file lacks was added since: its default."""
+    """Yields (key, saved, now) of every difference that matters. A key that the saved file lacks, added since, counts as its default."""
     saved, now = dict(_texts(before)), dict(_texts(_tables(config)))
     other_model = saved.get("model.name", now["model.name"]) != now["model.name"]
     old = {**dict(_texts(_tables(type(config)(model=type(config.model)())))), **saved}
     batch = int(old[BATCH])
-    if config.training.global_batch_size == -1 and batch != -1:  # saved as what it came to; how it is cut may change
+    if config.training.global_batch_size == -1 and batch != -1:  # -1 is saved as resolved; the local size may change
         for key in (BATCH, "training.local_batch_size"):
             now.pop(key)
             saved.pop(key, None)
         sequences = config.training.local_batch_size
         ranks = degrees(config.parallelism, world_size).data_parallel if world_size else 0
         if world_size and sequences * ranks != batch:
-            came_to = (
+            resolved = (
                 f"-1, which is {sequences * ranks}: training.local_batch_size = {sequences} on {ranks} data-parallel "
-                f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} goes on with the same step on these ranks"
+                f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} keeps the batch size on these ranks"
             )
-            yield BATCH, f"{batch} sequences of a step", came_to
+            yield BATCH, f"{batch} sequences of a step", resolved
     for key in {**now, **saved}:
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
@@ -138,5 +138,5 @@ def _differences(
 
 def _matters(key: str, config: RunConfig) -> bool:
     if key == "training.local_batch_size":
-        return config.training.global_batch_size == -1  # then it says a step's length, else only how it is cut
+        return config.training.global_batch_size == -1  # then it determines the global batch size
     return key.startswith(_IDENTITY) and key not in _MAY_CHANGE

@@ -1,4 +1,4 @@
-"""RunConfig: every part's own section, composed. Each dataclass stands beside the code that obeys it."""
+"""RunConfig, composed of all sections. The dataclass of each section is next to the code that uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.contract import Model, ModelConfig
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig
 from parallelisms.float8 import Float8Config
-from parallelisms.layout import CompileConfig, Layout, Precision
+from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import CheckpointConfig
 from training.config import TrainingConfig, ValidationConfig
@@ -31,28 +31,28 @@ from training.sampling import SampleConfig
 
 @dataclass(frozen=True)
 class JobConfig:
-    """[job]: what the run is called and where it leaves its files."""
+    """[job]: name of the run and location of its files."""
 
     name: Annotated[
-        str, "the run's folder in dump_folder; \"\": the config file's name, so the same command finds its run again"
+        str, "the run's folder in dump_folder; \"\": the config file's name, so that the same command resumes the run"
     ] = ""
     dump_folder: Annotated[str, "folder of all runs"] = "./outputs"
-    description: Annotated[str, "a note to yourself"] = ""
-    print_config: Annotated[bool, "print every setting at the start"] = False
+    description: Annotated[str, "free text, logged at the start"] = ""
+    print_config: Annotated[bool, "log every setting at the start"] = False
 
     def check(self) -> None:
         if self.name != Path(self.name).name or self.name in (".", "..") or "\0" in self.name:
             raise ValueError(
-                f'job.name = "{self.name}": must be the name of one folder; job.dump_folder says where it lies'
+                f'job.name = "{self.name}": must be the name of one folder, which is created in job.dump_folder'
             )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run, one attribute per section. Frozen, and equal to another if all settings are."""
+    """All settings of a run, one attribute per section. Two are equal if all settings are."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)  # in truth Config of models/<model.name>.py
+    model: ModelConfig = field(default_factory=ModelConfig)  # the Config of models/<model.name>.py
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
@@ -67,15 +67,15 @@ class RunConfig:
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     comm: CommConfig = field(default_factory=CommConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    origin: Origin = field(default_factory=Origin, compare=False, repr=False)  # no section: where settings were written
+    origin: Origin = field(default_factory=Origin, compare=False, repr=False)  # not a section: sources of the settings
 
     @property
     def run_folder(self) -> Path:
-        """<run>: everything the run leaves is in here."""
+        """<run>, the folder of all files of the run."""
         return Path(self.job.dump_folder) / self.job.name
 
     def for_any_machine(self) -> RunConfig:
-        """These settings without ranks and devices that the run will have: a check on this machine says nothing of those."""
+        """Returns these settings without those that depend on ranks and devices, which cannot be checked on this machine."""
         return replace(
             self,
             parallelism=ParallelismConfig(),
@@ -85,13 +85,13 @@ class RunConfig:
         )
 
     def meta_model(self, vocab_size: int, max_seq_len: int = 0) -> Model:
-        """The model on the meta device, which takes no memory. `max_seq_len`: 0: training.seq_len."""
+        """Returns the model on the meta device, without memory. `max_seq_len`: 0: training.seq_len."""
         build = model_module(self.model.name).build
         with torch.device("meta"):
             return build(self.model, vocab_size=vocab_size, max_seq_len=max_seq_len or self.training.seq_len)
 
-    def layout(self, precision: Precision, *, vocab_size: int, device_type: str) -> Layout:
-        return Layout(
+    def execution_config(self, precision: Precision, *, vocab_size: int, device_type: str) -> ExecutionConfig:
+        return ExecutionConfig(
             self.parallelism,
             self.activation_checkpoint,
             self.compile,
@@ -103,15 +103,15 @@ class RunConfig:
 
 
 def model_module(name: str) -> ModuleType:
-    """models/<name>.py, the one that `model.name` means. Raises ValueError if there is no such model."""
+    """Returns the module models/<name>.py. Raises ValueError if there is no such model."""
     cause = f"there is no models/{name}.py"
     if name.isidentifier() and importlib.util.find_spec(f"models.{name}"):
         module = importlib.import_module(f"models.{name}")
         section = getattr(module, "Config", None)
         if isinstance(section, type) and issubclass(section, ModelConfig) and hasattr(module, "build"):
             return module
-        cause = f"models/{name}.py defines no model: it needs `Config`, a subclass of ModelConfig, and `build`"
+        cause = f"models/{name}.py does not define a model: it needs `Config`, a subclass of ModelConfig, and `build`"
     files = sorted(Path(models.__path__[0]).glob("*.py"))
-    # by their text: importing a fork's unfinished file could fail
+    # searched as text, since importing an unfinished file could fail
     names = [file.stem for file in files if "\nclass Config(" in file.read_text(encoding="utf-8")]
     raise ValueError(f'model.name = "{name}": {cause}; there are: {", ".join(names)}')

@@ -1,1 +1,1 @@
-"""Models: architecture, initialisation and cost. Imports torch and nothing else."""
+"""Models: architecture, initialisation and cost. Depends only on torch."""

@@ -1,9 +1,9 @@
-"""The contract between Pharos and a model: the two places a fork touches are models/<name>.py and a TOML with `model.name = "<name>"`.
+"""The interface of a model. A new model is a file models/<name>.py and a TOML file with `model.name = "<name>"`.
 
-models/<name>.py holds
+models/<name>.py defines
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
-    build(config, *, vocab_size, max_seq_len)     -> Model, buildable under torch.device("meta")
-    TP_PLAN                                       how tensor parallelism cuts each module, as plain strings; Model.tp_plan
+    build(config, *, vocab_size, max_seq_len)     -> Model, which can be built under torch.device("meta")
+Tensor parallelism reads the model's `tp_plan`; a module-level TP_PLAN, as in models/llama.py, is only a convention.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The keys of [model] that every model has; each model's own Config adds its sizes."""
+    """The keys of [model] that every model has; the Config of a model adds its own."""
 
-    name: Annotated[str, "the model's file: models/<name>.py"] = "llama"
+    name: Annotated[str, "name of the model: models/<name>.py"] = "llama"
     tokenizer_path: Annotated[str, 'a tokenizer.json, or "" for the built-in bytes (256 + BOS, EOS, PAD)'] = ""
-    vocab_size: Annotated[int, "rows of the embedding; 0: the tokenizer's; may be larger, for divisibility", ">= 0"] = 0
+    vocab_size: Annotated[int, "rows of the embedding; 0: the tokenizer's size; larger for divisibility", ">= 0"] = 0
 
     def check(self) -> None:
-        """Raises ValueError ("model.key = value: ...") when the sizes contradict each other."""
+        """Raises ValueError ("model.key = value: ...") if the sizes are inconsistent."""
 
     def check_tensor_parallel(self, degree: int) -> None:
-        """Raises ValueError ("parallelism.tensor_parallel_degree = ...") when `degree` ranks cannot share heads and features evenly."""
+        """Raises ValueError ("parallelism.tensor_parallel_degree = ...") if heads and features are not divisible by `degree`."""
 
 
 class Model(nn.Module):
-    """A pipeline-friendly model: a stage keeps some of the children, sets the others to None, and forward does the right thing."""
+    """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them."""
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
-    layers: nn.ModuleDict  # "0", "1", ...: a dict, so that names survive the deletion of other layers
+    layers: nn.ModuleDict  # "0", "1", ...: a dict, so that deleting layers does not rename the others
     norm: nn.Module | None
     output: Head | None
-    tp_plan: Mapping[str, str] = MappingProxyType({})  # module name, * for any part -> kind: parallelisms/tensor.py
+    tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
 
     def forward(
         self, x: Tensor, cache: Any = None, *, labels: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Tokens [B, T] int64, or the hidden state [B, T, C] of the stage before -> logits [B, T, V] in the compute dtype (the loss
-        upcasts), or a hidden state, or the sum of the losses against `labels` [B, T] if they are given and the head is here.
+        """Takes tokens [B, T] int64, or the hidden state [B, T, C] of the previous stage. Returns logits [B, T, V] in the compute dtype
+        (the loss upcasts); with `labels` [B, T] the sum of the losses; in a stage without the head the hidden state.
 
-        `cache`: of `new_cache`, to be extended by these tokens. `positions` [T] int64: of these tokens in the sequence; None: one after the
-        other, from the start or behind the cache. Each attention calls `self.attend(q, k, v)`, which context parallelism replaces."""
+        `cache`: from `new_cache`; these tokens are appended to it. `positions` [T] int64: of these tokens in the sequence; None:
+        consecutive, from 0 or after the cache. Each attention calls `self.attend(q, k, v)`, which context parallelism replaces."""
         raise NotImplementedError
 
     def init_weights(self, seed: int) -> None:
-        """Fills every parameter and buffer; the values depend on (seed, name, row block) alone: models/init.py."""
+        """Initialises every parameter and buffer; the values depend only on (seed, name, block of rows): models/init.py."""
         raise NotImplementedError
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating point operations of one trained token, forward and backward."""
+        """Returns the floating point operations per trained token, forward and backward."""
         raise NotImplementedError
 
     def new_cache(self, batch: int, length: int) -> Any:
-        """Keys and values for `batch` sequences of up to `length` tokens, empty. Needed to draw text, not to train."""
+        """Returns an empty cache of keys and values for `batch` sequences of up to `length` tokens. Used to generate text only."""
         raise NotImplementedError
 
 
 class Head(nn.Linear):
-    """The output projection [V, C]. Called with labels it gives the loss, so that the logits need not exist as a whole, and FSDP has the
-    weight gathered exactly while the loss is computed."""
+    """The output projection [V, C]. Called with labels it returns the loss, so that the logits need not be in memory as a whole and FSDP
+    gathers the weight while the loss is computed."""
 
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # of hidden [B, T, C], weight [V, C], labels [B, T]
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # (hidden [B, T, C], weight [V, C], labels [B, T])
 
     def forward(self, h: Tensor, labels: Tensor | None = None) -> Tensor:  # [B, T, C]
         if labels is None:
@@ -78,11 +78,11 @@ class Head(nn.Linear):
 
 
 def nearest(wanted: int, legal: Iterable[int]) -> str:
-    """The legal numbers, which ascend, below and above, as an error message offers them: "4 or 8"."""
+    """Returns the nearest smaller and larger of the `legal` numbers (ascending), for an error message: "4 or 8"."""
     numbers = list(legal)
     return " or ".join(map(str, [n for n in numbers if n < wanted][-1:] + [n for n in numbers if n > wanted][:1]))
 
 
 def nearest_divisors(total: int, wanted: int) -> str:
-    """The divisors of `total` next to `wanted`, which is none."""
+    """Returns the divisors of `total` nearest to `wanted`, which does not divide it."""
     return nearest(wanted, (d for d in range(1, total + 1) if total % d == 0))

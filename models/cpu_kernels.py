@@ -1,7 +1,7 @@
-"""The formulas of models/ops.py for a CPU in eager mode, where a step waits for memory more than for arithmetic: they walk over blocks that
-stay in a core's cache, in fp32 inside a block, and write each result once.
+"""The operations of models/ops.py for CPUs in eager mode, where memory bandwidth limits a step: they process blocks that fit in a cache,
+compute in fp32 within a block, and write each result once.
 
-Letters as in models/ops.py; G = H / K query heads of one key head; P and t are a block's part of B * K and of T."""
+Letters as in models/ops.py; G = H / K query heads per key head; P and t are a block's share of B * K and of T."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 _BLOCK_ELEMENTS = 1 << 18  # fp32 elements of a block of rows: 1 MiB, in the second-level caches of two cores
-_SCORE_BYTES = 1 << 20  # attention scores of a block
-_QUERY_BLOCK = 128  # queries of a block; fewer skip more of the masked half, more take fewer calls
+_SCORE_BYTES = 1 << 20  # size of a block's attention scores
+_QUERY_BLOCK = 128  # queries of a block; smaller blocks skip more of the masked half, larger ones need fewer calls
 
 
 def _row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Slices over `rows` whose blocks hold about _BLOCK_ELEMENTS elements."""
+    """Yields slices of `rows` for blocks of about _BLOCK_ELEMENTS elements."""
     step = max(1, _BLOCK_ELEMENTS // max(1, width))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 class BlockedCausalAttention(Function):
-    """Exact attention by blocks of queries; the backward computes the probabilities again. The scores are rounded to q's dtype, their
-    softmax is in fp32. Heads that share a key head are rows of one product, so keys and values are never repeated."""
+    """Exact attention by blocks of queries; the backward recomputes the probabilities. Scores are rounded to q's dtype, the softmax is in
+    fp32. Heads that share a key head are rows of one matmul, so that keys and values are not repeated."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class BlockedCausalAttention(Function):
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, H, T, D], k and v [B, K, S, D] -> [B, H, T, D]."""
+    """Returns attention [B, H, T, D] of q [B, H, T, D], k and v [B, K, S, D]."""
     heads = _Heads(q, k, v)
     out = torch.empty_like(heads.q)  # [B * K, G, T, D]
     for part, rows, seen in heads.blocks():
@@ -63,16 +63,16 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.view(q.shape)
 
 
-# An operation of its own, so that activation checkpointing sees one result to keep and not the matmuls inside.
+# A custom operation, so that activation checkpointing keeps its result instead of those of the matmuls inside.
 _LIBRARY = torch.library.Library("pharos", "DEF")
 _LIBRARY.define("causal_attention(Tensor q, Tensor k, Tensor v) -> Tensor")
 _LIBRARY.impl("causal_attention", attention_forward, "CPU")
-_LIBRARY.impl("causal_attention", lambda q, k, v: torch.empty_like(q), "Meta")  # tensors without memory
+_LIBRARY.impl("causal_attention", lambda q, k, v: torch.empty_like(q), "Meta")  # shape inference
 CPU_ATTENTION = torch.ops.pharos.causal_attention.default
 
 
 class _Heads:
-    """q, k, v of one attention call with B and K as one batch dim, and the walk over their blocks."""
+    """q, k, v of one attention call with B and K as one batch dim, and the iteration over their blocks."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         batch, n_kv_heads, n_keys, width = k.shape
@@ -82,7 +82,7 @@ class _Heads:
         self.mask = q.new_full((_QUERY_BLOCK, _QUERY_BLOCK), -math.inf).triu_(1)
 
     def blocks(self) -> Iterator[tuple[slice, slice, int]]:
-        """(some of B * K, some queries, how many keys the last of them sees), each block with about _SCORE_BYTES of scores."""
+        """Yields (slice of B * K, slice of queries, number of keys of the last query), with about _SCORE_BYTES of scores each."""
         n_heads, group, n_queries, _ = self.q.shape
         n_keys = self.k.shape[1]
         step = max(1, _SCORE_BYTES // max(1, group * _QUERY_BLOCK * n_keys * self.q.element_size()))
@@ -92,11 +92,11 @@ class _Heads:
                 yield slice(first, first + step), slice(start, end), n_keys - n_queries + end
 
     def unrows(self, x: Tensor) -> Tensor:
-        """x [P, G * t, ...] -> [P, G, t, ...]: the block's queries of all heads of a group are the rows of one product."""
+        """Reshapes x [P, G * t, ...] to [P, G, t, ...]: the queries of all heads of a group are rows of one matmul."""
         return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
 
     def probabilities(self, queries: Tensor, part: slice, seen: int) -> Tensor:
-        """queries [P, G * t, D] -> softmax of their scores on the first `seen` keys, [P, G * t, seen]; the last t are causal."""
+        """Returns the softmax of the scores of queries [P, G * t, D] on the first `seen` keys, [P, G * t, seen]; causal in the last t."""
         scores = _scaled_bmm(queries, self.k[part, :seen].transpose(1, 2), self.scale)
         by_head = self.unrows(scores)  # [P, G, t, seen]
         size = by_head.shape[2]
@@ -105,7 +105,7 @@ class _Heads:
 
 
 def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale * (a @ b), scaled before the product is rounded."""
+    """Returns scale * (a @ b), scaled before rounding."""
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
@@ -131,18 +131,18 @@ class BlockedRMSNorm(Function):
         rows, grads, weight32 = x.reshape(-1, width), grad_out.reshape(-1, width), weight.float()
         grad_x, grad_weight = torch.empty_like(rows), torch.zeros(width)
         for part in _row_blocks(*rows.shape):
-            # Copies to work in: `float()` would hand back what is fp32 already
+            # copies, since `float()` returns fp32 tensors themselves
             unit, grad = (x[part].to(torch.float32, copy=True) for x in (rows, grads))
             unit.mul_(inverse[part])
             product = grad * unit
             grad_weight += product.sum(0)
-            slope = torch.mv(product, weight32).div_(-width).unsqueeze(-1)  # the part of the gradient along the row
+            slope = torch.mv(product, weight32).div_(-width).unsqueeze(-1)  # the gradient's component along the row
             grad_x[part] = grad.mul_(weight32).addcmul_(unit, slope).mul_(inverse[part])
         return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
 
 
 class BlockedCrossEntropySum(Function):
-    """The gradient is made with the loss, while the row's softmax is in cache; the backward only scales it."""
+    """Computes the gradient with the loss, while the softmax of the rows is in cache; the backward only scales it."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -153,7 +153,7 @@ class BlockedCrossEntropySum(Function):
             valid = labels[part].ne(ignore_index).unsqueeze(-1)  # [n, 1]
             label = labels[part].unsqueeze(-1).where(valid, 0)
             weights = torch.softmax(block, -1)
-            # log of the softmax's sum, from the largest weight: that one is at least 1 / V, where others may be zero
+            # log of the denominator, from the largest weight, which is at least 1 / V; others may underflow
             log_sum = block.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
             total += (log_sum - block.gather(-1, label)).where(valid, 0.0).sum()
             if grad is not None:

@@ -1,7 +1,7 @@
-"""Initial values that do not depend on the layout.
+"""Initial values that do not depend on the parallel layout.
 
-Each parameter is cut into blocks of BLOCK_ROWS rows. Block b of parameter `name` is drawn on the CPU by a generator seeded with
-(seed, name, b): a rank draws only its blocks, and one process, any sharding and any device agree bit for bit."""
+Each parameter is divided into blocks of BLOCK_ROWS rows. Block b of parameter `name` is drawn on the CPU by a generator seeded with
+(seed, name, b): a rank draws only its blocks, and the values are bit-identical for any sharding and device."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ BLOCK_ROWS = 128
 
 
 @torch.no_grad()
-def normal_(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = math.inf) -> None:
-    """Fills `parameter` (a tensor, or the local part of a DTensor) with N(0, std^2), truncated at `cut` standard deviations, drawn in fp32.
-    `name` is the fully qualified name in the whole model."""
+def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: float = math.inf) -> None:
+    """Fills `parameter` (a tensor, or the local shard of a DTensor) with N(0, std^2), truncated at `truncation` * std, in fp32.
+    `name`: fully qualified name in the whole model."""
     if parameter.is_meta:
-        return  # nothing to fill: `draw` has given memory to another one
-    # Here and not above: they take half as long to import as torch, and checking the settings needs none of them.
+        return  # `draw` initialises one parameter of a meta model
+    # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     local, shape, offset = parameter, tuple(parameter.shape), (0,) * parameter.ndim
     if isinstance(parameter, DTensor):
-        local, where = parameter.to_local(), (parameter.shape, parameter.device_mesh, parameter.placements)
-        shape, offset = compute_local_shape_and_global_offset(*where)
-    start, stop = offset[0], offset[0] + shape[0]  # rows of the whole parameter that are held here
+        local, sharding = parameter.to_local(), (parameter.shape, parameter.device_mesh, parameter.placements)
+        shape, offset = compute_local_shape_and_global_offset(*sharding)
+    start, stop = offset[0], offset[0] + shape[0]  # rows of the whole parameter in this shard
     columns = [slice(begin, begin + length) for begin, length in zip(offset[1:], shape[1:], strict=True)]
     for index in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0):
         first = index * BLOCK_ROWS
         rows = min(BLOCK_ROWS, parameter.shape[0] - first)
         block = torch.empty((rows, *parameter.shape[1:]), device="cpu", dtype=torch.float32)
-        # 63 bits that any (seed, name, block) maps to, the same in every process and Python
+        # a 63-bit hash of (seed, name, block), the same in every process
         digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        if math.isinf(cut):
+        if math.isinf(truncation):
             block.normal_(0.0, std, generator=generator)
         else:
-            torch.nn.init.trunc_normal_(block, 0.0, std, -cut * std, cut * std, generator=generator)
+            torch.nn.init.trunc_normal_(block, 0.0, std, -truncation * std, truncation * std, generator=generator)
         lower, upper = max(first, start), min(first + rows, stop)
         held = (slice(lower - first, upper - first), *columns)
         local[lower - start : upper - start].copy_(block[held])
 
 
 def draw(model: Model, tensor: Tensor, seed: int) -> Tensor:
-    """The values that `init_weights` gives to one parameter or buffer of a model on the meta device, which stays as it is."""
+    """Returns the initial values of one parameter or buffer of a model on the meta device; the model does not change."""
     real = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, real)  # in place: under whatever names the model holds `tensor`, it has memory now
+    torch.utils.swap_tensors(tensor, real)  # in place: every reference of the model to `tensor` now has memory
     try:
         model.init_weights(seed)
     finally:

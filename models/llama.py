@@ -2,10 +2,10 @@
 arXiv 2407.21783).
 
 Letters: B batch, T tokens (of this rank), C model width, H query heads, K key/value heads, D head dim, F feed-forward width,
-V vocabulary. A line that changes a shape ends with it.
+V vocabulary. A trailing comment gives the new shape.
 
-Three things keep the model pipeline-friendly: the top-level forward is a loop over children; the layers live in a ModuleDict, so
-that their names survive when a stage deletes the others; embedding, norm and output may be None."""
+For pipeline stages, the top-level forward is a loop over children; the layers are in a ModuleDict, so that deleting some does not
+rename the others; embedding, norm and output may be None."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models import ops
 from models.contract import Head, Model, ModelConfig, nearest_divisors
 from models.init import normal_
 
-TP_PLAN = {  # module -> how tensor parallelism cuts it; the kinds are explained in parallelisms/tensor.py
+TP_PLAN = {  # module -> kind of sharding under tensor parallelism: parallelisms/tensor.py
     "tok_embeddings": "embedding",
     "layers.*.attention_norm": "sequence",
     "layers.*.attention": "gather",
@@ -41,7 +41,7 @@ TP_PLAN = {  # module -> how tensor parallelism cuts it; the kinds are explained
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """[model] for Llama. The defaults are the small model of configs/llama.toml."""
+    """[model] for Llama. The defaults are a small model."""
 
     dim: Annotated[int, "model width C", ">= 1"] = 256
     n_layers: Annotated[int, "transformer blocks", ">= 1"] = 6
@@ -50,9 +50,9 @@ class Config(ModelConfig):
     hidden_dim: Annotated[int, "feed-forward width F", ">= 1"] = 768
     norm_eps: Annotated[float, "added to the mean square in RMSNorm", "> 0"] = 1e-5
     rope_theta: Annotated[float, "base of the rotary frequencies", "> 0"] = 500_000.0
-    rope_scaling: Annotated[float, "Llama 3.1 long-context factor; 1: none", ">= 1"] = 1.0
-    rope_low_freq: Annotated[float, "wavelengths above original length / this are scaled in full", "> 0"] = 1.0
-    rope_high_freq: Annotated[float, "wavelengths below original length / this are left alone", "> 0"] = 4.0
+    rope_scaling: Annotated[float, "Llama 3.1 factor for long contexts; 1: no scaling", ">= 1"] = 1.0
+    rope_low_freq: Annotated[float, "wavelengths above rope_original_seq_len / this are scaled fully", "> 0"] = 1.0
+    rope_high_freq: Annotated[float, "wavelengths below rope_original_seq_len / this are not scaled", "> 0"] = 4.0
     rope_original_seq_len: Annotated[int, "context length before scaling, tokens", ">= 1"] = 8192
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class Config(ModelConfig):
             raise ValueError(f"model.dim = {self.dim}: must be even; nearest: {self.dim - 1 or 2} or {self.dim + 1}")
         if (self.dim // 2) % self.n_heads:
             raise ValueError(
-                f"model.n_heads = {self.n_heads}: must cut model.dim = {self.dim} into heads of one even width (rotary positions turn "
+                f"model.n_heads = {self.n_heads}: must divide model.dim = {self.dim} into heads of an even width (rotary positions rotate "
                 f"pairs); nearest: {nearest_divisors(self.dim // 2, self.n_heads)}"
             )
         if self.n_heads % self.n_kv_heads:
@@ -85,7 +85,7 @@ class Config(ModelConfig):
 
 
 def build(config: Config, *, vocab_size: int, max_seq_len: int) -> Llama:
-    """The whole model, uninitialised: build it under torch.device("meta"), shard, `to_empty`, then `init_weights`."""
+    """Returns the whole model, uninitialised: build it under torch.device("meta"), shard it, call `to_empty`, then `init_weights`."""
     return Llama(config, vocab_size, max_seq_len)
 
 
@@ -121,15 +121,15 @@ class Llama(Model):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Published initialisation (Llama 3 as in torchtitan): embedding N(0, 1); projections N(0, 0.02); those that write into the
-        residual stream (wo, w2) and the gate's partner (w3) scaled by depth; head N(0, 1/C), cut at 3 sigma; norms 1."""
+        """Initialises as torchtitan does for Llama 3: embedding N(0, 1); projections N(0, 0.02), with wo, w2 and w3 scaled by depth;
+        head N(0, 1/C), truncated at 3 sigma; norms 1."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
             elif name.startswith("tok_embeddings"):
                 normal_(parameter, name, seed, std=1.0)
             elif name.startswith("output"):
-                normal_(parameter, name, seed, std=self.config.dim**-0.5, cut=3.0)
+                normal_(parameter, name, seed, std=self.config.dim**-0.5, truncation=3.0)
             else:
                 layer, kind = int(name.split(".")[1]), name.split(".")[-2]
                 depth = math.sqrt(2 * (layer + 1)) if kind in ("wo", "w2", "w3") else 1.0
@@ -137,8 +137,8 @@ class Llama(Model):
         self.freqs_cis.copy_(rotary_table(self.config, self.max_seq_len))
 
     def flops_per_token(self, seq_len: int) -> int:
-        """6 flops per weight that multiplies (the embedding only looks up), plus 12 * L * H * D * T for the attention scores; no
-        discount for the causal half (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
+        """Returns 6 flops per weight (without the embedding, which is a lookup) plus 12 * L * H * D * T for the attention scores, without a
+        discount for the causal mask (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
         weights = sum(p.numel() for name, p in self.named_parameters() if not name.startswith("tok_embeddings"))
         return 6 * weights + 12 * len(self.layers) * self.config.dim * seq_len
 
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * self.head_dim, config.dim, bias=False)
-        self.attend = ops.causal_attention  # context parallelism puts its own here
+        self.attend = ops.causal_attention  # context parallelism replaces it
 
     def forward(self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
         # -1, not H or K: under tensor parallelism a rank has only some of the heads
@@ -192,27 +192,27 @@ class FeedForward(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, by the kernel of models/ops.py."""
+    """torch's RMSNorm, with the operation of models/ops.py."""
 
-    eps: float  # torch's may be None
+    eps: float  # torch allows None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerCache:
-    """Keys and values of the tokens that one layer has seen; the memory is taken once, on the first append."""
+    """Keys and values of one layer for the tokens so far; the memory is allocated once, on the first append."""
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
         self.shape, self.length = shape, 0  # [B, T, K, D]; tokens
         self._pairs: Tensor | None = None  # [2, B, T, K, D]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, T, K, D] behind what is there and returns all of it; dtype and device are those of the first append."""
+        """Appends k and v [B, T, K, D] and returns all keys and values; dtype and device are those of the first append."""
         if self._pairs is None:
             self._pairs = k.new_empty(2, *self.shape)
         start, end = self.length, self.length + k.shape[1]
-        assert end <= self.shape[1], f"the cache holds {self.shape[1]} tokens, {end} were asked for"
+        assert end <= self.shape[1], f"the cache has room for {self.shape[1]} tokens, {end} were appended"
         self._pairs[0, :, start:end] = k
         self._pairs[1, :, start:end] = v
         self.length = end
@@ -223,11 +223,11 @@ Cache = dict[str, LayerCache]
 
 
 def rotary_table(config: Config, length: int) -> Tensor:
-    """cos and sin of position * frequency, fp32 [length, D/2, 2] (Su et al. 2021, arXiv 2104.09864; scaling as in Llama 3.1)."""
+    """Returns cos and sin of position * frequency, fp32 [length, D/2, 2] (Su et al. 2021, arXiv 2104.09864; scaling as in Llama 3.1)."""
     head_dim = config.dim // config.n_heads
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # [D/2]
     freqs = config.rope_theta ** (-pairs / head_dim)
-    if config.rope_scaling > 1:  # long wavelengths are slowed, short ones kept, and those between are interpolated
+    if config.rope_scaling > 1:  # long wavelengths are scaled, short ones are not, those between are interpolated
         turns = config.rope_original_seq_len * freqs / (2 * math.pi)  # turns within the original context
         keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
         keep = keep.clamp(0, 1)

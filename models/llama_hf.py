@@ -1,9 +1,9 @@
-"""Llama as Hugging Face publishes it: the names and the order of rows in its files, and config.json, to ours and back.
+"""Conversion of Llama from and to Hugging Face's format: parameter names, order of rows, config.json. "Theirs" is Hugging Face's.
 
-Flow: scripts/hf.py -> contrib/interchange/ (files) -> this. A fork that changes models/llama.py changes what is refused here.
+Flow: scripts/hf.py -> contrib/interchange/ (files) -> this. A fork that changes models/llama.py changes what is rejected here.
 
-Rotary positions turn pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's own files; theirs are (i, i + D/2). So the
-rows of each head of the query and key projections are in another order in their files."""
+Rotary positions rotate pairs of features. Ours are neighbours, (2i, 2i + 1), as in Meta's files; theirs are (i, i + D/2). So the rows
+of each head of the query and key projections have a different order in their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.llama import Config
 
 ARCHITECTURE = "LlamaForCausalLM"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-DERIVED = ".self_attn.rotary_emb.inv_freq"  # in files of 2023: frequencies, which rope_theta gives
+DERIVED = ".self_attn.rotary_emb.inv_freq"  # in files of 2023: frequencies, which follow from rope_theta
 
 _SIZES = {  # ours -> theirs, in config.json
     "vocab_size": "vocab_size",
@@ -43,7 +43,7 @@ _LAYER = {  # ours -> theirs, in each layer
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter under both names. `heads`: how many heads the rows of a query or key projection are; 0 for all others."""
+    """One parameter under both names. `heads`: number of heads of a query or key projection; 0 for all others."""
 
     ours: str
     theirs: str
@@ -51,7 +51,7 @@ class Entry:
     heads: int = 0
 
     def to_theirs(self, weight: Tensor) -> Tensor:
-        """The same values with the rows in their order: each head's even ones, then its odd ones."""
+        """Returns the values with the rows in their order: each head's even rows, then its odd rows."""
         return self._turned(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, weight: Tensor) -> Tensor:
@@ -62,8 +62,8 @@ class Entry:
 
 
 def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
-    """Every parameter of the model, in the order of the forward. `tied`: their files hold one matrix for both ends."""
-    # Not asked of a model: torch loads its compiler to initialise even one on the meta device, 30 MB.
+    """Yields every parameter of the model, in the order of the forward. `tied`: their files have one matrix for embedding and head."""
+    # Without building a model, for which torch would load its compiler (30 MB) even on the meta device.
     dim, kv_dim = config.dim, config.dim // config.n_heads * config.n_kv_heads
     shapes = {
         "attention.wq": (dim, dim),
@@ -88,15 +88,15 @@ def entries(config: Config, *, vocab_size: int, tied: bool) -> Iterator[Entry]:
 class Published:
     """The settings of a config.json."""
 
-    config: Config  # [model]; its tokenizer_path is still to be set
+    config: Config  # [model], without tokenizer_path
     tied: bool
-    dtype: str  # "bfloat16", ...; "": it does not say
-    max_positions: int  # 0: it does not say
+    dtype: str  # "bfloat16", ...; "": not given
+    max_positions: int  # 0: not given
     unknown: tuple[str, ...]  # keys that are known neither here nor to transformers' Llama
 
 
 def read_config(body: Mapping[str, Any]) -> Published:
-    """config.json's settings as ours. Raises ValueError ("key = value: ...") for settings that this model cannot express."""
+    """Converts the settings of config.json. Raises ValueError ("key = value: ...") for settings that this model does not support."""
     kind, architectures = body.get("model_type"), body.get("architectures")
     if kind != "llama":
         raise ValueError(f'model_type = {_shown(kind)}: another architecture; what can be read: "llama"')
@@ -126,13 +126,13 @@ def read_config(body: Mapping[str, Any]) -> Published:
 def write_config(
     config: Config, *, vocab_size: int, tied: bool, dtype: str, max_positions: int, special: Mapping[str, int]
 ) -> dict[str, Any]:
-    """config.json for these settings, in the keys that every transformers from 4.43 on reads. `special`: bos_token_id and so on."""
+    """Returns config.json for these settings, with keys that transformers 4.43 and later read. `special`: bos_token_id and so on."""
     scaling = {"rope_type": "llama3", **{theirs: getattr(config, ours) for theirs, ours in _LLAMA3.items()}}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "vocab_size": vocab_size,  # with 0 in `config`: the tokenizer's
+        "vocab_size": vocab_size,  # not config.vocab_size, which may be 0
         "head_dim": config.dim // config.n_heads,
         "hidden_act": "silu",
         "max_position_embeddings": max_positions,
@@ -148,21 +148,21 @@ def write_config(
     }
 
 
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # what would change logits: the values that do not, and why
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # keys that can change logits: supported values, and the reason
     "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
     "attention_bias": ((False, None), "projections here have no bias"),
     "mlp_bias": ((False, None), "projections here have no bias"),
     "attention_dropout": ((0, None), "there is no dropout here"),
-    "partial_rotary_factor": ((1, None), "here all features of a head are turned"),
+    "partial_rotary_factor": ((1, None), "here all features of a head are rotated"),
     "rope_interleaved": ((False, None), "transformers' Llama pairs a feature with the one half a head away"),
     "sliding_window": ((None, False), "attention here sees all that is before"),
     "use_sliding_window": ((False, None), "attention here sees all that is before"),
-    "quantization_config": ((None,), "quantised weights are not read; save the model without quantisation first"),
-    "auto_map": ((None, {}), "the model brings code of its own, which is not run"),
+    "quantization_config": ((None,), "quantised weights are not supported; save the model without quantisation first"),
+    "auto_map": ((None, {}), "the model has code of its own, which is not run"),
     "add_cross_attention": ((False, None), "there is no encoder here"),
     "is_encoder_decoder": ((False, None), "there is no encoder here"),
 }
-# What changes no logit: who made it and how it was trained, how text is drawn, how it is computed.
+# Keys that do not change logits: origin, training, sampling, implementation.
 _KNOWN = frozenset(_NEUTRAL) | frozenset(_SIZES.values()) | {
     "architectures", "model_type", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
     "tie_word_embeddings", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range",
@@ -177,7 +177,7 @@ _LLAMA3 = {
 
 
 def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
+    """Returns the rotary settings from `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5)."""
     given: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         table = body.get(key) or {}
@@ -194,7 +194,7 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(
-            f'rope_scaling.rope_type = {_shown(kind)}: a way to stretch positions that is not known here; what can be read: "llama3", '
+            f'rope_scaling.rope_type = {_shown(kind)}: this scaling of positions is not supported; what can be read: "llama3", '
             "or none"
         )
     wanted = _LLAMA3 if kind == "llama3" else {}
@@ -213,7 +213,7 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(body: Mapping[str, Any], key: str, default: Any = None, *, kind: type | None = None) -> Any:
-    """A positive number: an integer where the default is one, or is missing. Null is as good as absent."""
+    """Returns body[key] as a positive number: an integer if the default is one or is missing. Null counts as absent."""
     value = body.get(key)
     if value is None:
         if default is None:

@@ -1,7 +1,7 @@
-"""The arithmetic of a transformer block and of its loss, as functions of tensors.
+"""Operations of a transformer block and of the loss, as functions of tensors.
 
-CUDA, DTensors and anything under `torch.compile` take torch's own kernels. A CPU in eager mode takes those of models/cpu_kernels.py;
-`_in_blocks` chooses. Matmuls accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
+CUDA, DTensors and compiled code use torch's kernels. CPUs in eager mode use those of models/cpu_kernels.py; `_in_blocks` chooses.
+Matmuls accumulate in fp32; norms, rotations, softmax and loss compute in fp32 and round once.
 
 Letters: B batch, T tokens, S tokens of keys and values, C width, H query heads, K key/value heads, D head dim, F feed-forward width, N rows
 (tokens of the whole batch), V vocabulary."""
@@ -16,45 +16,45 @@ from torch import Tensor, nn
 
 from models import cpu_kernels
 
-PLAIN: set[type] = {Tensor, nn.Parameter}  # the tensors computed in blocks; --explain adds those without memory
-_BLOCKS_UP_TO = 1024  # tokens; with more, torch's own attention on a CPU is as fast where it needs no mask
+PLAIN: set[type] = {Tensor, nn.Parameter}  # tensor types computed in blocks; --explain adds its own
+_BLOCKS_UP_TO = 1024  # tokens; for more, torch's attention on a CPU is as fast, unless it needs a mask
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded to x's dtype (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """Returns x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32, rounded to x's dtype (Zhang, Sennrich, arXiv 1910.07467)."""
     if _in_blocks(x):
         return cast(Tensor, cpu_kernels.BlockedRMSNorm.apply(x, weight, eps))
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Turns each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle, in fp32 (RoFormer, Su et al. 2021, arXiv 2104.09864).
-    freqs_cis [T, D/2, 2] fp32 holds (cos, sin). Returned in x's dtype."""
+    """Rotates each pair (x[2i], x[2i+1]) of x [B, T, H, D] by its position's angle, in fp32 (RoFormer, Su et al. 2021, arXiv 2104.09864);
+    returns x's dtype. freqs_cis [T, D/2, 2] fp32: (cos, sin)."""
     pairs = x.float().reshape(*x.shape[:-1], -1, 2)  # [B, T, H, D/2, 2]
     freqs_cis = freqs_cis.unsqueeze(1)  # [T, 1, D/2, 2]
     if torch.compiler.is_compiling():  # the compiler fuses real arithmetic only
         (even, odd), (cos, sin) = pairs.unbind(-1), freqs_cis.unbind(-1)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs_cis))
-    return turned.flatten(-2).to(x.dtype)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(freqs_cis))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v -> [B, T, H, D] with q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K. The T queries are the
-    last T of the S positions; each sees itself and what is before it. Query head h reads key head h // (H / K). Memory is linear in T
-    and S, except where a kernel must be given a mask [T, S]: S > T compiled for a CPU, or in fp32 on CUDA."""
+    """Returns softmax(q k^T / sqrt(D)) v, [B, T, H, D], for q [B, T, H, D], k and v [B, S, K, D]; H is a multiple of K. The T queries are
+    the last T of the S positions; each attends to itself and earlier ones. Query head h uses key head h // (H / K). Memory is linear in T
+    and S, except for kernels that need a mask [T, S]: S > T, compiled for a CPU or in fp32 on CUDA."""
     t, s = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H, T, D], [B, K, S, D]
     grouped = q.shape[1] != k.shape[1]
     if (t == s <= _BLOCKS_UP_TO or 1 < t < s) and _in_blocks(q):
         out = cast(Tensor, cpu_kernels.BlockedCausalAttention.apply(q, k, v))
     elif t == s:
-        # torch itself tries cuDNN's attention first where it is the fastest (Hopper and Blackwell, from cuDNN 9.15.1 on), else flash:
-        # priority_order in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. An order that is set here would overrule its guards.
+        # torch chooses the kernel: cuDNN's attention where it is the fastest (Hopper and Blackwell, from cuDNN 9.15.1 on), else flash
+        # (priority_order in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). Setting an order here would bypass its checks.
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     elif t > 1 and aligns_last_rows(q.device.type, q.dtype, q.shape[-1]):
-        # What torch.nn.attention.bias.causal_lower_right ends in; its tensor subclass cannot be made inside a compiled graph
+        # As torch.nn.attention.bias.causal_lower_right, whose tensor subclass cannot be created inside a compiled graph
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     else:
         # The last t rows of the causal mask [s, s]
@@ -64,14 +64,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def aligns_last_rows(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """True where flash attention takes T < S queries as the last T of S positions, without a mask. Called by its name, it pads no head."""
+    """Returns True if flash attention supports T < S queries as the last T of S positions without a mask; it does not pad heads."""
     kernel = head_dim % 8 == 0 and head_dim <= 256
     return device_type != "cpu" and dtype in (torch.bfloat16, torch.float16) and kernel
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of -log softmax(logits)[label] over the labels that are not `ignore_index`, fp32 scalar. logits [..., V] of any float dtype,
-    labels [...] int64. The upcast to fp32 is in here: compiled, or by blocks on a CPU, no fp32 copy of the logits exists."""
+    """Returns the sum of -log softmax(logits)[label] over labels other than `ignore_index`, fp32 scalar. logits [..., V], any float dtype,
+    labels [...] int64. The upcast to fp32 is here, so that compiled, or by blocks on a CPU, no fp32 copy of the logits exists."""
     logits, labels = logits.flatten(0, -2), labels.flatten()  # [N, V], [N]
     if _in_blocks(logits):
         return cast(Tensor, cpu_kernels.BlockedCrossEntropySum.apply(logits, labels, ignore_index))
@@ -79,5 +79,5 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
 
 
 def _in_blocks(x: Tensor) -> bool:
-    """True when a formula runs in blocks: plain CPU tensors in eager mode (a DTensor knows torch's operations only)."""
+    """Returns True for plain CPU tensors in eager mode (DTensors support only torch's operations)."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in PLAIN

@@ -1,1 +1,1 @@
-"""How one replica group computes: one file per technique, parallelize.py holds their order."""
+"""Parallelism within one replica group: one file per technique; parallelize.py applies them in order."""

@@ -1,7 +1,7 @@
-"""Activation checkpointing: activations that are recomputed in the backward instead of being kept.
+"""Activation checkpointing: activations are recomputed in the backward instead of being kept.
 
-parallelize() applies it before compiling and sharding. A block's forward is replaced, not wrapped in a module: names stay as they are, and
-FSDP's hooks around the block gather its weights once for the backward and the recomputation."""
+parallelize() applies it before compilation and sharding. It replaces a block's forward instead of wrapping the module: names do not change,
+and FSDP's hooks around the block gather its weights once for both backward and recomputation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models import ops
 from models.contract import Model
 
 _ATEN = torch.ops.aten
-PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # of activations with weights
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # matmuls of activations with weights
 KEPT = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
@@ -25,36 +25,36 @@ KEPT = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ops.cpu_kernels.CPU_ATTENTION,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    _ATEN.max.default,  # float8 takes its scales from it
+    _ATEN.max.default,  # for the scales of float8
 }
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    """[activation_checkpoint]: memory for time."""
+    """[activation_checkpoint]: recomputation of activations, which saves memory and costs time."""
 
     mode: Annotated[
         Literal["none", "full", "selective", "memory_budget"],
-        "none: keep everything; full: keep the input of each block; selective: by selective_ac_option; memory_budget: let the "
-        "compiler choose",
+        "none: keep all activations; full: keep the input of each block; selective: see selective_ac_option; memory_budget: "
+        "the compiler chooses",
     ] = "none"
     selective_ac_option: Annotated[
-        str, 'a number n: every n-th block is recomputed; "op": in each block what is cheap to recompute'
+        str, 'a number n: recompute every n-th block; "op": in each block, recompute cheap operations'
     ] = "2"
     memory_budget: Annotated[
-        float, "share of the activations that may be kept; needs compile.enable", ">= 0", "<= 1"
+        float, "share of the activations that may be kept; requires compile.enable", ">= 0", "<= 1"
     ] = 0.5
 
     def check(self) -> None:
         option = self.selective_ac_option
         if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
             raise ValueError(
-                f'activation_checkpoint.selective_ac_option = "{option}": must be "op" or the text of a number >= 1; nearest: "1"'
+                f'activation_checkpoint.selective_ac_option = "{option}": must be "op" or a number >= 1 as a string; nearest: "1"'
             )
 
 
 def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig) -> None:
-    """Every gradient stays what it was. Blocks are counted by their names, so stages of a pipeline choose as the whole model does."""
+    """Replaces the forward of blocks; gradients do not change. Pipeline stages choose the same blocks as the whole model, by name."""
     if config.mode == "none":
         return
     if config.mode == "memory_budget":
@@ -71,8 +71,8 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
 
 
 def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since a compiler begins at one
-        if not torch.is_grad_enabled():  # nothing is recomputed; a block that appends to a cache cannot be traced
+    def with_checkpoint(*args: Any, **kwargs: Any) -> Any:  # a function, since torch.compile starts at a frame
+        if not torch.is_grad_enabled():  # no recomputation; and a block that appends to a cache cannot be traced
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
@@ -80,12 +80,12 @@ def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) ->
 
 
 def _keep_expensive_results() -> tuple[Any, Any]:
-    """The contexts of one block's forward and of its recomputation. Half of the matmuls (all would cost about as much memory as no
-    checkpointing), attention and the collectives that make tensors smaller are kept; the rest is recomputed."""
-    numbers = {False: count(), True: count()}  # of the matmuls; some versions of torch ask in the recomputation again
+    """Returns the contexts of a block's forward and recomputation. Kept are every second matmul (all would need about as much memory as no
+    checkpointing), attention and collectives that shrink tensors; the rest is recomputed."""
+    matmuls = {False: count(), True: count()}  # some versions of torch call the policy in the recomputation again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = next(numbers[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT
+        keep = next(matmuls[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,8 +1,8 @@
-"""Differences between devices, in one place. Everything else is one code path.
+"""Differences between device types, in one place; everything else is one code path.
 
-`DEVICE_TRAITS` has what the rest of the program must decide by the kind of device; tests/unit/test_device.py lists the lines that ask for a
-kind elsewhere, and why. What is one natural call of torch.cuda stays in its place, such as the allocator's counters (training/metrics.py).
-models/ops.py, which knows of torch alone, asks for a CPU or not; ft/device.py says for ft/ which devices have streams."""
+The rest of the program takes decisions by device type from `DEVICE_TRAITS`; tests/unit/test_device.py lists the lines that test the type
+elsewhere, and why. Single calls of torch.cuda, such as those for the allocator's counters (training/metrics.py), stay where they are used.
+models/ops.py, which imports only torch, distinguishes CPUs itself; ft/device.py lists the devices with streams, for ft/."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import torch
 
 @dataclass(frozen=True)
 class DeviceTraits:
-    """One kind of device beside the others; the defaults are a CPU's."""
+    """Properties of a device type; the defaults are those of a CPU."""
 
-    backend: str = "gloo"  # the library of collectives that serves it
-    pins_batches: bool = False  # batches wait in pinned memory: the copy from there does not hold the host up
-    least_loss_chunk: int = 0  # tokens that a chunk of the loss has at least; 0: as many as the memory bound allows
-    adds_products_in_fp32: bool = False  # a product of bf16 matrices is added to an fp32 one within its own kernel
-    has_allocator: bool = False  # of torch's own, with counters, and a history that can be dumped
-    queues_work: bool = False  # an operation returns before it is computed: a measurement waits, and the host is free
-    probe: tuple[int, torch.dtype] = (256, torch.float32)  # rows, dtype: matrices by which tools/cluster measures speed
-    largest_message: int = 1 << 20  # bytes, by which it measures links: eight ranks on a laptop keep within 500 MB
-    words: str = "on CPUs"  # where ranks are, in a sentence
+    backend: str = "gloo"  # of collectives
+    pins_batches: bool = False  # batches are in pinned memory, from which copies are asynchronous
+    min_loss_chunk: int = 0  # smallest chunk of the loss, tokens; 0: as large as the memory bound allows
+    has_fp32_addmm: bool = False  # one kernel can add a product of bf16 matrices to an fp32 matrix
+    has_allocator: bool = False  # torch's caching allocator, with counters and a recorded history
+    queues_work: bool = False  # operations are asynchronous, so that measurements need a synchronisation
+    probe: tuple[int, torch.dtype] = (256, torch.float32)  # rows and dtype of matmuls that tools/cluster measures
+    largest_message: int = 1 << 20  # bytes, of its link measurements; eight ranks on a laptop need under 500 MB
+    location: str = "on CPUs"  # of the ranks, as part of a sentence
 
 
 DEVICE_TRAITS = {
@@ -37,13 +37,13 @@ DEVICE_TRAITS = {
     "cuda": DeviceTraits(
         "nccl",
         pins_batches=True,
-        least_loss_chunk=4096,
-        adds_products_in_fp32=True,
+        min_loss_chunk=4096,
+        has_fp32_addmm=True,
         has_allocator=True,
         queues_work=True,
         probe=(8192, torch.bfloat16),
         largest_message=1 << 26,
-        words="on one CUDA GPU each",
+        location="on one CUDA GPU each",
     ),
 }
 
@@ -64,41 +64,41 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The model of the device, as vendors write it; for a CPU the first model name that the kernel lists."""
+        """The vendor's name of the device; for a CPU the first model name that the kernel lists."""
         if self.type == "cuda":
             return torch.cuda.get_device_name(self.torch_device)
         lines = ""
-        with suppress(OSError):  # no /proc: not Linux
+        with suppress(OSError):  # only Linux has /proc
             lines = Path("/proc/cpuinfo").read_text()
         named = re.search(r"^model name[ \t]*:[ \t]*(.*?)[ \t]*$", lines, re.MULTILINE)
         return named[1] if named else "CPU"
 
     def fast_bfloat16(self, capability: tuple[int, int] | None = None) -> bool:
-        """True when bf16 matmuls are faster than fp32 here: CUDA since Ampere, which a GPU that is not here (--explain) is taken
-        for; CPUs with AMX or AVX512-BF16."""
+        """Returns True if bf16 matmuls are faster than fp32 ones: on CUDA from Ampere on, which is assumed if there is no GPU
+        (--explain); on CPUs with AMX or AVX512-BF16."""
         if self.type == "cuda":
             capability = capability or cuda_capability(self.torch_device)
             return capability == (0, 0) or capability >= (8, 0)
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
     def memory_gib(self) -> float:
-        """Peak of the process's resident set."""
+        """Returns the peak resident set of the process."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # macOS counts bytes, Linux KiB
 
 
 def local_device_type() -> str:
-    """The kind of device that `pick_device` would pick: "cuda" or "cpu". Takes none into use."""
+    """Returns the type of the device that `pick_device` would choose, "cuda" or "cpu", without initialising it."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def cuda_capability(device: torch.device | int = 0) -> tuple[int, int]:
-    """Compute capability of a CUDA device, this machine's first one; (0, 0): there is none."""
+    """Returns the compute capability of a CUDA device, by default the first one; (0, 0): there is none."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def pick_device(local_rank: int, *, keep_memory: bool = True) -> Device:
-    """CUDA device `local_rank` where there is one, else the CPU, whose freed memory this process then keeps for the next step."""
+    """Returns CUDA device `local_rank`, or the CPU if there is no CUDA; then, with `keep_memory`, calls keep_freed_memory()."""
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -115,9 +115,9 @@ _LARGEST_THRESHOLD_BEFORE_2_35 = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Asks the GNU C library to use freed memory again; False where it cannot be asked. A step frees and allocates the same hundreds of
-    megabytes, and by default most of them go back to the kernel each time, which zeroes every page again at first touch: a fifth of the
-    time of a step of 5.8 M parameters. The peak stays what it was. Single allocations of more than 1 GiB still go back."""
+    """Makes the GNU C library reuse freed memory; returns False with other libraries. A step frees and allocates the same hundreds of
+    megabytes; by default most of them are returned to the kernel each time, which zeroes every page at first touch: a fifth of the step
+    time of a model with 5.8 M parameters. The peak does not change. Allocations of more than 1 GiB are still returned."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES) != 1:  # macOS, Windows, musl
         return False

@@ -1,4 +1,4 @@
-"""The process group of a replica group, and its rendezvous: `comm.init_method` and the store that the ranks meet in.
+"""The process group of a replica group, and its rendezvous: `comm.init_method` and the store.
 
 Reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK), as ft/config.py does."""
 
@@ -21,11 +21,11 @@ from parallelisms.device import Device, pick_device
 
 BACKENDS = ("gloo", "nccl", "mpi")
 ENV = "env://"
-BACKSTOP_S = 60  # what a collective waits beyond the longest timeout, so that the watchdog speaks first
+BACKSTOP_S = 60  # added to the longest timeout for collectives, so that the watchdog reports a hang first
 
 
 def why_unusable(backend: str) -> str:
-    """The reason why this machine's torch cannot use it; empty if it can."""
+    """Returns why this machine's torch cannot use `backend`, or ""."""
     if not getattr(dist, f"is_{backend}_available")():
         return f"this torch ({torch.__version__}) was built without it"
     lacks_cuda = backend == "nccl" and not torch.cuda.is_available()
@@ -34,22 +34,22 @@ def why_unusable(backend: str) -> str:
 
 @dataclass(frozen=True)
 class CommConfig:
-    """[comm]: who carries the collectives, where the ranks meet, and timeouts."""
+    """[comm]: backend, rendezvous and timeouts."""
 
     backend: Annotated[
-        Literal["auto", "gloo", "nccl", "mpi"], "the library of collectives; auto: nccl on GPUs, else gloo"
+        Literal["auto", "gloo", "nccl", "mpi"], "backend of the process group; auto: nccl on GPUs, else gloo"
     ] = "auto"
     init_method: Annotated[
         str,
-        "where ranks meet: env:// (as the launcher says), file:///path (new, on a shared disk), tcp://host:port (of rank 0)",
+        "rendezvous: env:// (from the launcher), file:///path (a new file on a shared disk), tcp://host:port (of rank 0)",
     ] = ENV
-    init_timeout_seconds: Annotated[int, "longest start: rendezvous, first step, checkpoint, seconds", ">= 1"] = 300
+    init_timeout_seconds: Annotated[int, "timeout of rendezvous, first step and checkpoint, seconds", ">= 1"] = 300
     train_timeout_seconds: Annotated[
         int,
-        "longest later step, seconds, without those in which other groups are waited for; past it the hang is reported and the run ends",
+        "timeout of later steps, seconds, not counting waits for other groups; then the hang is reported and the run ends",
         ">= 1",
     ] = 100
-    trace_buf_size: Annotated[int, "collectives that NCCL's flight recorder remembers; 0: off", ">= 0"] = 20_000
+    trace_buf_size: Annotated[int, "collectives in the flight recorder's buffer; 0: off", ">= 0"] = 20_000
 
     def check(self) -> None:
         if self.backend != "auto" and (cause := why_unusable(self.backend)):
@@ -63,9 +63,9 @@ class CommConfig:
                     raise ValueError(f"there is no folder {file.parent}")
                 if file.is_dir():
                     raise ValueError(f"{file} is a folder")
-                # All ranks of a start come within this time: an older file is of a start that was killed, and its addresses lead nowhere.
+                # All ranks of a launch connect within this time; an older file has the addresses of a killed launch.
                 if file.exists() and time.time() - file.stat().st_mtime > self.init_timeout_seconds:
-                    raise ValueError("the file is left from an earlier start; remove it, or name another")
+                    raise ValueError("the file is left from an earlier launch; remove it, or name a different one")
         except ValueError as error:
             raise ValueError(
                 f'comm.init_method = "{self.init_method}": {error}; it takes "env://", "file:///path/on/a/shared/disk" or '
@@ -79,33 +79,33 @@ class CommConfig:
 
 
 def parse_init_method(text: str) -> SplitResult:
-    """One of torch's three ways to meet (torch.distributed, "Initialization"). Raises ValueError: what is wrong with it, in a few words."""
+    """Parses one of torch's three init methods (torch.distributed, "Initialization"). Raises ValueError with a short cause."""
     url = urlsplit(text)
     if url.query or url.fragment:
-        raise ValueError(f"takes no ?{url.query or url.fragment}: who is which rank is the launcher's to say")
+        raise ValueError(f"?{url.query or url.fragment} is not supported: the launcher assigns the ranks")
     if url.scheme == "file" and (url.netloc or not url.path.startswith("/") or url.path == "/"):
-        raise ValueError("a file is written with three slashes: file:///absolute/path")
+        raise ValueError("a file needs three slashes: file:///absolute/path")
     if url.scheme == "tcp":
         try:
             complete = bool(url.hostname and url.port and not url.path)
-        except ValueError:  # a port above 65535, or none at all
+        except ValueError:  # the port is above 65535 or not a number
             complete = False
         if not complete:
             raise ValueError("must be tcp://host:port with a port from 1 to 65535")
     elif text != ENV and url.scheme != "file":
-        raise ValueError("no such way to meet")
+        raise ValueError("unknown scheme")
     return url
 
 
 def open_store(
     init_method: str, *, global_rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> dist.Store:
-    """The store in which `world_size` ranks meet. Returns as soon as it can be reached, within `timeout_s`. For env:// torchelastic's
-    launchers may hold the store themselves; else rank 0 does. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's
-    DistError, or RuntimeError (a port that is taken)."""
+    """Connects to the store for `world_size` ranks, within `timeout_s`. For env:// the store may be hosted by torchelastic's agent; else
+    rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, or RuntimeError (the port is in
+    use)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # else it would read addresses of dead ranks
+        restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a new file, without the addresses of dead ranks
         return dist.FileStore(url.path + (f".{restarts}" if restarts != "0" else ""), world_size)
     host, port, serves = url.hostname, url.port, global_rank == 0
     if url.scheme == "env":
@@ -121,36 +121,36 @@ def open_store(
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place in its replica group."""
+    """This rank's process group: rank, size, device and store."""
 
     global_rank: int
     world_size: int
     device: Device
     store: dist.Store
-    watch_store: dist.Store  # a connection of its own, for the thread that watches while the loop waits in `store`
+    watch_store: dist.Store  # a separate connection for the watchdog, while the loop may block in `store`
 
 
 def launched_rank() -> int:
-    """This rank's number among those the launcher started; 0 for a plain `python train.py`."""
+    """Returns the global rank from the launcher; 0 for a plain `python train.py`."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched_world_size() -> int:
-    """How many ranks the launcher started; 1 for a plain `python train.py`."""
+    """Returns the number of ranks from the launcher; 1 for a plain `python train.py`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group(config: CommConfig) -> Iterator[World]:
-    """Joins the process group that the launcher's variables describe (alone, without any network, where there are none). The group's own
-    timeout is a backstop: the watchdog ends a hang sooner (training/watchdog.py)."""
+    """Joins the process group that the launcher's variables describe; without them, a group of one rank that needs no network. Its timeout
+    is a fallback: the watchdog ends a hang sooner (training/watchdog.py)."""
     global_rank, world_size = launched_rank(), launched_world_size()
     device = pick_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=config.init_timeout_seconds + BACKSTOP_S)
     store: dist.Store = dist.HashStore()
     if world_size > 1:
-        start_s = timeout.total_seconds()
-        store = open_store(config.init_method, global_rank=global_rank, world_size=world_size, timeout_s=start_s)
+        limit_s = timeout.total_seconds()
+        store = open_store(config.init_method, global_rank=global_rank, world_size=world_size, timeout_s=limit_s)
         store.set_timeout(timeout)
     backend = config.backend if config.backend != "auto" else device.traits.backend
     join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
@@ -162,7 +162,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
 
 
 def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, timeout: timedelta) -> None:
-    """Makes the default process group. MPI has its own way to find the others, and asks no store."""
+    """Creates the default process group. MPI has its own rendezvous and uses no store."""
     if backend == "mpi":
         dist.init_process_group("mpi", timeout=timeout)
     else:
@@ -170,6 +170,6 @@ def join(backend: str, store: dist.Store, *, global_rank: int, world_size: int, 
 
 
 def gather_texts(world: World, topic: str, text: str) -> list[str]:
-    """Exchanges a text of each rank on `topic` (a name used once). Through the store: it works where a collective would not."""
+    """Returns the texts of all ranks on `topic` (a name used once). Uses the store, which works when collectives may not."""
     world.store.set(f"{topic}/{world.global_rank}", text)
     return [world.store.get(f"{topic}/{rank}").decode() for rank in range(world.world_size)]

@@ -1,7 +1,7 @@
 """FSDP2, HSDP and DDP: the data-parallel axes of the mesh, and bf16 compute over fp32 parameters.
 
-One axis that shards: FSDP. Copies of shards: HSDP. Copies alone: DDP, as torch's `replicate`. It is applied with one rank too, for mixed
-precision, and so that every parameter of every run is a DTensor."""
+With a sharding axis only: FSDP; with a replicating axis too: HSDP; with a replicating axis only: DDP, by torch's `replicate`. It is also
+applied on one rank, for mixed precision, and so that every parameter of every run is a DTensor."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel
 def apply_fsdp(
     part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
 ) -> None:
-    """Gradients come out as the plain sum over ranks: training/optimizer.py divides once, by the global number of valid tokens."""
+    """Wraps `part`. Gradients are summed over ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
     shards = axes.size(axes.ndim - 1)
     by_default = shards > 1 and mesh[PP].size() == 1
     reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
-    # One rank adds nothing up, unless a pipeline accumulates microbatches here: its gradients are not widened on the way
+    # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline
     reduce = precision.reduce if ranks > 1 or mesh[PP].size() > 1 else None
     options: dict[str, Any] = {
         "mesh": axes,
-        # inputs stay as they are: the embedding's output has the compute dtype already, and freqs_cis must keep fp32
+        # inputs are not cast: the embedding's output has the compute dtype already, and freqs_cis must stay fp32
         "mp_policy": MixedPrecisionPolicy(precision.compute, reduce, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        """None: torch's own choice, the rows."""
+        """Returns the placement of a parameter; None: torch's default, dim 0."""
         if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
             return None
         dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
-        assert dim is not None, "parallelisms/tensor.py has refused it"
+        assert dim is not None, "check_plan() of parallelisms/tensor.py rejects it"
         return Shard(dim)
 
     def wrap(modules: list[nn.Module] | nn.Module, *, reshard: bool) -> None:
@@ -58,8 +58,8 @@ def apply_fsdp(
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
     wrap(part, reshard=reshard)
-    # Gathers so many groups ahead of the one that computes. With 0 torch issues them: in the forward as the CPU runs ahead of the device,
-    # in the backward one ahead.
+    # Number of groups gathered ahead of the one that computes. 0 is torch's default: in the forward as far as the CPU runs ahead of the
+    # device, in the backward one group.
     forward, backward = config.fsdp_forward_prefetch, config.fsdp_backward_prefetch
     leaders = [cast(FSDPModule, group[0]) for group in groups]
     for index, leader in enumerate(leaders):
@@ -69,29 +69,29 @@ def apply_fsdp(
             leader.set_modules_to_backward_prefetch(leaders[max(0, index - backward) : index][::-1])
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            # SUM without a factor. A factor of 1 alone would select PREMUL_SUM, which gloo refuses; for one rank torch's own is 1.
+            # SUM without a factor: a factor of 1.0 would select PREMUL_SUM, which gloo does not support. torch's factor for one rank is 1.
             if ranks > 1:
-                module.set_gradient_divide_factor(cast(float, _One()))
-            elif DEVICE_TRAITS[mesh.device_type].queues_work:  # 1 % of a step; on a CPU 0.97x and 1.02x were seen
-                module.set_custom_reduce_scatter(OfOneRank())
+                module.set_gradient_divide_factor(cast(float, NoDivideFactor()))
+            elif DEVICE_TRAITS[mesh.device_type].queues_work:  # saves 1 % of a step; without a clear effect on a CPU
+                module.set_custom_reduce_scatter(NoOpReduceScatter())
             module.set_force_sum_reduction_for_comms(True)
 
 
-def share_memory(part: nn.Module) -> None:
-    """Lets a rank that is alone, and computes in the dtype of its parameters, compute with them: torch would copy them before each use.
-    Called when they have their memory. The private names are those of torch 2.11 to 2.13."""
+def alias_unsharded_to_sharded(part: nn.Module) -> None:
+    """Makes the unsharded parameters aliases of the sharded ones if there is one shard and no cast, which saves torch's copy before each
+    use. Called after to_empty(). The private names are those of torch 2.11 to 2.13."""
     for module in part.modules():
         group: Any = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
         for parameter in group.fsdp_params if group and group.mesh_info.mesh.size() == 1 else ():
             same_dtype = group.mp_policy.param_dtype in (None, parameter.sharded_param.dtype)
-            as_it_is = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # float8's
-            if same_dtype and as_it_is and not parameter.offload_to_cpu:
+            plain = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")  # float8 has it
+            if same_dtype and plain and not parameter.offload_to_cpu:
                 parameter.all_gather_outputs = [parameter._sharded_param_data]
                 parameter.free_unsharded_param = lambda: None
 
 
 def reshard_all(parts: Iterable[nn.Module]) -> None:
-    """Frees the weights that a forward without a backward has gathered: a later forward would not see what a heal writes to the shards."""
+    """Frees weights that a forward without a backward has gathered; a later forward would otherwise use them after a heal of the shards."""
     for part in parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
@@ -99,17 +99,17 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
 
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
-    """The dim on which FSDP shards a parameter that TP shards by rows: 0 if the TP shards are equal, else 1 if the columns divide evenly;
-    None if neither works. When unequal shards are sharded again, such as 259 rows on 2 ranks and
-    3 shards, torch 2.13 gathers, saves and loads wrong rows."""
+    """Returns the dim on which FSDP shards a parameter that TP shards by rows: 0 if the TP shards are equal, else 1 if the columns divide
+    evenly, else None. If unequal shards are sharded again on dim 0 (259 rows on 2 ranks and 3 shards), torch 2.13 gathers, saves and
+    loads wrong rows."""
     if shards == 1 or shape[0] % tp == 0:
         return 0
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None
 
 
 def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
-    """The modules whose parameters travel together, in the order of the forward pass: the embedding, every `blocks_per_group` blocks, norm
-    and output. The root takes the rest."""
+    """Yields the modules whose parameters are gathered together, in the order of the forward pass: the embedding, every `blocks_per_group`
+    blocks, norm and output. The root module has the rest."""
     if part.tok_embeddings is not None:
         yield [part.tok_embeddings]
     blocks = list(part.layers.values())
@@ -119,24 +119,24 @@ def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Mo
         yield head
 
 
-class OfOneRank(ReduceScatter):
-    """A reduce-scatter whose output is its input. torch asks for the memory of the one, then of the other, and for one rank copies between
-    them (foreach_reduce of _fsdp_collectives.py): a tensor that is copied to itself is left alone."""
+class NoOpReduceScatter(ReduceScatter):
+    """Reduce-scatter for one rank, whose output is its input. torch allocates first the input, then the output, and copies the one to the
+    other (foreach_reduce of _fsdp_collectives.py); copying a tensor to itself does nothing."""
 
     def __init__(self) -> None:
-        self._inputs: list[Tensor] = []
+        self._buffers: list[Tensor] = []  # the same tensor, for the calls of allocate that are left
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._inputs = self._inputs or 2 * [torch.empty(*size, dtype=dtype, device=device)]
-        return self._inputs.pop()
+        self._buffers = self._buffers or 2 * [torch.empty(*size, dtype=dtype, device=device)]
+        return self._buffers.pop()
 
     def __call__(self, *arguments: Any, **options: Any) -> None:
-        raise AssertionError("there is one rank")
+        raise AssertionError("not called for one rank")
 
 
-class _One:
-    """A factor of 1 that torch divides nothing by. For one shard it computes `gradients / factor` (foreach_reduce of _fsdp_collectives.py,
-    torch 2.11 to 2.13), a pass over all gradients and a temporary as large; where there are more it compares the factor with 1."""
+class NoDivideFactor:
+    """A factor of 1 for which torch makes no division. With one shard it computes `gradients / factor` (foreach_reduce of
+    _fsdp_collectives.py, torch 2.11 to 2.13), a pass over all gradients with a temporary copy; with more it compares the factor with 1."""
 
     def __rtruediv__(self, gradients: Tensor) -> Tensor:
         return gradients

@@ -1,4 +1,4 @@
-"""How a model runs: the settings that parallelize reads, its dtypes, and the loss that it is given."""
+"""Settings of parallelize(): parallelism, compilation, dtypes, activation checkpointing; the type of the loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits [B, T, V], labels [B
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """[compile]: torch.compile of each block and of the loss."""
+    """[compile]: compilation of each block and of the loss by torch.compile."""
 
     enable: Annotated[bool, "compile; needs a C++ compiler on a CPU, Triton on a GPU"] = False
-    components: Annotated[tuple[str, ...], "what is compiled: model (block by block), loss"] = ("model", "loss")
-    backend: Annotated[str, "a backend that torch.compile knows"] = "inductor"
+    components: Annotated[tuple[str, ...], "compiled components: model (block by block), loss"] = ("model", "loss")
+    backend: Annotated[str, "backend of torch.compile"] = "inductor"
 
     def check(self) -> None:
         for component in self.components:
@@ -35,11 +35,11 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class Precision:
-    """Which dtype does what: one rule, printed at start, the same for every layout."""
+    """Dtypes of a run, the same for every layout."""
 
     master: torch.dtype = torch.float32  # the parameters that the optimizer updates, and its state
     compute: torch.dtype = torch.float32  # weights and activations in forward and backward
-    reduce: torch.dtype = torch.float32  # gradients on the wire and in the accumulators
+    reduce: torch.dtype = torch.float32  # gradient reductions and accumulation
 
     def __str__(self) -> str:
         dtypes = self.master, self.compute, self.reduce
@@ -51,20 +51,20 @@ class Precision:
 
 
 def choose_precision(master: str, compute: str, reduce: str, device: Device) -> Precision:
-    """Names as in [training]; compute "auto" is bfloat16 where `device` multiplies faster in it, else float32."""
+    """Takes names as in [training]; `compute` "auto" is bfloat16 if the matmuls of `device` are faster in it, else float32."""
     if compute == "auto":
         compute = "bfloat16" if device.fast_bfloat16() else "float32"
     return Precision(getattr(torch, master), getattr(torch, compute), getattr(torch, reduce))
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a model runs. Whatever is in here, it computes the same, up to the rounding of the dtypes."""
+class ExecutionConfig:
+    """Settings of parallelize(). None of them changes the results, except for the rounding of the dtypes."""
 
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     precision: Precision = field(default_factory=Precision)
-    cpu_offload: bool = False  # parameters and optimizer state in host memory
-    loss_chunk_tokens: int = 0  # tokens whose logits exist at once; 0: all
+    cpu_offload: bool = False  # keep parameters and optimizer state in host memory
+    loss_chunk_tokens: int = 0  # tokens per chunk of the loss; 0: no chunks

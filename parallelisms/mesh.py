@@ -1,13 +1,13 @@
-"""The device mesh of the ranks: its axes, outermost first.
+"""The device mesh and its axes, outermost first.
 
-    pp            stages of the pipeline
-    dp_replicate  copies of the sharded model (HSDP, DDP)
+    pp            pipeline stages
+    dp_replicate  replicas of the sharded model (HSDP, DDP)
     dp_shard      shards of the parameters (FSDP2)
-    cp            parts of every sequence
-    tp            parts of every matrix
+    cp            shards of every sequence
+    tp            shards of every matrix
 
 FSDP shards over dp_shard and cp together: to the parameters, context-parallel ranks are data parallel. Fault tolerance adds no axis:
-replica groups are data parallel to each other outside of the mesh (ft/)."""
+replica groups are data parallel to each other outside the mesh (ft/)."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP shards
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """[parallelism]: how the ranks of one replica group share the work."""
+    """[parallelism]: parallel layout of one replica group."""
 
     data_parallel_replicate_degree: Annotated[
-        int, "copies of the sharded model: HSDP, or DDP where nothing is sharded", ">= 1"
+        int, "replicas of the sharded model: HSDP, or DDP if nothing is sharded", ">= 1"
     ] = 1
     data_parallel_shard_degree: Annotated[
-        int, "ranks that shard the parameters (FSDP2); -1: what the other degrees leave", ">= -1", "!= 0"
+        int, "ranks that shard the parameters (FSDP2); -1: the ranks left by the other degrees", ">= -1", "!= 0"
     ] = -1
     fsdp_reshard_after_forward: Annotated[
         Literal["default", "always", "never"],
-        "free the gathered parameters between forward and backward; default: when there is more than one shard and no "
-        "pipeline, which would gather them for every microbatch",
+        "free the gathered parameters between forward and backward; default: if there is more than one shard and no "
+        "pipeline, which would gather them again for every microbatch",
     ] = "default"
-    fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters travel together", ">= 1"] = 1
+    fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters are gathered together", ">= 1"] = 1
     fsdp_forward_prefetch: Annotated[
-        int, "groups gathered ahead in the forward; 0: torch's own order, one ahead while the device computes", ">= 0"
+        int, "groups gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead", ">= 0"
     ] = 0
     fsdp_backward_prefetch: Annotated[
-        int, "groups gathered ahead in the backward; 0: torch's own order, one ahead", ">= 0"
+        int, "groups gathered ahead in the backward; 0: torch's default, one group", ">= 0"
     ] = 0
-    tensor_parallel_degree: Annotated[int, "ranks that share every matrix and the sequence between them", ">= 1"] = 1
+    tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between them", ">= 1"] = 1
     disable_loss_parallel: Annotated[
-        bool, "gather the logits before the loss; false: each rank keeps its part of the vocabulary"
+        bool, "gather the logits before the loss; false: each rank keeps its shard of the vocabulary"
     ] = False
     enable_async_tensor_parallel: Annotated[
         bool, "overlap the collectives of tensor parallelism with its matmuls; needs compile.enable and NVLink"
     ] = False
-    context_parallel_degree: Annotated[int, "ranks that share every sequence", ">= 1"] = 1
+    context_parallel_degree: Annotated[int, "ranks that shard every sequence", ">= 1"] = 1
     context_parallel_load_balancer: Annotated[
         Literal["headtail", "none"],
-        "headtail: each rank takes a piece from the head and one from the tail, so that causal work is even; none: one piece",
+        "headtail: each rank has a piece of the head and one of the tail, which balances causal attention; none: one piece",
     ] = "headtail"
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "ring"],
-        "allgather: keys and values of the whole sequence at once, on every device; ring: torch's ring attention, CUDA only",
+        "allgather: gathers keys and values of the whole sequence, any device; ring: torch's ring attention, CUDA only",
     ] = "allgather"
-    pipeline_parallel_degree: Annotated[int, "ranks that hold the layers one after the other", ">= 1"] = 1
+    pipeline_parallel_degree: Annotated[int, "ranks that each hold some of the layers", ">= 1"] = 1
     pipeline_parallel_schedule: Annotated[
         Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
         "order of the microbatches' forwards and backwards",
@@ -75,19 +75,19 @@ class ParallelismConfig:
         int, "transformer blocks of a stage; 0: one stage per rank, two where the schedule needs several", ">= 0"
     ] = 0
     pipeline_parallel_first_stage_less_layers: Annotated[
-        int, "blocks that the embedding counts for in the split", ">= 0"
+        int, "weight of the embedding in the split, in blocks", ">= 0"
     ] = 1
     pipeline_parallel_last_stage_less_layers: Annotated[
-        int, "blocks that norm and output count for in the split", ">= 0"
+        int, "weight of norm and output in the split, in blocks", ">= 0"
     ] = 1
     module_fqns_per_model_part: Annotated[
         tuple[str, ...],
-        'the split by names, one text per stage, such as "tok_embeddings layers.0 layers.1"; []: by layer count',
+        'modules of each stage, one string per stage, such as "tok_embeddings layers.0 layers.1"; []: split by layer count',
     ] = ()
 
 
 class ParallelDims(NamedTuple):
-    """How many ranks each axis has, in the order of AXES."""
+    """Size of each mesh axis, in the order of AXES."""
 
     pp: int
     dp_replicate: int
@@ -101,39 +101,39 @@ class ParallelDims(NamedTuple):
 
     @property
     def data_parallel(self) -> int:
-        """How many ranks see different sequences."""
+        """The number of ranks with different sequences."""
         return self.dp_replicate * self.dp_shard
 
     def coordinate(self, global_rank: int) -> MeshCoordinate:
-        place = []
+        ranks = []
         for size in reversed(self):
-            global_rank, here = divmod(global_rank, size)
-            place.append(here)
-        tp_rank, cp_rank, dp_shard_rank, dp_replicate_rank, pp_rank = place
+            global_rank, rank = divmod(global_rank, size)
+            ranks.append(rank)
+        tp_rank, cp_rank, dp_shard_rank, dp_replicate_rank, pp_rank = ranks
         return MeshCoordinate(pp_rank, dp_replicate_rank * self.dp_shard + dp_shard_rank, cp_rank, tp_rank)
 
     def __str__(self) -> str:
-        """The axes that have several ranks: "dp_shard 2 x tp 2"."""
+        """Formats the axes with several ranks: "dp_shard 2 x tp 2"."""
         return " x ".join(f"{axis} {size}" for axis, size in self._asdict().items() if size > 1) or "one rank"
 
 
 @dataclass(frozen=True)
 class MeshCoordinate:
-    """One rank's place in the mesh."""
+    """One rank's coordinate in the mesh."""
 
     pp_rank: int
-    dp_rank: int  # which sequences it sees
+    dp_rank: int  # over dp_replicate and dp_shard: selects the sequences
     cp_rank: int
     tp_rank: int
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """True when this rank is the one that counts what its sequences hold: several may see the same."""
+        """True for the one rank that counts the tokens of its sequences, of the ranks with the same sequences."""
         return self.pp_rank == self.cp_rank == self.tp_rank == 0
 
 
 def degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
-    """The degrees that `config` asks of `world_size` ranks. Raises ValueError when they do not multiply to it."""
+    """Returns the degrees of `config` on `world_size` ranks. Raises ValueError if their product is not `world_size`."""
     named = {
         "pipeline_parallel_degree": config.pipeline_parallel_degree,
         "data_parallel_replicate_degree": config.data_parallel_replicate_degree,
@@ -163,15 +163,14 @@ def degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
 
 
 def build_mesh(degrees: ParallelDims, device_type: str) -> DeviceMesh:
-    """The mesh over all ranks of the default process group; axes of one rank are there too."""
+    """Returns the mesh over all ranks of the default process group, with all axes, also those of size 1."""
     return init_device_mesh(device_type, tuple(degrees), mesh_dim_names=AXES)
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes over which gradients are summed: (dp_replicate, dp_shard_cp) for HSDP; [dp_replicate] alone where nothing is
-    sharded (DDP); [dp_shard_cp] otherwise."""
+    """Returns the axes over which gradients are summed: [dp_replicate, dp_shard_cp] for HSDP, [dp_replicate] for DDP, or [dp_shard_cp]."""
     shards = mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
-    copies = mesh[DP_REPLICATE]
-    if copies.size() == 1:
+    replicas = mesh[DP_REPLICATE]
+    if replicas.size() == 1:
         return shards
-    return copies if shards.size() == 1 else DeviceMesh._concatenate([copies, shards])
+    return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])

@@ -1,5 +1,6 @@
-"""THE ORDER in which a model becomes a parallel program: pipeline split, loss head, float8, tensor parallel, context parallel, activation
-checkpoints, compile, master dtype, FSDP, materialise, initial values."""
+"""Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor parallel, context parallel, activation
+checkpointing, compile, master dtype, FSDP, materialisation, initial values. A technique with a mesh axis of its own also needs the axis in
+AXES and ParallelDims of mesh.py, its degree in ParallelismConfig and `degrees`, and checks in configs/check.py."""
 
 from __future__ import annotations
 
@@ -13,95 +14,95 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.contract import Model
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.float8 import apply_float8
-from parallelisms.layout import Layout, LossFunction
+from parallelisms.layout import ExecutionConfig, LossFunction
 from parallelisms.mesh import CP, PP, TP
 
 if TYPE_CHECKING:
     from parallelisms.pipeline import Pipeline
 
-Parallelized: TypeAlias = "NoPipeline | Pipeline"  # the training loop's view of a model: the methods of NoPipeline
+Parallelized: TypeAlias = "NoPipeline | Pipeline"  # the training loop uses the methods of NoPipeline
 
 
 def parallelize(
     model: Model,
     mesh: DeviceMesh,
     loss: LossFunction,
-    layout: Layout,
+    execution: ExecutionConfig,
     *,
     local_batch_size: int,
     seq_len: int,
     device: torch.device,
     seed: int,
 ) -> Parallelized:
-    """Takes a model built on the meta device; afterwards its parameters are this rank's shards, initialised."""
-    # Imported here: they take half as long to import as torch, and checking settings needs none of them.
+    """Parallelizes a model built on the meta device, in place; its parameters become this rank's shards, initialised from `seed`."""
+    # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.
     from parallelisms.context import apply_context_parallel
-    from parallelisms.fsdp import apply_fsdp, share_memory
+    from parallelisms.fsdp import alias_unsharded_to_sharded, apply_fsdp
     from parallelisms.loss import head_loss
     from parallelisms.pipeline import Pipeline, split
     from parallelisms.tensor import apply_tensor_parallel
 
-    config, compile = layout.parallelism, layout.compile
+    config, compile = execution.parallelism, execution.compile
     parts = split(model, mesh[PP].get_local_rank(), config) if mesh[PP].size() > 1 else [model]
-    shard_sequence: Callable[[Tensor], Tensor] = nn.Identity()  # whole sequences
+    shard_sequence: Callable[[Tensor], Tensor] = nn.Identity()  # without context parallelism
     for part in parts:
         if part.output is not None:
             loss_parallel = not config.disable_loss_parallel
             part.output.loss = head_loss(
-                loss, chunk_tokens=layout.loss_chunk_tokens, loss_parallel=loss_parallel, compile=compile
+                loss, chunk_tokens=execution.loss_chunk_tokens, loss_parallel=loss_parallel, compile=compile
             )
-        apply_float8(part, layout.float8)
+        apply_float8(part, execution.float8)
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
         if mesh[CP].size() > 1:
             shard_sequence = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
-        apply_activation_checkpoint(part, layout.activation_checkpoint)
+        apply_activation_checkpoint(part, execution.activation_checkpoint)
         if compile.enable and "model" in compile.components:
             for block in part.layers.values():
-                block.compile(backend=compile.backend, fullgraph=True)  # in place: names stay as they are
-        for parameter in part.parameters():  # buffers, such as the rotary table, keep their own dtype
-            parameter.data = parameter.data.to(layout.precision.master)
-        apply_fsdp(part, mesh, config, precision=layout.precision, cpu_offload=layout.cpu_offload)
-        part.to_empty(device=torch.device("cpu") if layout.cpu_offload else device)
-        share_memory(part)
+                block.compile(backend=compile.backend, fullgraph=True)  # in place, so that names do not change
+        for parameter in part.parameters():  # buffers, such as the rotary table, keep their dtype
+            parameter.data = parameter.data.to(execution.precision.master)
+        apply_fsdp(part, mesh, config, precision=execution.precision, cpu_offload=execution.cpu_offload)
+        part.to_empty(device=torch.device("cpu") if execution.cpu_offload else device)
+        alias_unsharded_to_sharded(part)
         part.init_weights(seed)
-        for buffer in part.buffers():  # offloading is for parameters alone
+        for buffer in part.buffers():  # only parameters are offloaded
             buffer.data = buffer.data.to(device)
-    adds_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks see the same loss
+    reports_loss = mesh[TP].get_local_rank() == 0  # tensor-parallel ranks compute the same loss
     if mesh[PP].size() > 1:
         return Pipeline(
             parts,
             mesh[PP],
             config,
             shard_sequence,
-            adds_loss=adds_loss,
+            reports_loss=reports_loss,
             local_batch_size=local_batch_size,
             hidden_tokens=seq_len // (mesh[CP].size() * mesh[TP].size()),
-            dtype=layout.precision.compute,
+            dtype=execution.precision.compute,
             device=device,
         )
-    return NoPipeline(parts, shard_sequence, adds_loss=adds_loss)
+    return NoPipeline(parts, shard_sequence, reports_loss=reports_loss)
 
 
 class NoPipeline:
     """A model without a pipeline: every rank holds all layers."""
 
-    def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, adds_loss: bool) -> None:
-        """`parts`: the pieces of the model that this rank holds. `shard_sequence` takes tokens [B, T] to this rank's part of them."""
-        self.parts, self.adds_loss, self._shard_sequence = parts, adds_loss, shard_sequence
+    def __init__(self, parts: list[Model], shard_sequence: Callable[[Tensor], Tensor], *, reports_loss: bool) -> None:
+        """`parts`: the model on this rank. `shard_sequence`: selects this rank's tokens of [B, T]. Without `reports_loss` the loss is 0."""
+        self.parts, self.reports_loss, self._shard_sequence = parts, reports_loss, shard_sequence
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Tokens and labels [B, T] of this rank's sequences -> this rank's share of their loss sum: the shares of all ranks add up to
-        it. Gradients are added to what is there."""
+        """Runs forward and backward on tokens and labels [B, T] of this rank's sequences, adding to gradients. Returns this rank's term of
+        the loss sum, which is the sum of the terms of all ranks."""
         loss_sum = self._loss_sum(inputs, labels)
         loss_sum.backward()
-        return loss_sum.detach() if self.adds_loss else torch.zeros_like(loss_sum)
+        return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The same without gradients."""
+        """Returns the same term without computing gradients."""
         loss_sum = self._loss_sum(inputs, labels)
-        return loss_sum if self.adds_loss else torch.zeros_like(loss_sum)
+        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
 
     def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
         [model] = self.parts

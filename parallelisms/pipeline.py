@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the layers one rank after the other, microbatches on their way through them.
+"""Pipeline parallelism: layers are divided into stages on several ranks, through which microbatches pass.
 
-`split` makes the stages of this rank; once they are parallelized in every other way (parallelisms/parallelize.py), `Pipeline` runs
-the schedule's table (parallelisms/pipeline_schedule.py) over them by torch.distributed.pipelining. The head, in the last stage, computes
-the loss, so only hidden states [B, T, C] and their gradients travel, in the compute dtype."""
+`split` returns the stages of this rank; after all other parallel techniques (parallelisms/parallelize.py), `Pipeline` runs the schedule's
+table (parallelisms/pipeline_schedule.py) on them by torch.distributed.pipelining. The head, in the last stage, computes the loss, so that
+only hidden states [B, T, C] and their gradients are sent, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from parallelisms.pipeline_schedule import Action, Table, cell_text, table
 
 
 def split(model: Model, pp_rank: int, config: ParallelismConfig) -> list[Model]:
-    """The stages of a pipeline's rank, in the order of the layers: copies of `model` (on the meta device: they cost no memory) with some
-    of its modules. Names stay those of the whole model."""
+    """Returns the stages of a pipeline rank, in the order of the layers: copies of `model` (on the meta device, without memory) with some
+    modules, under their names in the whole model."""
     modules = stage_modules(config, list(model.layers))
     stages = []
     for stage in placement(config, len(modules))[pp_rank]:
@@ -46,7 +46,7 @@ def split(model: Model, pp_rank: int, config: ParallelismConfig) -> list[Model]:
 
 
 class Pipeline:
-    """A parallelized model run by a pipeline schedule; the interface is NoPipeline's."""
+    """A parallelized model that runs by a pipeline schedule; has the interface of NoPipeline."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class Pipeline:
         config: ParallelismConfig,
         shard_sequence: Callable[[Tensor], Tensor],
         *,
-        adds_loss: bool,
+        reports_loss: bool,
         local_batch_size: int,
         hidden_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`hidden_tokens`: of the hidden state [B, T, C] that travels between stages, whose dtype is `dtype`."""
+        """`hidden_tokens` and `dtype`: T and dtype of the hidden state [B, T, C] that is sent between stages."""
         self.parts = parts
-        self._mesh, self._shard_sequence, self._adds_loss, self._device = mesh, shard_sequence, adds_loss, device
+        self._mesh, self._shard_sequence, self._reports_loss, self._device = mesh, shard_sequence, reports_loss, device
         self._microbatch_size = config.pipeline_parallel_microbatch_size
         self._hidden = torch.empty(
             self._microbatch_size, hidden_tokens, parts[0].dim, dtype=dtype, device="meta", requires_grad=True
@@ -82,7 +82,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """For any number of microbatches, by stages of its own for one call, over the same modules."""
+        """Runs any number of microbatches, on the same modules, by a runtime for this call."""
         inputs, labels = self._shard_sequence(inputs), self._shard_sequence(labels)
         microbatches = range(inputs.shape[0] // self._microbatch_size)
         rows: Table = [
@@ -91,16 +91,16 @@ class Pipeline:
         return self._loss_sum(self._runtime(inputs, rows, backward=False).eval, inputs, labels)
 
     def _loss_sum(self, run: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
-        """This rank's share of the loss sum of `run`, a runtime's method."""
-        losses: list[Tensor] = []  # one per microbatch where the last stage is, else none
+        """Returns this rank's term of the loss sum; `run` is a method of a runtime."""
+        losses: list[Tensor] = []  # one per microbatch on the rank of the last stage, else none
         run(inputs, target=labels, losses=losses, return_outputs=False, labels=labels)
-        if not (losses and self._adds_loss):
+        if not (losses and self._reports_loss):
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """Builds torch's runtime of the table on this rank, for batches of the shape of `tokens` [B, T]. With the shapes of all stages
-        given, torch runs no forward to find them out."""
+        """Builds torch's runtime for the table on this rank, for batches with the shape of `tokens` [B, T]. With the shapes of all stages
+        given, torch needs no forward to infer them."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
@@ -115,7 +115,7 @@ class Pipeline:
             )
             for part, index in zip(self.parts, self._stages_by_rank[self._mesh.get_local_rank()], strict=True)
         ]
-        runtime = _PipelineScheduleRuntime(  # whose loss is the last stage's output: the head has seen the labels
+        runtime = _PipelineScheduleRuntime(  # the output of the last stage is the loss
             stages, tokens.shape[0] // self._microbatch_size, loss_fn=lambda loss_sum, _: loss_sum, scale_grads=False
         )
         order: dict[int, list[Any]] = {
@@ -123,7 +123,7 @@ class Pipeline:
         }
         if backward:
             runtime._prepare_schedule_with_comms(order)
-        else:  # torch would ask for the backwards
+        else:  # torch's method requires backwards
             owner = {stage: rank for rank, stages in enumerate(self._stages_by_rank) for stage in stages}
             runtime.stage_index_to_group_rank = owner
             for own in stages:
@@ -134,20 +134,20 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, less what Pharos does otherwise."""
+    """torch's stage, with overrides."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *more: Any, **named: Any) -> Any:
-        """Labels are for the last stage, whichever others this rank has."""
+        """Passes labels to the last stage only."""
         return super().forward_one_chunk(fwd_chunk_id, args, kwargs if self.is_last else {}, *more, **named)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """torch detaches outputs in place, which no view may be: a norm without anything behind it returns one."""
+        """Clones views, since torch detaches outputs in place: a norm at the end of a stage returns a view."""
         out = super().forward_maybe_with_nosync(*args, **kwargs)
         return out.clone() if out._is_view() else out
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """torch 2.11 opens its connections so; not one to this rank itself, where both stages of a V's tip are."""
+        """Excludes the connection of this rank to itself, which torch 2.11 would open for the two innermost stages of a V."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing was inferred, so nothing is to be cleaned up; torch would drop the gradients of earlier calls."""
+        """Does nothing, as no shapes were inferred; torch's method would drop the gradients of earlier calls."""

@@ -1,7 +1,7 @@
-"""The modules of each pipeline stage, its rank, and the checks of both before a process is started.
+"""Assignment of modules to pipeline stages and of stages to ranks, with checks before any process is started.
 
-configs/check.py calls `check_pipeline`; parallelisms/pipeline.py builds the stages. A model is given by the names of its layers, since all
-else has one name in every model (models/contract.py)."""
+configs/check.py calls `check_pipeline`; parallelisms/pipeline.py builds the stages. A model is given by the names of its layers, since its
+other modules have the same names in every model (models/contract.py)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _OTHER = 'parallelism.pipeline_parallel_schedule = "Interleaved1F1B"'
 
 
 def schedule_of(config: ParallelismConfig) -> str:
-    """The name of a schedule, or the path of a CSV file."""
+    """Returns the name of the schedule, or the path of its CSV file."""
     return config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule
 
 
 def splits_backward(config: ParallelismConfig) -> bool:
-    """True when the schedule computes gradients of inputs first and those of weights later."""
+    """Returns True if the schedule computes the gradients of inputs and of weights separately."""
     schedule = schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
         return any(action.kind in "IW" for row in read_csv(schedule) for cell in row for action in cell)
@@ -41,15 +41,15 @@ def splits_backward(config: ParallelismConfig) -> bool:
 
 
 def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list[str]]:
-    """The modules of each stage by name, in the order of the model. By layer count, every stage gets the same number of blocks or, the
-    first ones, one more; pipeline_parallel_..._less_layers says for how many blocks embedding and head count."""
+    """Returns the module names of each stage, in the order of the model. In a split by layer count all stages have equally many blocks,
+    or the first ones one more; the weights of embedding and head in blocks are pipeline_parallel_..._less_layers."""
     if config.module_fqns_per_model_part:
-        return [text.split() for text in config.module_fqns_per_model_part]
+        return [names.split() for names in config.module_fqns_per_model_part]
     blocks = [f"layers.{name}" for name in layers]
     sizes = _shares(config, len(layers))
     sizes[0] -= config.pipeline_parallel_first_stage_less_layers
     sizes[-1] -= config.pipeline_parallel_last_stage_less_layers
-    assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() has seen to it"
+    assert min(sizes) >= 0 and sum(sizes) == len(blocks), "check_pipeline() rejects other splits"
     stages = [blocks[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages[0] = ["tok_embeddings", *stages[0]]
     stages[-1] = [*stages[-1], "norm", "output"]
@@ -57,7 +57,7 @@ def stage_modules(config: ParallelismConfig, layers: Sequence[str]) -> list[list
 
 
 def stage_count(config: ParallelismConfig, n_layers: int) -> int:
-    """How many stages the settings ask for; legal or not."""
+    """Returns the number of stages by the settings, legal or not."""
     if config.module_fqns_per_model_part:
         return len(config.module_fqns_per_model_part)
     if config.pipeline_parallel_layers_per_stage:
@@ -68,7 +68,7 @@ def stage_count(config: ParallelismConfig, n_layers: int) -> int:
 
 
 def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
-    """Each rank's stages, in the order of the layers: round after round; down and up again for a V; or as the CSV file says."""
+    """Returns each rank's stages, in the order of the layers: round-robin; or forth and back for a V; or by the CSV file."""
     pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
         return stages_by_rank(read_csv(schedule))
@@ -78,23 +78,23 @@ def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
 
 
 def _num_effective_layers(config: ParallelismConfig, n_layers: int) -> int:
-    """Blocks of the model, with what embedding and head count for."""
+    """Returns the number of blocks of the model plus the weights of embedding and head."""
     return n_layers + config.pipeline_parallel_first_stage_less_layers + config.pipeline_parallel_last_stage_less_layers
 
 
 def _shares(config: ParallelismConfig, n_layers: int) -> list[int]:
-    """The same of each stage."""
+    """Returns the effective layers of each stage."""
     n_stages = stage_count(config, n_layers)
-    share, more = divmod(_num_effective_layers(config, n_layers), n_stages)
-    return [share + (stage < more) for stage in range(n_stages)]
+    share, rest = divmod(_num_effective_layers(config, n_layers), n_stages)
+    return [share + (stage < rest) for stage in range(n_stages)]
 
 
 def check_pipeline(
     config: ParallelismConfig, *, layers: Sequence[str], local_batch_size: int, compiled_blocks: bool
 ) -> None:
-    """Raises ValueError ("section.key = value: ...") for a pipeline that could not run; `layers` by name, in order."""
+    """Raises ValueError ("section.key = value: ...") for a pipeline that cannot run. `layers`: names, in order."""
     _check_microbatches(config, local_batch_size)
-    if path := config.pipeline_parallel_schedule_csv:  # readable, complete, free of deadlock
+    if path := config.pipeline_parallel_schedule_csv:  # must be readable, complete, free of deadlocks
         n_microbatches = local_batch_size // config.pipeline_parallel_microbatch_size
         try:
             rows = read_csv(path)
@@ -108,11 +108,11 @@ def check_pipeline(
     else:
         _check_weights(config, len(layers))
     if splits_backward(config):
-        # Each half needs the gathered parameters, and a graph of which it can run a half: a compiled block is one node
+        # Both halves need the gathered parameters, and an autograd graph that can be split: a compiled block is one node
         why = f"{schedule_of(config)} computes the backward in two halves"
         if compiled_blocks:
             raise ValueError(
-                f"compile.enable = true: {why}, and a compiled block would compute all of it twice; set it to false, or {_OTHER}"
+                f"compile.enable = true: {why}, and a compiled block would compute the whole backward twice; set it to false, or {_OTHER}"
             )
         if config.fsdp_reshard_after_forward == "always":
             raise ValueError(
@@ -122,13 +122,13 @@ def check_pipeline(
 
 
 def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> None:
-    """Whole microbatches, in a number that the schedule can take."""
+    """Checks that the batch is divisible into a number of microbatches that the schedule supports."""
     size, pp, schedule = config.pipeline_parallel_microbatch_size, config.pipeline_parallel_degree, schedule_of(config)
     legal: Callable[[int], bool]
     if schedule in ("1F1B", "DualPipeV"):
         least = pp if schedule == "1F1B" else 2 * pp
         legal, rule = (lambda n: n >= least), f"{least} or more"
-    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):  # they go round in n // pp equal rounds
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):  # in n // pp equal rounds
         legal = lambda n: n % max(1, n // pp) == 0  # noqa: E731
         rule = f"rounds of one length, {pp} or more, such as {2 * pp} or {3 * pp} in all"
     else:
@@ -150,7 +150,7 @@ def _check_microbatches(config: ParallelismConfig, local_batch_size: int) -> Non
 
 
 def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
-    """As many stages as the schedule takes on these ranks, and no more than the model has blocks."""
+    """Checks that the schedule supports the number of stages, and that the model has as many blocks."""
     pp, schedule, n_stages = config.pipeline_parallel_degree, schedule_of(config), stage_count(config, n_layers)
     named = sum(map(len, placement(config, 0))) if config.pipeline_parallel_schedule_csv else 0
     if named:
@@ -166,7 +166,7 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
         if n_stages not in legal:
             raise ValueError(
                 f"{_BY_NAMES} = {list(by_names)}: these are {n_stages} stages, but {schedule} takes {rule}; "
-                f"nearest: {nearest(n_stages, sorted(legal))} texts"
+                f"nearest: {nearest(n_stages, sorted(legal))} strings"
             )
     elif n_stages > n_layers or n_stages not in legal:
         per_stage, weight = config.pipeline_parallel_layers_per_stage, _num_effective_layers(config, n_layers)
@@ -178,44 +178,44 @@ def _check_stage_count(config: ParallelismConfig, n_layers: int) -> None:
             )
         sizes = [size for size in range(1, weight + 1) if (n := ceil(weight / size)) in legal and n <= n_layers]
         raise ValueError(
-            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (embedding, norm "
-            f"and output counted as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say), but "
+            f"parallelism.pipeline_parallel_layers_per_stage = {per_stage}: makes {n_stages} stages of {weight} blocks (with "
+            f"parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers), but "
             f"{why}; nearest: {nearest(per_stage, sizes) + ', or ' if sizes else ''}0"
         )
 
 
 def _check_names(config: ParallelismConfig, modules: Sequence[str]) -> None:
-    """Every module once, in the order of the model."""
+    """Checks that every module is named once, in the order of the model."""
     key = f"{_BY_NAMES} = {list(config.module_fqns_per_model_part)}"
-    parts = [text.split() for text in config.module_fqns_per_model_part]
+    parts = [part.split() for part in config.module_fqns_per_model_part]
     names = [name for part in parts for name in part]
     for name in names:
         if name not in modules:
             close = get_close_matches(name, modules, n=1, cutoff=0) or [modules[0]]
             raise ValueError(f'{key}: the model has no "{name}"; legal: {_listed(modules)}; nearest: {close[0]}')
         if names.count(name) > 1:
-            raise ValueError(f'{key}: "{name}" is there {names.count(name)} times; legal: once')
+            raise ValueError(f'{key}: "{name}" is named {names.count(name)} times; legal: once')
     if missing := [module for module in modules if module not in names]:
         raise ValueError(f"{key}: {_listed(missing)} in no stage; legal: every module of the model in one stage")
     if not all(parts):
         raise ValueError(f"{key}: stage {parts.index([])} has no module; legal: at least one in each stage")
     for name, module in zip(names, modules, strict=True):
         if name != module:
-            raise ValueError(f'{key}: "{name}" stands where the model has "{module}"; legal: the order of the model')
+            raise ValueError(f'{key}: "{name}" is in the place of "{module}"; legal: the order of the model')
 
 
 def _check_weights(config: ParallelismConfig, n_layers: int) -> None:
-    """The first and last stage have room for what embedding and head count for."""
+    """Checks that the weights of embedding and head do not exceed the first and the last stage."""
     for end, index in (("first", 0), ("last", -1)):
         name = f"pipeline_parallel_{end}_stage_less_layers"
         weight, room = getattr(config, name), _shares(config, n_layers)[index]
         if weight > room:
             fits = [n for n in range(weight) if n <= _shares(replace(config, **{name: n}), n_layers)[index]]  # type: ignore[arg-type]
             raise ValueError(
-                f"parallelism.{name} = {weight}: the {end} of the stages has room for {room} blocks in all; nearest: {fits[-1]}"
+                f"parallelism.{name} = {weight}: the {end} stage has room for {room} blocks in all; nearest: {fits[-1]}"
             )
 
 
 def _listed(names: Sequence[str]) -> str:
-    """All of a few names; the ends of many."""
+    """Joins the names; of more than six, the first and last three."""
     return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:3])} ... {', '.join(names[-3:])}"

@@ -1,8 +1,8 @@
-"""The table of a pipeline schedule: which rank computes what, and when, from torch's schedules or a CSV file.
+"""Tables of pipeline schedules: the actions of each rank in order, from torch's schedules or a CSV file.
 
-A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B the
-backward, or its halves I (gradients of the inputs) and W (of the weights); (0F4;3B1)OVERLAP_F_B may overlap. parallelisms/pipeline.py
-runs it. Needs no process group, and torch only for the tables of torch's own schedules."""
+A table has one row of actions per rank, written as in torch's CSV files: 2F0 is the forward of stage 2 for microbatch 0; B is the
+backward, I and W its halves (gradients of inputs and of weights); (0F4;3B1)OVERLAP_F_B are two actions that may overlap.
+parallelisms/pipeline.py runs it. Needs no process group, and torch only for the tables of torch's own schedules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-ONE_STAGE = ("GPipe", "1F1B")  # per rank; the others can have several
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go down the ranks and back up: rank 0 has the first and the last
+ONE_STAGE = ("GPipe", "1F1B")  # one stage per rank; the others support several
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go forth and back over the ranks: rank 0 has the first and the last
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*ONE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
 
@@ -33,13 +33,13 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Cell = tuple[Action, ...]  # several may overlap
+Cell = tuple[Action, ...]  # one action, or several that may overlap
 Table = list[list[Cell]]  # by rank, in order
 Timeline = list[list[tuple[int, Action]]]  # by rank: the time slot in which each action starts
 
 
 def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
-    """The actions of a schedule by name, or of a CSV file by path (ValueError: unreadable); pipeline_plan.py checks the numbers."""
+    """Returns the table of a schedule by name, or of a CSV file by path (ValueError: unreadable). Numbers: checked in pipeline_plan.py."""
     if schedule not in SCHEDULES:
         return read_csv(schedule)
     if schedule in ONE_STAGE:
@@ -54,14 +54,14 @@ def table(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> Table:
         return rows
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # Until it runs, torch needs of a stage only how many there are
+    # To build the table, torch only reads these attributes of a stage
     stage = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
     order = get_schedule_class(schedule)([stage] * (n_stages // pp), n_microbatches).pipeline_order
     return [[parse(str(action)) for action in order[rank] if action is not None] for rank in range(pp)]
 
 
 def read_csv(path: str) -> Table:
-    """A file of torch's compute-only format: one line per rank, empty cells are idle. Raises ValueError."""
+    """Reads a file in torch's compute-only format: one line per rank; empty cells are idle. Raises ValueError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -76,29 +76,29 @@ def read_csv(path: str) -> Table:
 
 
 def parse(cell: str) -> Cell:
-    """ "2F0", or "(0F4;3B1)OVERLAP_F_B". Raises ValueError."""
+    """Parses "2F0" or "(0F4;3B1)OVERLAP_F_B". Raises ValueError."""
     text = cell.strip()
     overlap = re.fullmatch(r"\((.+)\)OVERLAP_F_B", text)
     matches = [_ACTION.fullmatch(part.strip()) for part in (overlap[1].split(";") if overlap else [text])]
     if not all(matches):
         raise ValueError(
-            f'"{text}" is no action; legal: stage, one of F B I W, microbatch, such as 0F0, or two as (0F1;3B0)OVERLAP_F_B'
+            f'"{text}" is not an action; legal: stage, one of F B I W, microbatch, such as 0F0, or two as (0F1;3B0)OVERLAP_F_B'
         )
     return tuple(Action(int(m[1]), m[2], int(m[3])) for m in matches if m)
 
 
 def cell_text(cell: Cell) -> str:
-    """The text that `parse` reads."""
+    """Formats a cell as `parse` reads it."""
     return str(cell[0]) if len(cell) == 1 else f"({';'.join(map(str, cell))})OVERLAP_F_B"
 
 
 def stages_by_rank(rows: Table) -> list[list[int]]:
-    """Which stages each rank has, in the order of the layers."""
+    """Returns the stages of each rank, in the order of the layers."""
     return [sorted({action.stage for cell in row for action in cell}) for row in rows]
 
 
 def check_complete(rows: Table, *, pp: int, n_microbatches: int) -> None:
-    """Raises ValueError, saying what is missing or doubled, unless `pp` ranks take every microbatch through every stage."""
+    """Raises ValueError, with the missing or repeated action, unless `pp` ranks run every microbatch through every stage once."""
     if len(rows) != pp:
         raise ValueError(f"has lines for {len(rows)} ranks; legal: one line for each of the {pp} ranks")
     owners: dict[int, int] = {}
@@ -126,9 +126,9 @@ def check_complete(rows: Table, *, pp: int, n_microbatches: int) -> None:
 
 
 def timeline(rows: Table) -> Timeline:
-    """When each rank computes what, each as early as it can; messages take no time. Raises ValueError where ranks would wait forever."""
+    """Returns the start of each action, at the earliest time, with messages that take no time. Raises ValueError for a deadlock."""
     last = max(stage for stages in stages_by_rank(rows) for stage in stages)
-    ends: dict[Action, int] = {}  # I stands for B, too
+    ends: dict[Action, int] = {}  # the end of I also counts as that of B
 
     def needs(action: Action) -> list[Action]:
         stage, kind, microbatch = action
@@ -156,5 +156,5 @@ def timeline(rows: Table) -> Timeline:
     for rank, cells in enumerate(left):
         if cells:
             need = next(need for action in cells[0] for need in needs(action) if need not in ends)
-            raise ValueError(f"would wait forever: rank {rank} cannot compute {cell_text(cells[0])} before {need}")
+            raise ValueError(f"deadlock: rank {rank} cannot compute {cell_text(cells[0])} before {need}")
     return times

@@ -30,7 +30,7 @@ from models.contract import Model
 from models.init import draw
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
-from training.checkpoint_dcp import CHUNK_BYTES, Streamed
+from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
 from training.checkpoint_files import list_steps, step_folder
 from training.log import Log
 from training.progress import duration
@@ -67,7 +67,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress = WriteProgress(total, log)
-    streamed = Streamed(
+    streamed = StreamingPlanner(
         lambda name: draw(model, tensors[name.removeprefix("model.")], config.training.seed),
         written=progress.add,
         chunk_bytes=chunk_bytes,

@@ -32,8 +32,8 @@ def docs_markdown(*, sections: Mapping[str, type] | None = None) -> str:
             default = default_text(key) if key.default is dataclasses.MISSING else f"`{default_text(key)}`"
             cells = (f"`{path}`", default, key.legal(), key.help)
             table.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        text = sentence(name, kind).removeprefix(f"[{name}]").lstrip(": ").capitalize()
-        parts += [f"## [{name}]", text, "\n".join(table)]
+        text = sentence(name, kind).removeprefix(f"[{name}]").lstrip(": ")
+        parts += [f"## [{name}]", text[:1].upper() + text[1:], "\n".join(table)]
     return "\n\n".join(parts) + "\n"
 
 

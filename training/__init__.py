@@ -1,1 +1,1 @@
-"""The parts of a run that are neither model, mesh nor protocol: data, loss, optimizer, checkpoints, metrics, watchdog."""
+"""Data, loss, optimizer, checkpoints, metrics and watchdog of a training run."""

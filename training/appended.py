@@ -1,4 +1,4 @@
-"""Files that grow at their end: whole pieces or nothing, read and cut from there. What that costs goes by what is new in them."""
+"""Append-only files with atomic appends, which are read and truncated from the end; file locks; atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-BLOCK_BYTES = 64 << 10  # of a file that is read from its end, at a time
-LOCK_S = 2.0  # a live writer locks a file for one write
+BLOCK_BYTES = 64 << 10  # bytes per read of `lines_from_end`
+LOCK_S = 2.0  # longest wait for a lock, which a live writer holds for one write
 
 
 class AppendedFile:
-    """A file that grows by whole pieces: of one that finds no room, nothing stays. Raises OSError."""
+    """A file to which data is appended completely or not at all. Methods raise OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.size_bytes = path, 0
@@ -30,7 +30,7 @@ class AppendedFile:
         self.read_size()
 
     def append(self, piece: bytes) -> None:
-        """Adds a piece, in one write where the system takes it whole."""
+        """Appends `piece`; on failure removes what was written of it. Raises OSError also if another process has changed the size."""
         if (end := os.fstat(self._fd).st_size) != self.size_bytes:
             raise OSError(None, f"has {end} bytes, and {self.size_bytes} were written", str(self.path))
         try:
@@ -38,19 +38,19 @@ class AppendedFile:
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
-            with suppress(OSError):  # else the next one to open it cuts it
+            with suppress(OSError):  # otherwise the next process that opens the file removes it
                 os.ftruncate(self._fd, self.size_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.size_bytes += len(piece)
 
-    def cut(self, end: int) -> None:
+    def truncate(self, end: int) -> None:
         if end != self.size_bytes:
             os.ftruncate(self._fd, end)
             self.size_bytes = end
 
     @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Locks the file; False: the file system has no locks. Raises BlockingIOError where another process holds it for LOCK_S."""
+    def locked(self) -> Iterator[bool]:
+        """Locks the file; yields False if the file system has no locks. Raises BlockingIOError if another process holds it for LOCK_S."""
         end_s = time.monotonic() + LOCK_S
         while (is_locked := try_lock(self._fd)) is False:
             if time.monotonic() >= end_s:
@@ -62,8 +62,8 @@ class AppendedFile:
             if is_locked and self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-    def replaced(self) -> bool:
-        """True when another process has replaced the file, since it could not lock it (`replace_by_copy`)."""
+    def is_replaced(self) -> bool:
+        """Returns True if another process has replaced the file (`replace_by_copy`), or removed it."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class AppendedFile:
         os.fsync(self._fd)
 
     def read_size(self) -> None:
-        """Takes the file's size now as that of what was written."""
+        """Sets `size_bytes` to the present size of the file."""
         self.size_bytes = os.fstat(self._fd).st_size
 
     def read(self, start: int, end: int) -> bytes:
@@ -87,7 +87,7 @@ class AppendedFile:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Locks an open file until the process ends, at the latest. False: another process has it; None: the file system has no locks."""
+    """Locks an open file until it is unlocked or the process ends. False: another process holds it; None: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -98,7 +98,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
-    """Start and text of each line, the last first."""
+    """Yields offset and text of each line, last line first."""
     at, rest = file.size_bytes, b""
     while at > 0:
         start = max(0, at - BLOCK_BYTES)
@@ -112,7 +112,7 @@ def lines_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes]]:
 
 
 def sync_path(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk (fsync). Raises OSError."""
+    """Writes a file, or the entries of a folder, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,13 +121,13 @@ def sync_path(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces the content in one instant, on the disk: not even a power cut leaves a part. Raises OSError."""
+    """Replaces a file atomically and durably: after a power failure it has the old or the new content. Raises OSError."""
     with _replacement(path) as file:
         file.write(content)
 
 
 def replace_by_copy(path: Path, size_bytes: int) -> None:
-    """Replaces the file by a copy of its first bytes; a process that had it open keeps the old file. Raises OSError."""
+    """Replaces the file by a copy of its first `size_bytes`; a process that had it open keeps the old file. Raises OSError."""
     with path.open("rb") as source, _replacement(path) as target:
         shutil.copyfileobj(source, target, 1 << 20)
         target.truncate(size_bytes)
@@ -135,8 +135,8 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` at the end. Its name is unique: in containers all processes have the same number, and a rank's
-    background writer and trainer note the same lease."""
+    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: process IDs may be equal in containers, and
+    two threads of a rank write the same lease."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:
@@ -145,28 +145,28 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        with suppress(OSError):  # on a full disk the piece that fitted takes room
+        with suppress(OSError):  # on a full disk the partial file would take space
             temporary.unlink()
         raise
 
 
 class RunLock(AppendedFile):
-    """Locks a run's folder, for two starts at once would take each other's checkpoints for leftovers, until `close` or the end of the
-    process. Raises ValueError if another has it."""
+    """Locks a run's folder until `close` or the end of the process: two concurrent launches would remove each other's checkpoints as
+    leftovers. Raises ValueError if another process holds the lock."""
 
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
         super().__init__(run_folder / "lock")
         locked = try_lock(self._fd)
-        self.read_size()  # another start may have written its name since the file was opened
-        if locked is False:  # without locks: better an unguarded run than none
+        self.read_size()  # another launch may have written its name since the file was opened
+        if locked is False:  # None, a file system without locks: the run is not guarded
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
                 f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with --job.name NAME"
             )
-        with suppress(OSError):  # on a full disk it has no owner's name, and holds all the same
-            self.cut(0)
+        with suppress(OSError):  # on a full disk the lock is held without the owner's name
+            self.truncate(0)
             self.append(f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def close(self) -> None:

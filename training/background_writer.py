@@ -1,7 +1,7 @@
-"""A thread that writes files of metrics and events, so that full, read-only or slow storage holds up no step; and a group's events.
+"""A thread that writes metrics and events, so that full, read-only or slow storage delays no step; and the events of a replica group.
 
-Each piece of work brings files up to date with rows in memory (MetricsWriter, Events); it fails as a whole, and is tried again until
-it succeeds. Failure and recovery are reported once each."""
+Each task (MetricsWriter, Events) writes rows from memory to files; it fails as a whole, and is retried until it succeeds. Failure and
+recovery are reported once each."""
 
 from __future__ import annotations
 
@@ -19,67 +19,67 @@ from training.checkpoint_files import reason
 from training.progress import Clock, duration
 
 RETRY_S = 1.0
-CLOSE_S = 20.0  # an end waits so long for storage
-SLOW_S = 10.0  # a longer write of a few rows is reported
-KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # rows that wait for storage, of one piece of work
+CLOSE_S = 20.0  # longest wait for storage at the end of the process
+SLOW_S = 10.0  # a longer write is reported
+KEPT_BYTES, KEPT_S = 64 << 20, 3600.0  # limits for the rows of one task that wait for storage
 FILE_NAME = "events.jsonl"  # in the group's folder; appears with the first event
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass
-class _Work:
+class _Task:
     name: str
     do: Callable[[], None]
-    lost: Callable[[], int]  # rows so far that there was no room to remember
+    lost: Callable[[], int]  # returns the number of rows dropped so far for lack of room
     failed_at: float | None = None
-    told_lost: int = 0
+    reported_lost: int = 0
 
 
 class BackgroundWriter:
-    """`say` reports trouble, and its end, in this thread or the caller's."""
+    """`report` is called when storage fails and when it recovers, in this thread or the caller's."""
 
-    def __init__(self, say: Say, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
-        self._say, self._clock, self._retry_s = say, clock, retry_s
-        self._works: list[_Work] = []
+    def __init__(self, report: Report, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
+        self._report, self._clock, self._retry_s = report, clock, retry_s
+        self._tasks: list[_Task] = []
         self._changed = threading.Condition()
-        self._asked = self._done = 0  # wakes, and up to which of them all is written
+        self._requested = self._done = 0  # number of `wake` calls, and of those whose rows are written
         self._closed = False
         self._busy_since: float | None = None
-        self._told_slow = False
+        self._slow_reported = False
         self._thread: threading.Thread | None = None
 
     def register(self, name: str, do: Callable[[], None], lost: Callable[[], int] = lambda: 0) -> None:
-        """`do` brings files up to date, in the thread, after each `wake`; it raises where it cannot."""
-        self._works.append(_Work(name, do, lost))
+        """Adds a task: the thread calls `do` after each `wake`; it writes all pending rows or raises."""
+        self._tasks.append(_Task(name, do, lost))
 
     def wake(self) -> None:
-        """There is something to write. Returns at once."""
+        """Requests a write of pending rows. Returns at once."""
         with self._changed:
-            self._asked += 1
+            self._requested += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="background-writer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
             since = self._busy_since
-        if since is not None and not self._told_slow and self._clock() - since > SLOW_S:
-            self._told_slow = True
+        if since is not None and not self._slow_reported and self._clock() - since > SLOW_S:
+            self._slow_reported = True
             waited = duration(self._clock() - since)
-            self._say(f"storage has not taken a write for {waited}; what is new is kept in memory")
+            self._report(f"storage has not accepted a write for {waited}; new rows are kept in memory")
 
     @property
     def in_trouble(self) -> bool:
-        """The last try of some work failed."""
-        return any(work.failed_at is not None for work in self._works)
+        """True if the last attempt of any task failed."""
+        return any(task.failed_at is not None for task in self._tasks)
 
     def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
-        """True when all rows of before this call are written; at once False where storage is known to fail, unless `patient`."""
+        """Returns True once all rows queued so far are written; False after `timeout_s` or, unless `patient`, if storage fails."""
         with self._changed:
-            asked = self._asked
-            self._changed.wait_for(lambda: self._done >= asked or (self.in_trouble and not patient), timeout_s)
-            return self._done >= asked
+            requested = self._requested
+            self._changed.wait_for(lambda: self._done >= requested or (self.in_trouble and not patient), timeout_s)
+            return self._done >= requested
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Tries once more what failed, and ends. May be called twice."""
+        """Retries failed tasks once and ends the thread. May be called twice."""
         with self._changed:
             if self._closed:
                 return
@@ -87,15 +87,15 @@ class BackgroundWriter:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if self._done < self._asked:
-            failing = [work.name for work in self._works if work.failed_at is not None]
-            names = " and ".join(failing) or "figures and events"
-            self._say(f"{names}: the newest are lost, for storage has not come back before the end")
+        if self._done < self._requested:
+            failing = [task.name for task in self._tasks if task.failed_at is not None]
+            names = " and ".join(failing) or "metrics and events"
+            self._report(f"{names}: the newest are lost, since storage has not recovered before the end")
 
     def write_all(self) -> bool:
-        """Does all work once; whether none of it failed."""
-        for work in self._works:
-            self._do(work)
+        """Runs every task once; returns True if none failed."""
+        for task in self._tasks:
+            self._do(task)
         return not self.in_trouble
 
     def _run(self) -> None:
@@ -104,40 +104,40 @@ class BackgroundWriter:
                 if self.in_trouble:
                     self._changed.wait_for(lambda: self._closed, self._retry_s)
                 else:
-                    self._changed.wait_for(lambda: self._closed or self._asked > self._done)
-                asked, last = self._asked, self._closed
+                    self._changed.wait_for(lambda: self._closed or self._requested > self._done)
+                requested, last = self._requested, self._closed
             written = self.write_all()
             with self._changed:
-                self._done = asked if written else self._done
+                self._done = requested if written else self._done
                 self._changed.notify_all()
             if last:
                 return
 
-    def _do(self, work: _Work) -> None:
+    def _do(self, task: _Task) -> None:
         self._busy_since = began = self._clock()
         try:
-            work.do()
-        except Exception as error:  # noqa: BLE001 (a damaged file, or W&B, raises what it likes: the thread is everybody's)
-            if work.failed_at is None:
-                work.failed_at = began
+            task.do()
+        except Exception as error:  # noqa: BLE001 (a damaged file or W&B can raise anything, and must not end the thread of all tasks)
+            if task.failed_at is None:
+                task.failed_at = began
                 cause = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._say(f"{work.name} cannot be written: {cause}; kept in memory, and tried again")
+                self._report(f"{task.name} cannot be written: {cause}; kept in memory, and tried again")
         else:
-            gone, work.told_lost = work.lost() - work.told_lost, work.lost()
-            if work.failed_at is not None or gone:
-                after = "" if work.failed_at is None else f", after {duration(self._clock() - work.failed_at)}"
-                rest = f"{gone} rows are lost, for there was no room to keep them" if gone else "nothing is lost"
-                work.failed_at = None
-                self._say(f"{work.name} are written again{after}; {rest}")
+            gone, task.reported_lost = task.lost() - task.reported_lost, task.lost()
+            if task.failed_at is not None or gone:
+                after = "" if task.failed_at is None else f", after {duration(self._clock() - task.failed_at)}"
+                rest = f"{gone} rows are lost, since there was no room to keep them" if gone else "nothing is lost"
+                task.failed_at = None
+                self._report(f"{task.name} are written again{after}; {rest}")
         self._busy_since = None
-        if self._told_slow:
-            self._told_slow = False
-            self._say(f"storage takes writes again: the last one took {duration(self._clock() - began)}")
+        if self._slow_reported:
+            self._slow_reported = False
+            self._report(f"storage accepts writes again: the last one took {duration(self._clock() - began)}")
 
 
 class Events:
-    """Events of one start of one rank, one JSON line each in <run>/groups/<id>/events.jsonl (ft/telemetry.py names them); none is ever
-    removed. `count_by_event`; `heals`: of other groups and of this one. Callable from any thread.
+    """Events of one launch of one rank, as JSON lines in <run>/groups/<id>/events.jsonl (ft/telemetry.py lists them), which only grows.
+    `heals`: number of heals, of other groups and of this one. Callable from any thread.
 
     {"time": 1795300000.1, "step": 199, "event": "weights differ", "rank": 0, "groups": ["1"]}
     """
@@ -147,16 +147,16 @@ class Events:
     ) -> None:
         self.count_by_event: Counter[str] = Counter()
         self.heals = 0
-        self.lost = 0  # lines that there was no room for
+        self.lost = 0  # lines dropped for lack of room
         self._path, self._background_writer, self._wall_clock = folder / FILE_NAME, background_writer, wall_clock
         self._lock = threading.Lock()
-        self._lines: deque[tuple[float, bytes]] = deque()  # that are not written, and since when
+        self._lines: deque[tuple[float, bytes]] = deque()  # unwritten lines, each with the time when it was added
         self._bytes = 0
         background_writer.register("events", self._write, lambda: self.lost)
 
-    def __call__(self, event: str, step: int, **what: object) -> None:
-        now_s, healing = time.monotonic(), what.get("healing")
-        line = {"time": round(self._wall_clock(), 3), "step": step, "event": event, **what}
+    def __call__(self, event: str, step: int, **fields: object) -> None:
+        now_s, healing = time.monotonic(), fields.get("healing")
+        line = {"time": round(self._wall_clock(), 3), "step": step, "event": event, **fields}
         text = json.dumps(line).encode() + b"\n"
         with self._lock:
             self.count_by_event[event] += 1
@@ -169,30 +169,30 @@ class Events:
         self._background_writer.wake()
 
     def summary(self) -> str:
-        """For the closing lines; empty where there are no groups."""
+        """Returns counts for the closing summary; "" without replica groups."""
         if not self.count_by_event:
             return ""
-        words = {
+        labels = {
             "quorum": "quorums",
             "healed": "heals of this group",
             "failed": "failed reductions",
             "weights differ": "differences of weights",
         }
-        return ", ".join(f"{what} {self.count_by_event[event]}" for event, what in words.items())
+        return ", ".join(f"{label} {self.count_by_event[event]}" for event, label in labels.items())
 
     def _write(self) -> None:
-        """Writes the lines, in the background writer's thread. The group's other ranks write there, too: whole lines, under the file's
+        """Writes the lines, in the background writer's thread. Other ranks of the group append whole lines to the same file, under its
         lock."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(AppendedFile(self._path)) as file, file.held():
+        with closing(AppendedFile(self._path)) as file, file.locked():
             file.read_size()
             _, torn = next(lines_from_end(file))
-            if torn:  # by a kill, or by a full disk where nothing could be taken back
-                file.cut(file.size_bytes - len(torn))
+            if torn:  # by a kill, or by a full disk if truncation failed
+                file.truncate(file.size_bytes - len(torn))
             file.append(b"".join(lines))
         with self._lock:
             for _ in range(len(lines) - (self.lost - lost)):

@@ -1,7 +1,7 @@
-"""Checkpoints: when the run is saved, and from which of them it goes on; model and optimizer as flat dictionaries under full names.
+"""Checkpoints: when the run is saved, and which checkpoint it resumes from; model and optimizer states as flat dictionaries by full name.
 
-Flow: components.py calls `load` and `close`, saver.py `save` where `due` says so. checkpoint_dcp.py moves states to files and back,
-checkpoint_files.py makes files appear at once or not at all."""
+Flow: components.py calls `load` and `close`, saver.py calls `save` when `due` returns True. checkpoint_dcp.py writes and reads the states,
+checkpoint_files.py publishes the files of a checkpoint atomically."""
 
 from __future__ import annotations
 
@@ -29,62 +29,62 @@ from training.writer_lease import UncheckedLease, WriterLease
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.checkpoint.stateful import Stateful  # its import takes a second
 
-    from training.checkpoint_dcp import Streamed
+    from training.checkpoint_dcp import StreamingPlanner
 
-RETRY_S = 30.0  # from a save that failed to the next try
+RETRY_S = 30.0  # from a failed save to its retry
 T = TypeVar("T")
 
 
 class SaveReport(NamedTuple):
     """One rank's result of a save."""
 
-    records: list[FileRecord]  # of its files
-    own_error: str  # of its own files; "": none
-    peer_error: str  # that another rank told it; "": none
+    records: list[FileRecord]  # one per file of this rank
+    own_error: str  # writing this rank's files; "": none
+    peer_error: str  # reported by another rank through DCP; "": none
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: saving the run and going on from it."""
+    """[checkpoint]: saving and resuming."""
 
-    enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start anew and save nothing"] = True
-    folder: Annotated[str, "where, inside the run's folder"] = "checkpoint"
-    interval: Annotated[int, "steps from one checkpoint to the next", ">= 1"] = 500
+    enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start at step 0, save none"] = True
+    folder: Annotated[str, "folder of the checkpoints inside the run's folder"] = "checkpoint"
+    interval: Annotated[int, "steps between checkpoints", ">= 1"] = 500
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"],
-        "disabled: the step waits for the disk; async: for a copy in host memory, which is then written in the "
-        "background; async_with_pinned_mem: the copy is in pinned memory, which CUDA fills faster",
+        "disabled: training waits for the disk; async: training waits for a copy in host memory, which is written in "
+        "the background; async_with_pinned_mem: as async, with the copy in pinned memory, which CUDA fills faster",
     ] = "disabled"
     keep_latest_k: Annotated[
-        int, "older checkpoints are removed; 0: keep all; 1 would leave none to fall back to", ">= 0", "!= 1"
+        int, "newest checkpoints to keep; 0: all; 1 would leave none to fall back to", ">= 0", "!= 1"
     ] = 10
-    load_step: Annotated[int, "resume from this step; -1: from the newest whole checkpoint", ">= -1"] = -1
-    verify_digests: Annotated[bool, "compare every file with its digests before it is loaded"] = True
-    load_only: Annotated[bool, "resume from a checkpoint, but write none"] = False
-    enable_first_step_checkpoint: Annotated[bool, "save after step 1 too, to see early that saving works"] = False
-    # true in torchtitan. Here a finished run may be continued, by raising training.steps, which is worth the space of a full checkpoint.
+    load_step: Annotated[int, "resume from this step; -1: from the newest intact checkpoint", ">= -1"] = -1
+    verify_digests: Annotated[bool, "verify the digests of every file before loading"] = True
+    load_only: Annotated[bool, "resume from a checkpoint, but save none"] = False
+    enable_first_step_checkpoint: Annotated[bool, "also save after step 1, to find storage problems early"] = False
+    # true in torchtitan. Here a finished run can be continued by raising training.steps, which is worth the space of a full checkpoint.
     last_save_model_only: Annotated[
-        bool, "the last save holds the weights alone, in export_dtype; the run cannot be continued from it"
+        bool, "the last save has only the weights, in export_dtype; the run cannot be continued from it"
     ] = False
     export_dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], "what weights are cast to where they are saved alone"
+        Literal["float32", "bfloat16", "float16"], "dtype of the weights with last_save_model_only"
     ] = "float32"
     initial_load_path: Annotated[
-        str, 'checkpoint (".../step-N") with which a run that has none of its own begins; "": none'
+        str, 'checkpoint (".../step-N") to start from if the run has none of its own; "": none'
     ] = ""
     initial_load_model_only: Annotated[
-        bool, "take the weights alone from initial_load_path; false: optimizer, step and data cursor too"
+        bool, "load only the weights from initial_load_path; false: also optimizer, step and data position"
     ] = True
     exclude_from_loading: Annotated[
         tuple[str, ...],
-        'names, or beginnings of names, that initial_load_path is not asked for, such as "model.output"',
+        'names, or prefixes of names, that are not loaded from initial_load_path, such as "model.output"',
     ] = ()
     create_seed_checkpoint: Annotated[
         bool,
-        "save the freshly initialised weights as step 0, with which every layout can begin, and end; "
-        "scripts/make_seed_checkpoint.py does it for a model of any size, without the run's machines",
+        "save the initial weights as step 0, which every layout can load, and exit; "
+        "scripts/make_seed_checkpoint.py does the same in one process, for a model of any size",
     ] = False
 
     def check(self) -> None:
@@ -98,23 +98,23 @@ class CheckpointConfig:
             raise ValueError("checkpoint.load_only = true: no seed checkpoint would be written; set it to false")
         if self.create_seed_checkpoint and self.initial_load_path:
             raise ValueError(
-                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed holds freshly initialised weights; nearest: ""'
+                f'checkpoint.initial_load_path = "{self.initial_load_path}": a seed has freshly initialised weights; nearest: ""'
             )
         if self.exclude_from_loading and not self.initial_load_path:
             shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
             raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
 
     def check_files(self) -> None:
-        """Raises ValueError when initial_load_path is not a checkpoint. Opens no file."""
+        """Raises ValueError if initial_load_path is not a checkpoint. Opens no file."""
         if self.initial_load_path:
             initial_folder(self.initial_load_path)
 
 
 class Checkpointer:
-    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default group has one and calls every method.
-    Guarantees: a kill at any instant leaves the last published checkpoint whole, and the next start finds it; damaged ones are not loaded
-    (with verify_digests); a run that has checkpoints never begins from nothing unasked; all ranks raise the same error. `states` must
-    contain "model", which exports and seeds save."""
+    """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default process group has one and calls every
+    method. Guarantees: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged one is
+    not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error. `states`
+    must contain "model", which exports and seeds save."""
 
     def __init__(
         self,
@@ -129,35 +129,35 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`lease`: of groups that share the folder: its holder alone saves and removes leftovers. `in_thread`: starts work that none waits
-        for. `on_stage`: called before a save makes its folder ("begin", rank 0), writes ("write"), and renames it ("publish", rank 0)."""
+        """`lease`: for replica groups that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the
+        background. `on_stage`: called before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0)."""
         self.folder = run_folder / config.folder
-        self.saving: Future[None] | None = None  # in the background, until it is joined
+        self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
         self._lease = lease or UncheckedLease()
         self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
         self._in_thread = in_thread or (
-            lambda work: threading.Thread(target=work, name="checkpoint-look", daemon=True).start()
+            lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
         self._saves_enabled = config.enable and not config.load_only
-        self._saved_step: int | None = None  # the newest that this group has saved
-        self._saved_full_step: int | None = None  # in a full checkpoint of this run: no need to save it again
+        self._saved_step: int | None = None  # newest step that this group has saved
+        self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
-        self._loaded_step = 0  # the step that `load` restored: saves due up to it belong to an earlier start
-        self._failed_at: float | None = None  # the last save; the same on all ranks
-        self._had_role = False  # at the last `overdue`; as `_found_step`, rank 0's
-        self._found_step: int | None = None  # the newest save in the folder, when this group took the role over
+        self._loaded_step = 0  # step that `load` restored: saves due up to it belong to an earlier launch
+        self._failed_at: float | None = None  # time of the last save, if it failed; set on all ranks
+        self._had_role = False  # the writer role at the last `overdue`; rank 0 only
+        self._found_step: int | None = None  # newest step in the folder, read when this group became the writer
 
     def due(self, step: int) -> bool:
-        """True when the configuration asks for a checkpoint after `step`."""
-        if not self._saves_enabled or self._failed_at is not None:  # then see `overdue`
+        """Returns True if the configuration requires a checkpoint after `step`."""
+        if not self._saves_enabled or self._failed_at is not None:  # `overdue` handles the retry
             return False
         return step % self._config.interval == 0 or (step == 1 and self._config.enable_first_step_checkpoint)
 
     def overdue(self, step: int) -> bool:
-        """True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or the group that was to make it died. Never waits."""
+        """Returns True on rank 0 if a save due by `step` is missing: it failed RETRY_S ago, or its writer group died. Does not block."""
         if not self._saves_enabled or self._ranks.rank != 0:
             return False
         if self.saving is not None and self.saving.done() and self.saving.exception() is not None:
@@ -174,59 +174,59 @@ class Checkpointer:
         first = self._config.enable_first_step_checkpoint and step > 0
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
-    def has(self, step: int) -> bool:
-        """True when the last save of a run that ends with `step` exists, whichever group's, or checkpoints are off. Called on one rank."""
+    def last_save_exists(self, step: int) -> bool:
+        """Returns True if any group has saved `step`, the last of the run, or if saving is disabled. Called on one rank."""
         return not self._saves_enabled or step == self._saved_step or self._newest() >= step
 
-    def agree(self, decide: Callable[[bool], T], wish: bool) -> T:
-        """Asks rank 0 to decide once it knows whether any rank wishes it. By all ranks."""
-        wishes = self._ranks.all_gather(wish)
-        return self._ranks.on_rank0(lambda: decide(any(wishes)))
+    def agree(self, decide: Callable[[bool], T], request: bool) -> T:
+        """Returns on all ranks `decide(any rank's request)`, evaluated on rank 0. Collective."""
+        requests = self._ranks.all_gather(request)
+        return self._ranks.on_rank0(lambda: decide(any(requests)))
 
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
-        """Saves the states as `step`, due or not; returns the seconds that held the caller up. `last`: the run is finished with this step.
-        Not `settled`: see UncheckedLease; nothing can be saved after it. Does nothing when checkpoints are off or hold this step already,
-        or another group saves. In an async mode all but the last is written in the background; a failure there is raised by the next
-        `save`, `wait` or `close`. Raises CheckpointFailed."""
+        """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `last`: the run ends with this step. Not
+        `settled`: see UncheckedLease; nothing can be saved after it. Does nothing if saving is disabled, the step is saved already, or
+        another group is the writer. In an async mode all but the last save is written in the background; the next `save`, `wait` or
+        `close` raises its failure. Raises CheckpointFailed."""
         began = time.perf_counter()
-        self._failed_at = self._clock()  # unless it succeeds
+        self._failed_at = self._clock()  # reset below on success
         self.wait()
-        alone = last and self._config.last_save_model_only
-        if self._saves_enabled and (alone or step != self._saved_full_step):
+        model_only = last and self._config.last_save_model_only
+        if self._saves_enabled and (model_only or step != self._saved_full_step):
             if not settled:
                 self._lease = UncheckedLease(settled=False)
-            if alone:
+            if model_only:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
                 self._write(step, "model", {"model": converted})
             elif last or not settled or self._config.async_mode == "disabled":
                 self._write(step, "full", self._live_states(self._states))
             else:
-                stager, background = self._prepared()
-                states = self._staged(stager)
+                stager, background = self._prepare_background()
+                states = self._stage(stager)
                 self.saving = background.submit(self._write, step, "full", states)
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
 
-    def save_seed(self, streamed: Streamed | None = None) -> None:
-        """Saves the weights alone as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
+    def save_seed(self, streamed: StreamingPlanner | None = None) -> None:
+        """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
         self.wait()
         self._lease = UncheckedLease()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
 
     def load(self) -> int | None:
-        """Restores this run from its own checkpoints, else begins with initial_load_path. Called once, before any save. Returns the step to
-        go on from; None: the run begins. Raises ValueError for what the user must change, CheckpointFailed if none of its own is whole."""
+        """Restores this run from its own checkpoints, else from initial_load_path. Called once, before any save. Returns the restored step;
+        None: starts at step 0. Raises ValueError for what the user must change, CheckpointFailed if no checkpoint of its own is intact."""
         if not self._config.enable:
             return None
         if not self._config.load_only and not self._lease.shared:
             self._ranks.on_rank0(self._tidy)
         steps = self._ranks.on_rank0(self._own_steps)
         if self._config.create_seed_checkpoint:
-            if steps and steps[-1] > 0:  # a seed is the first state of a run; another seed may be there already
+            if steps and steps[-1] > 0:  # an earlier seed may be replaced, a later step may not
                 raise ValueError(
-                    f"checkpoint.create_seed_checkpoint = true: {self.folder} holds step {steps[-1]} of a run that has begun; "
-                    "give the seed a job.name of its own"
+                    f"checkpoint.create_seed_checkpoint = true: {self.folder} has step {steps[-1]} of an earlier run; "
+                    "set a different job.name for the seed"
                 )
             return None
         if steps or self._config.load_step >= 0:
@@ -235,23 +235,23 @@ class Checkpointer:
             step = self._load_initial() if self._config.initial_load_path else None
         self._loaded_step = step or 0
         if self._saves_enabled and self._config.async_mode != "disabled":
-            self._prepared()  # takes longer than a copy: now, rather than in the first step that saves
+            self._prepare_background()  # slower than a copy: done now rather than in the first step that saves
         return step
 
     def newest_step(self, kind: str = "full") -> int:
-        """The step that `load` would try first; 0: none, or the seed. No content is read. "model": the newest step whose weights were saved
-        alone: a finished run may have left nothing else."""
+        """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": the newest step with only
+        weights, which may be all that a finished run has left."""
         self.wait()
         return self._ranks.on_rank0(lambda: files.newest(self.folder, kind=kind)) or 0
 
     def wait(self) -> None:
-        """Returns when nothing is being written, however long that takes. Raises the failure of a save in the background, once."""
+        """Waits, without a timeout, until the save in the background has ended. Raises its failure, once."""
         if self.saving is not None:
             saving, self.saving = self.saving, None
             saving.result()
 
     def close(self) -> None:
-        """As `wait`; then nothing can be saved any more. May be called twice."""
+        """As `wait`; nothing can be saved afterwards. May be called twice."""
         try:
             self.wait()
         finally:
@@ -261,36 +261,36 @@ class Checkpointer:
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: values for name in names if (values := self._states[name].state_dict())}
 
-    def _staged(self, stager: StateDictStager) -> dict[str, Any]:
-        """A copy of the states in the host's memory."""
+    def _stage(self, stager: StateDictStager) -> dict[str, Any]:
+        """Returns a copy of the states in host memory."""
         accelerator = torch.accelerator.is_available()
         states: dict[str, Any] = stager.stage(self._live_states(self._states), non_blocking=accelerator)
         if accelerator:
             torch.accelerator.synchronize()
         return states
 
-    def _prepared(self) -> tuple[StateDictStager, ThreadPoolExecutor]:
-        """Memory and a thread for saves in the background."""
-        # not torch's DefaultStager: that of torch 2.11 gives its memory up after each copy, and fails at the second
+    def _prepare_background(self) -> tuple[StateDictStager, ThreadPoolExecutor]:
+        """Returns the stager and the thread for saves in the background, created on the first call."""
+        # not torch's DefaultStager: in torch 2.11 it releases its memory after each copy and fails at the second
         from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
         if self._stager is None or self._background is None:
             pinned = torch.accelerator.is_available() and self._config.async_mode == "async_with_pinned_mem"
             self._stager = StateDictStager(pin_memory=pinned)
-            self._staged(self._stager)  # allocates its memory, which later saves use again
+            self._stage(self._stager)  # allocates the memory that later saves reuse
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
-            self._background.submit(int).result()  # it exists from now on: starting it would hold up the first save
+            self._background.submit(int).result()  # starts the thread now, not in the first save
         return self._stager, self._background
 
-    def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: Streamed | None = None) -> None:
-        """One save from begin to end, in the background too."""
+    def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: StreamingPlanner | None = None) -> None:
+        """Makes one save from begin to end, in the caller's thread or the background's."""
         from training import checkpoint_dcp as dcp
 
         began, lease, records = time.perf_counter(), self._lease, list[FileRecord]()
-        problem = heard = ""  # of this rank's own files; of another's
+        own_error = peer_error = ""  # see SaveReport
 
         def begin() -> Path | None:
-            if not lease.acquire():  # reads a file: not before, in the step's own thread
+            if not lease.acquire():  # here, as it reads a file, which must not block the training thread
                 return None
             self._on_stage("begin")
             return files.begin(self.folder, step, lease.name)
@@ -302,29 +302,29 @@ class Checkpointer:
             self._on_stage("write")
             records = dcp.write(states, partial, group=self._ranks.group, planner=planner)
         except OSError as error:
-            problem = files.reason(error)
+            own_error = files.reason(error)
         except dcp.OtherRankFailed as error:
-            heard = str(error)
-        reports = self._ranks.all_gather(SaveReport(records, problem, heard))
-        size_bytes = self._ranks.on_rank0(lambda: self._conclude(step, kind, tuple(states), reports))
+            peer_error = str(error)
+        reports = self._ranks.all_gather(SaveReport(records, own_error, peer_error))
+        size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
         self._saved_step = step
         if kind == "full":
             self._saved_full_step = step
         self._damaged.pop(step, None)
-        what = ", the weights alone," if kind != "full" else "" if lease.settled else ", unsettled,"
+        label = ", weights only," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
-        self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, what, size_bytes / 1e6, seconds)
+        self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, label, size_bytes / 1e6, seconds)
 
-    def _conclude(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
-        """Rank 0: publishes the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. None: a later
-        writer has removed them, or has saved as much."""
+    def _finish_save(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
+        """Publishes, on rank 0, the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. Returns None
+        if a newer writer has removed them or has saved this step or a later one."""
         lease, records = self._lease, tuple(record for report in reports for record in report.records)
         manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
 
         def is_late() -> bool:
-            """Another group saves by now, and has saved this step, or a later one."""
+            """Returns True if another group has become the writer and has saved this step or a later one."""
             return lease.is_superseded() and self._newest() >= step
 
         try:
@@ -332,15 +332,15 @@ class Checkpointer:
             if problem := next(filter(None, problems), ""):
                 raise OSError(problem)
             if is_late():
-                raise OSError("another has saved")
+                raise OSError("another group has saved")
             self._on_stage("publish")
             files.publish(self.folder, manifest, lease.name)
         except OSError as error:
             files.discard(self.folder, step, lease.name)
-            with suppress(OSError):  # failing storage may not be able to tell which group is the writer, either
+            with suppress(OSError):  # with failing storage the lease may be unreadable too
                 if is_late():
                     return None
-            good = files.newest(self.folder, but=self._damaged)
+            good = files.newest(self.folder, exclude=self._damaged)
             rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
         try:
@@ -352,16 +352,16 @@ class Checkpointer:
         return manifest.size_bytes
 
     def _tidy(self, until: int | None = None) -> None:
-        """Rank 0: removes the leftovers of a killed process. `until`: of steps up to it, for another group may write later ones."""
+        """Removes, on rank 0, the leftovers of a killed process. `until`: only up to that step; other groups may be writing later ones."""
         try:
             notes = files.tidy(self.folder, until, self._lease.may_remove)
         except OSError as error:
-            notes = [f"could not clear away what was left ({files.reason(error)})"]
+            notes = [f"its files could not be removed ({files.reason(error)})"]
         if notes:
-            self._log.warning("checkpoint: a save was cut short by a kill: %s", ", ".join(notes))
+            self._log.warning("checkpoint: a save was interrupted by a kill: %s", ", ".join(notes))
 
     def _newest(self) -> int:
-        """Newest step of all that were saved, the weights alone, too; 0: none."""
+        """Returns the newest saved step of either kind; 0: none."""
         return max(files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
 
     def _find_newest(self) -> None:
@@ -372,7 +372,7 @@ class Checkpointer:
             next(os.scandir(self.folder), None)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:  # it may hold this run's checkpoints
+        except OSError as error:  # the folder may contain this run's checkpoints
             why = f"checkpoint: {self.folder} cannot be read: {files.reason(error)}"
             raise CheckpointFailed(f"{why}; refusing to start a new run over it") from None
         return files.list_steps(self.folder)
@@ -383,7 +383,7 @@ class Checkpointer:
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
         candidates = [wanted] if wanted >= 0 else sorted(steps, reverse=True)
         paths = {step: files.step_folder(self.folder, step) for step in candidates}
-        surveyed = self._ranks.on_rank0(lambda: {step: survey(path) for step, path in paths.items()})
+        surveyed = self._ranks.on_rank0(lambda: {step: manifest_or_problem(path) for step, path in paths.items()})
         for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
@@ -393,18 +393,18 @@ class Checkpointer:
                 continue
             self._saved_full_step = step
             if isinstance(found, Manifest) and not found.settled:
-                self._log.info("checkpoint: step %d was saved by a group that went while it waited for others", step)
+                self._log.info("checkpoint: step %d was saved by a group that left while it waited for others", step)
             return step
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
-            rest = "set another load_step" if wanted >= 0 else "rename it to begin from nothing"
-            raise CheckpointFailed(f"checkpoint: none in {self.folder} that could be used is intact ({listed}); {rest}")
-        # There is no full checkpoint. The weights alone are a beginning only as the seed.
+            rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
+            raise CheckpointFailed(f"checkpoint: no usable checkpoint in {self.folder} is intact ({listed}); {rest}")
+        # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
         if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
             newest = candidates[0]
             raise ValueError(
-                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} holds the weights alone "
-                "(checkpoint.last_save_model_only), so nothing can go on from it; another run can begin with them: "
+                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} has only the weights "
+                "(checkpoint.last_save_model_only), so this run cannot resume from it; a new run can start from them: "
                 f'checkpoint.initial_load_path = "{paths[newest]}"'
             )
         if problem := self._restore(paths[0], surveyed[0], ("model",)):
@@ -412,37 +412,37 @@ class Checkpointer:
         return 0
 
     def _load_initial(self) -> int | None:
-        """Begins with another run's checkpoint; one without a manifest (another program's) is taken as it is."""
+        """Loads another run's checkpoint; one without a manifest (from another program) is loaded without verification."""
         config = self._config
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
 
         def find() -> tuple[Path, Manifest | str | None]:
             path = initial_folder(config.initial_load_path)
-            return path, survey(path) if (path / files.MANIFEST).exists() else None
+            return path, manifest_or_problem(path) if (path / files.MANIFEST).exists() else None
 
         path, found = self._ranks.on_rank0(find)
         if found is None:
             self._warn("%s: has no %s, so it is not verified", setting, files.MANIFEST)
-        whole = isinstance(found, Manifest) and found.kind == "full"
-        if not config.initial_load_model_only and not whole and not isinstance(found, str):
-            raise ValueError(f"{setting}: holds the weights alone; nearest: checkpoint.initial_load_model_only = true")
+        is_full = isinstance(found, Manifest) and found.kind == "full"
+        if not config.initial_load_model_only and not is_full and not isinstance(found, str):
+            raise ValueError(f"{setting}: has only the weights; nearest: checkpoint.initial_load_model_only = true")
         names = ["model"]
         if not config.initial_load_model_only:
-            names = [name for name in self._states if name != METRICS_STATE]  # another run's files are not this one's
+            names = [name for name in self._states if name != METRICS_STATE]  # metrics of the other run
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
 
     def _restore(self, path: Path, found: Manifest | str | None, names: Sequence[str], *, initial: str = "") -> str:
-        """Verifies a checkpoint and reads the states `names` from it, by name and size. `found`: see `survey`; None: it has no manifest.
-        `initial`: the setting that asked for another run's checkpoint, which may have other dtypes and states. Returns why it cannot be
-        read, or "", on all ranks. Raises ValueError where it does not fit."""
+        """Verifies a checkpoint and reads the states `names`, by name and size. `found`: see manifest_or_problem; None: no manifest.
+        `initial`: the setting that names another run's checkpoint, which may have other dtypes and states. Returns, on all ranks, why the
+        checkpoint cannot be read, or "". Raises ValueError if it does not fit the run."""
         from training import checkpoint_dcp as dcp
 
         if isinstance(found, str):
             return found
         config, ranks = self._config, self._ranks
-        if found is not None and config.verify_digests:  # the ranks share the reading
+        if found is not None and config.verify_digests:  # each rank verifies a share
             try:
                 files.verify(path, found, share=ranks.rank, shares=ranks.world_size)
                 problem = ""
@@ -453,15 +453,15 @@ class Checkpointer:
         began, live = time.perf_counter(), self._live_states(names)
         try:
             metadata, problem = dcp.read_metadata(path), ""
-        except Exception as error:  # noqa: BLE001 (an unverified pickle can raise anything, and the ranks must agree on it)
+        except Exception as error:  # noqa: BLE001 (an unverified pickle can raise anything, and all ranks must know of it)
             problem = f".metadata: {type(error).__name__}: {error}"
         if problem := ranks.problem(problem):
             return problem
         wanted = {*names, *(found.states if found is not None and not initial else ())}
         exclude = config.exclude_from_loading if initial else ()
         filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
-        everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold a part of the model only
-        # once each: ranks that hold parts of one tensor say the same of it
+        everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold only a part of the model
+        # once each: ranks with shards of the same tensor report the same misfit
         misfits = list(dict.fromkeys(misfit for listed in ranks.all_gather(unfit) for misfit in listed))
         misfits += [f"{name} is in the checkpoint but not in this run" for name in sorted(everywhere)]
         if misfits:
@@ -478,38 +478,38 @@ class Checkpointer:
         return ""
 
     def _warn(self, message: str, *args: object) -> None:
-        if self._ranks.rank == 0:  # all ranks know it
+        if self._ranks.rank == 0:  # all ranks call this
             self._log.warning(message, *args)
 
 
 class RankCollectives:
-    """Agreement between the ranks, over a gloo group of its own, apart from training's collectives; DCP uses it, too. `timeout`: how long a
-    rank waits for the slowest one's files."""
+    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: longest wait of a rank for the
+    slowest rank's files."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.group = dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
     def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Returns the values of all ranks, by rank, on every rank."""
         values = [value] * self.world_size
         if self.group is not None:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def problem(self, problem: str) -> str:
-        """The error of the lowest rank that has one; empty: none has."""
+        """Returns the problem of the lowest rank that has one; "": no rank has one."""
         return next(filter(None, self.all_gather(problem)), "")
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Rank 0 works; every rank returns what it returned or raises what it raised."""
+        """Calls `work` on rank 0; every rank returns its result or raises its exception."""
         if self.group is None:
             return work()
         outcome: list[Any] = [None, None]
         if self.rank == 0:
             try:
                 outcome[0] = work()
-            except Exception as error:  # noqa: BLE001 (whatever it is: raised alone, it would leave the others waiting)
+            except Exception as error:  # noqa: BLE001 (an exception on rank 0 only would leave the other ranks waiting)
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
@@ -517,23 +517,23 @@ class RankCollectives:
         return outcome[0]
 
 
-def survey(path: Path) -> Manifest | str:
-    """The manifest, or what is wrong as far as one can see without reading the files."""
+def manifest_or_problem(path: Path) -> Manifest | str:
+    """Returns the manifest, or what is wrong with the checkpoint as far as the sizes of its files show."""
     try:
         return files.read_manifest(path)
     except Damaged as damage:
         return str(damage)
 
 
-def initial_folder(text: str) -> Path:
-    """The checkpoint that initial_load_path names. Raises ValueError where it is none."""
-    setting, path = f'checkpoint.initial_load_path = "{text}"', Path(text).expanduser()
+def initial_folder(name: str) -> Path:
+    """Returns the checkpoint that initial_load_path names. Raises ValueError if there is none."""
+    setting, path = f'checkpoint.initial_load_path = "{name}"', Path(name).expanduser()
     if (path / ".metadata").is_file():
         return path
     for folder in (path, path / "checkpoint"):
         if steps := files.list_steps(folder):
             nearest = files.step_folder(folder, steps[-1])
-            raise ValueError(f'{setting}: a folder of checkpoints, not one of them; nearest: "{nearest}"')
+            raise ValueError(f'{setting}: a folder of checkpoints, not a checkpoint; nearest: "{nearest}"')
     if not path.exists():
         raise ValueError(f"{setting}: no such folder; {steps_phrase(files.list_steps(path.parent), -1)}")
     raise ValueError(f"{setting}: not a checkpoint, as it has no file .metadata")
@@ -547,60 +547,60 @@ def steps_phrase(steps: Sequence[int], wanted: int) -> str:
 
 
 class ModelState:
-    """The weights and persistent buffers of all model parts under their full names, whatever wraps or shards them."""
+    """Weights and persistent buffers of all model parts under their full names, independent of wrappers and sharding."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors (DTensors where sharded); reading into them changes the model."""
+        """Returns the live tensors (DTensors if sharded); loading into them changes the model."""
         return {plain_name(name): value for part in self._parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what is there; names that are missing stay as they are."""
+        """Loads the names that are in `state`; others keep their values."""
         for part in self._parts:
             own = {name: state[plain] for name in part.state_dict() if (plain := plain_name(name)) in state}
             part.load_state_dict(own, strict=False)
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
-    flattened optimizer state dicts; but the optimizer may span several model parts."""
+    """Optimizer state by parameter name: "state.<parameter>.exp_avg", "param_groups.<parameter>.lr", ... The names are those of DCP's
+    flattened optimizer state dicts; here an optimizer may also span several model parts."""
 
-    # which kernel does the update is the machine's business
+    # the choice of kernel depends on the machine
     _NOT_STATE = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
     def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self._parts, self._optimizer = parts, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, made first where there are none yet: a fresh optimizer has nothing to load into."""
+        """Returns the live tensors; creates those of a fresh optimizer first, since loading is in place."""
         init_optim_state(self._optimizer)
-        entries = ((place, key, value) for place, values in self._walk() for key, value in values.items())
-        return {f"{place}.{key}": value for place, key, value in entries if key not in self._NOT_STATE}
+        entries = ((prefix, key, value) for prefix, values in self._walk() for key, value in values.items())
+        return {f"{prefix}.{key}": value for prefix, key, value in entries if key not in self._NOT_STATE}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As ModelState's."""
-        for place, target in self._walk():
+        """Loads the names that are in `state`; others keep their values."""
+        for prefix, target in self._walk():
             for key in target.keys() - self._NOT_STATE:
-                if (full := f"{place}.{key}") not in state:
+                if (full := f"{prefix}.{key}") not in state:
                     continue
                 if not isinstance(target[key], torch.Tensor):
                     target[key] = state[full]
-                elif target[key] is not state[full]:  # it keeps its identity: it may be live in a compiled step
+                elif target[key] is not state[full]:  # in place: a compiled step may refer to the tensor
                     target[key].copy_(state[full])
 
     def _walk(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The state and the group of every parameter that is optimized, each with the beginning of its names."""
+        """Yields the state and the parameter group of every optimized parameter, each with the prefix of its keys."""
         names = {parameter: plain_name(name) for part in self._parts for name, parameter in part.named_parameters()}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                # optimizer.state is a defaultdict: looking up would make an entry
+                # optimizer.state is a defaultdict: [] would create an entry
                 yield f"state.{names[parameter]}", self._optimizer.state.get(parameter, {})
                 yield f"param_groups.{names[parameter]}", group
 
 
 def plain_name(name: str) -> str:
-    """The name without what torch.compile and activation checkpointing wrap around modules, as DCP has it."""
+    """Returns the name without the prefixes of torch.compile and activation checkpointing, as DCP does."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -1,7 +1,7 @@
-"""States to files and back by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
+"""Saves and loads states by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
-The files are an ordinary DCP checkpoint. `Streamed` makes the tensors of a model that is larger than memory (a seed, an import) one after
-the other, each when it is written. A separate module, since DCP takes a second to import, which checking a configuration must not cost.
+The files are an ordinary DCP checkpoint. StreamingPlanner creates the tensors of a model that is larger than memory (a seed, an
+import) one at a time, when they are written. A separate module, since importing DCP takes a second, which a configuration check must not.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
@@ -40,25 +40,25 @@ from training.checkpoint_files import METRICS_STATE, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
-_OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing here or there
-_HASHED_IN_THREAD_BYTES = 1 << 20  # from this length on a write is hashed by a second thread while the kernel copies it
-# A reader loads whole each chunk that it needs a piece of: of one chunk of gigabytes, each of a thousand ranks would read all.
+_OPTIONAL = ("optimizer.param_groups.", f"{METRICS_STATE}.")  # may be missing in the run or in the checkpoint
+_HASHED_IN_THREAD_BYTES = 1 << 20  # longer writes are hashed in a second thread while the kernel copies them
+# A rank loads every chunk that overlaps its shard as a whole: with one chunk of gigabytes, each of a thousand ranks would read all of it.
 CHUNK_BYTES = 64 << 20
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank could not write its share; the message is its error's."""
+    """Another rank could not write its share; the message is that rank's error."""
 
 
 def write(
-    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: Streamed | None = None
+    states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, planner: StreamingPlanner | None = None
 ) -> list[FileRecord]:
-    """Writes this rank's share of `states` into the folder `path`; returns the records of its files, on the disk by then. All ranks of
-    `group` (None: one process) take part and fail together: those that could not write with their OSError, others with OtherRankFailed."""
-    _quiet()
-    writer = _OneAtATime(path) if planner else FileSystemWriter(path)
+    """Writes this rank's share of `states` into the folder `path` and to disk (fsync); returns the records of its files. Collective over
+    `group` (None: one process); all ranks fail together: those that could not write raise their OSError, the others OtherRankFailed."""
+    _ignore_no_dist_warning()
+    writer = _StreamingWriter(path) if planner else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # of the zip format: no reader of torch checks them
+    torch.serialization.set_crc32_options(False)  # CRCs of the zip format, which torch.load does not check
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as digester:
             writer.fs = file_system = _DigestingFileSystem(digester)
@@ -76,9 +76,9 @@ def write(
 def read(
     states: Mapping[str, Any], path: Path, *, group: dist.ProcessGroup | None, reader: FileSystemReader | None = None
 ) -> str:
-    """Fills `states` from the checkpoint in place: each rank its own shards of tensors; other values are replaced. `fit` must have found
-    every name. Returns "", or why a rank could not read its part (the same on all ranks of `group`); the states are then a mixture."""
-    _quiet()
+    """Loads the states that `fit` returned: tensors in place, each rank its own shards; other values are replaced.
+    Returns "", or why a rank could not read its part (the same on all ranks of `group`); the states are then partly loaded."""
+    _ignore_no_dist_warning()
     try:
         load(dict(states), storage_reader=reader or FileSystemReader(path), process_group=group, no_dist=group is None)
     except CheckpointException as failure:
@@ -87,17 +87,17 @@ def read(
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Names, sizes and dtypes of the tensors of a checkpoint. Unpickles, so verify the file's digest first."""
+    """Returns names, sizes and dtypes of a checkpoint's tensors. Unpickles, so verify the file's digest first."""
     return FileSystemReader(path).read_metadata()
 
 
 def fit(
     states: States, metadata: Metadata, *, wanted: Collection[str], exclude: Sequence[str], exact: bool
 ) -> tuple[States, list[str], set[str]]:
-    """Returns the states that the checkpoint can fill, for `read`; a phrase for each name that cannot be filled; and the names that the
-    checkpoint alone has. Compares names and sizes (`exact`: dtypes too) with those of the states in `wanted`. Names that are, or begin
-    with, one in `exclude` are left out on both sides. A parameter whose optimizer state was never made (it had no gradient), settings of
-    the optimizer that another version of torch does not know and the metrics of groups may be missing."""
+    """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; and the names that only the
+    checkpoint has. Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of
+    `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
+    settings that a different version of torch lacks, and the metrics of replica groups."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [
         f'exclude_from_loading: no name begins with "{prefix}"'
@@ -107,26 +107,26 @@ def fit(
     saved = {name: value for name, value in saved.items() if not _has_prefix(name, exclude)}
     with_state = {name.rpartition(".")[0] for name in saved}
 
-    def is_asked_for(name: str) -> bool:
+    def is_required(name: str) -> bool:
         unmade = name.startswith("optimizer.state.") and name.rpartition(".")[0] not in with_state
         may_be_missing = name.startswith(_OPTIONAL) or unmade
         return (name in saved or not may_be_missing) and not _has_prefix(name, exclude)
 
-    asked = {
-        state: {key: value for key, value in values.items() if is_asked_for(f"{state}.{key}")}
+    required = {
+        state: {key: value for key, value in values.items() if is_required(f"{state}.{key}")}
         for state, values in states.items()
     }
-    states = {state: values for state, values in asked.items() if values}
+    states = {state: values for state, values in required.items() if values}
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(states))
-    present = dict(planner.state_dict)  # under the joined names that DCP saves them by
+    present = dict(planner.state_dict)  # under DCP's joined names
     misfits += [misfit for name, value in present.items() if (misfit := _misfit(name, value, saved.get(name), exact))]
     unknown = {name for name in saved.keys() - present.keys() if not name.startswith(_OPTIONAL)}
     return states, misfits, unknown
 
 
 class _DigestingFileSystem(FileSystem):
-    """DCP's file system for one save: hashes the bytes written, and keeps the cause of a failure."""
+    """DCP's file system for one save: hashes the bytes written and keeps the first OSError."""
 
     def __init__(self, digester: ThreadPoolExecutor) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -135,14 +135,14 @@ class _DigestingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[Any]:
-        assert mode == "wb", "made for one save; reading needs no digests"
+        assert mode == "wb", "write only"
         name = Path(path).name
         try:
             with DigestingStream(Path(path), self._digester) as stream:
                 yield stream
                 self.records[name] = stream.digest.record(name)
         except OSError as error:
-            # A failed write() carries no file name, and torch.save turns it into an error of its own.
+            # The error of write() has no file name, and torch.save replaces it with its own error.
             self.failure = self.failure or OSError(error.errno, error.strerror, str(path))
             raise
 
@@ -153,7 +153,7 @@ class _DigestingFileSystem(FileSystem):
 
 
 class DigestingStream(BufferedWriter):
-    """A new file that hashes what is written to it."""
+    """A new file that hashes the bytes written to it."""
 
     def __init__(self, path: Path, digester: ThreadPoolExecutor) -> None:
         super().__init__(FileIO(path, "wb"))
@@ -164,29 +164,29 @@ class DigestingStream(BufferedWriter):
         if len(view) < _HASHED_IN_THREAD_BYTES:
             self.digest.update(view)
             return super().write(view)
-        hashed = self._digester.submit(self.digest.update, view)  # both release the interpreter's lock
+        hashed = self._digester.submit(self.digest.update, view)  # both release the GIL
         try:
             return super().write(view)
         finally:
             hashed.result()
 
     def fileno(self) -> int:
-        self.flush()  # DCP asks before it fsyncs
+        self.flush()  # DCP calls fileno() before it fsyncs
         return super().fileno()
 
 
-def _quiet() -> None:
-    """DCP warns each time a single process saves or loads that it does so alone: that is what was asked for."""
+def _ignore_no_dist_warning() -> None:
+    """Silences DCP's warning that a single process saves or loads without torch.distributed, which is intended."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _has_prefix(name: str, prefixes: Iterable[str]) -> bool:
-    """True when the name is one of the prefixes or lies below it."""
+    """Returns True if the name equals one of the prefixes or lies below it."""
     return any(name == prefix or name.startswith(prefix.rstrip(".") + ".") for prefix in prefixes)
 
 
 def _misfit(name: str, value: Any, saved: Any, exact: bool) -> str:
-    """Why the checkpoint's `saved` cannot go into `value`; "" if it can."""
+    """Returns why the checkpoint's `saved` cannot be loaded into `value`, or ""."""
     if saved is None:
         return f"{name} is in this run but not in the checkpoint"
     if not isinstance(value, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):
@@ -203,9 +203,9 @@ def _first_failure(failure: CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
 
 
-class Streamed(DefaultSavePlanner):
-    """The planner for states whose tensors lie on the meta device: names, sizes and dtypes, but no values. `make(name)` gives them; it is
-    called once for each name, when DCP writes it and the tensor before has been freed. `written` gets the bytes of each finished chunk."""
+class StreamingPlanner(DefaultSavePlanner):
+    """Save planner for states whose tensors are on the meta device. `make(name)` returns the values; it is called once for each name, when
+    DCP writes that tensor and the previous one has been freed. `written` is called with the size of each finished chunk in bytes."""
 
     def __init__(
         self,
@@ -224,11 +224,11 @@ class Streamed(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The values of one chunk, in memory of their own size."""
+        """Returns the values of one chunk, in a storage of the chunk's size."""
         name, data = write_item.index.fqn, write_item.tensor_data
-        assert data is not None, f"{name}: tensors alone can be streamed"
+        assert data is not None, f"{name}: only tensors can be streamed"
         if name != self._name:
-            self._tensor = torch.empty(0)  # before memory is taken for the next
+            self._tensor = torch.empty(0)  # frees the memory before the next tensor is created
             self._name, self._tensor = name, self._make(name)
             assert (self._tensor.shape, self._tensor.dtype) == (data.size, data.properties.dtype), name
         chunk = self._tensor
@@ -239,8 +239,8 @@ class Streamed(DefaultSavePlanner):
         return chunk
 
 
-class _OneAtATime(FileSystemWriter):
-    """DCP's writer and file format; but DCP's own keeps each tensor until the file is complete."""
+class _StreamingWriter(FileSystemWriter):
+    """Writes DCP's file format one tensor at a time; the base class keeps all tensors until the file is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
@@ -258,7 +258,7 @@ class _OneAtATime(FileSystemWriter):
 
 
 def _parts(item: WriteItem, chunk_bytes: int) -> list[WriteItem]:
-    """The item itself, or the ranges of rows, each of at most `chunk_bytes` if a row is, that make it up."""
+    """Returns the item, or items for ranges of its rows of at most `chunk_bytes` each (at least one row)."""
     data = item.tensor_data
     if data is None or not data.size or data.size.numel() * data.properties.dtype.itemsize <= chunk_bytes:
         return [item]

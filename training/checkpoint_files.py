@@ -1,17 +1,17 @@
-"""Checkpoint folders: what lies in one, whether it is whole, and how it appears and goes in one instant.
+"""Checkpoint folders: their files, verification, and atomic publication and removal.
 
-Flow: train.py -> checkpoint.py (when, and which states) -> checkpoint_dcp.py (tensors to files) -> this file. No torch, no process
+Flow: train.py -> checkpoint.py (when to save which states) -> checkpoint_dcp.py (tensors to files) -> this file. No torch, no process
 group: one rank calls the functions that change a folder, any rank those that read.
 
-    <run>/checkpoint/step-40/            complete: it gets this name after fsync (and may be damaged later)
+    <run>/checkpoint/step-40/            complete: renamed to this after fsync (it may be damaged later)
         __0_0.distcp, ..., .metadata     DCP's files
-        manifest.json                    the length and the digests of each of them
-    <run>/checkpoint/step-50.partial/    being written or being removed; after a kill, left over
-    <run>/checkpoint/step-50.replaced/   the earlier step-50, for the moment between two renames
+        manifest.json                    the length and the digests of each of these files
+    <run>/checkpoint/step-50.partial/    being written or removed, or left over from a killed process
+    <run>/checkpoint/step-50.replaced/   the earlier step-50, between two renames
 
-With several groups the writer's name is added (step-50.partial-QUORUM): a group that was stopped, and wakes in the middle of a save,
-touches nobody else's files. Everything reaches the disk (fsync) before the rename that makes it visible, so a kill or a power cut leaves
-the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
+With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a stopped group that
+resumes in the middle of a save touches only its own files. Everything is on disk (fsync) before the rename that makes it visible, so a
+kill or a power failure leaves the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ import numpy as np
 from training.appended import sync_path
 
 MANIFEST = "manifest.json"
-METRICS_STATE = "figures"  # the state of metrics_writer.py; only groups that share a run have it
-FORMAT = 1  # of the manifest; a number this code does not know is refused
-SEGMENT_BYTES = 64 << 20  # one digest each: small enough to share among ranks and to say where the damage is
-_CHUNK_BYTES = 256 << 10  # what is hashed at a time: stays in the second-level cache between write and digest
+METRICS_STATE = "figures"  # key of the state of metrics_writer.py, saved only with replica groups
+FORMAT = 1  # of the manifest; other numbers are rejected
+SEGMENT_BYTES = 64 << 20  # bytes per digest: small enough to divide among ranks and to locate damage
+_CHUNK_BYTES = 256 << 10  # bytes hashed at a time: fits the second-level cache between write and digest
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)(-.*)?")
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written, or there are some and none is whole. One line, the same on every rank."""
+    """A checkpoint could not be written, or no existing one is intact. One line, the same on every rank."""
 
 
 class Damaged(RuntimeError):
-    """A checkpoint is not what was written; the message says which file and what is wrong with it."""
+    """A checkpoint differs from what was written; the message names the file and the difference."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint as it was written. One digest per segment of SEGMENT_BYTES."""
+    """One file of a checkpoint as it was written, with one digest per segment of SEGMENT_BYTES."""
 
     name: str
     size_bytes: int
@@ -59,7 +59,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind` "full" can be resumed; "model" is weights alone (an export, the seed). `settled`: see
+    """Contents of a checkpoint. `kind`: "full" can be resumed; "model" has only weights (an export, the seed). `settled`: see
     UncheckedLease."""
 
     step: int
@@ -81,7 +81,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Raises Damaged for a text that `to_json` did not write, or that was changed since."""
+        """Raises Damaged for text that `to_json` did not write or that was changed since."""
         try:
             body = json.loads(text)
             if body["format"] != FORMAT:
@@ -96,9 +96,9 @@ class Manifest:
 
 
 class Digest:
-    """Digests of a stream of bytes, at memory speed, to find accidental damage, not tampering. A chunk's value is the sum of word * weight
-    over its little-endian 64-bit words, modulo 2^64, with fixed odd weights (multilinear hashing): a change inside one word is always seen,
-    any other is missed with a chance of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
+    """Digests of a byte stream, at memory speed, which detect accidental damage, not tampering. A chunk's value is the sum of word * weight
+    over its little-endian 64-bit words, modulo 2^64, with fixed odd weights (multilinear hashing): a change within one word is always
+    detected, others are missed with a probability of about 2^-63. A segment's digest is BLAKE2b over its chunks' values and its length."""
 
     def __init__(self) -> None:
         self._words, self._weights = np.zeros(_CHUNK_BYTES // 8, dtype="<u8"), _hash_coefficients()
@@ -107,7 +107,7 @@ class Digest:
         self._values, self._digests = list[bytes](), list[str]()
 
     def update(self, data: memoryview) -> None:
-        """The stream's next bytes, in pieces of any length; the digests do not depend on where they are cut."""
+        """Appends bytes of any length; the digests do not depend on how the stream is split into calls."""
         source = np.frombuffer(data, dtype=np.uint8)
         start = 0
         while start < len(source):
@@ -119,7 +119,7 @@ class Digest:
                 self._close_chunk()
 
     def record(self, name: str) -> FileRecord:
-        """The stream as the record of a file of that name. The digest cannot be used afterwards."""
+        """Returns the record of the stream as file `name`. The digest is unusable afterwards."""
         if self._filled:
             self._close_chunk()
         if self._values:
@@ -128,7 +128,7 @@ class Digest:
 
     def _close_chunk(self) -> None:
         count = -(-self._filled // 8)
-        self._bytes[self._filled : 8 * count] = 0  # the last word of a file may be a part of one
+        self._bytes[self._filled : 8 * count] = 0  # pads the last word of a file
         value = int(np.dot(self._words[:count], self._weights[:count]))
         self._values.append(value.to_bytes(8, "little"))
         self._size_bytes += self._filled
@@ -148,7 +148,7 @@ def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps that have a folder, whole or not, ascending. A missing or unreadable `folder` has none."""
+    """Returns the steps that have a folder, intact or not, ascending; [] for a missing or unreadable `folder`."""
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError:
@@ -157,8 +157,8 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there with the right lengths; `verify` reads their contents. Raises Damaged, with an
-    OSError as its cause where storage fails."""
+    """Returns the manifest of a checkpoint after checking that all files exist with the right length; `verify` reads their contents. Raises
+    Damaged, with an OSError as its cause if storage fails."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -178,7 +178,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged, which says where."""
+    """Compares the files with their digests; each of `shares` callers reads every `shares`-th segment. Raises Damaged with the place."""
     segments = ((file, index) for file in manifest.files for index in range(len(file.digests)))
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     for file, index in islice(segments, share, None, shares):
@@ -198,7 +198,7 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:
-    """An empty folder to write a checkpoint of `step` into; leftovers of an earlier failed save are removed. `name`: the writer's."""
+    """Creates an empty folder for a checkpoint of `step` and removes leftovers of a failed save. `name`: the writer's suffix."""
     partial, replaced = (step_folder(folder, step, suffix) for suffix in (f".partial{name}", ".replaced"))
     final = step_folder(folder, step)
     if not folder.exists():
@@ -213,8 +213,8 @@ def begin(folder: Path, step: int, name: str = "") -> Path:
 
 
 def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
-    """Gives the folder that `begin` made, with its files on the disk, its final name. A checkpoint of the same step is replaced, at no
-    instant are both gone; but one that is not settled replaces none. Raises OSError."""
+    """Renames the folder that `begin` created, whose files are on disk, to its final name. A settled checkpoint replaces an existing one of
+    the same step, and one of the two exists at any instant; an unsettled one does not replace it. Raises OSError."""
     partial, replaced = (step_folder(folder, manifest.step, suffix) for suffix in (f".partial{name}", ".replaced"))
     final = step_folder(folder, manifest.step)
     for file in manifest.files:
@@ -234,18 +234,18 @@ def publish(folder: Path, manifest: Manifest, name: str = "") -> Path:
             replaced.rename(final)
         raise
     sync_path(folder)
-    shutil.rmtree(replaced, ignore_errors=True)  # what stays, `tidy` removes
+    shutil.rmtree(replaced, ignore_errors=True)  # `tidy` removes what is left
     return final
 
 
 def discard(folder: Path, step: int, name: str = "") -> None:
-    """Removes the files of a failed save, as far as that is possible; never raises."""
+    """Removes the files of a failed save as far as possible; does not raise."""
     shutil.rmtree(step_folder(folder, step, f".partial{name}"), ignore_errors=True)
 
 
 def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Removes the leftovers of a killed process, of steps up to `until` (None: all) and of writers whose name `may_remove` accepts, and
-    returns one phrase for each. To be called while nobody writes those. Raises OSError."""
+    """Removes leftovers of killed processes, of steps up to `until` (None: all) and of writers whose suffix `may_remove` accepts. Returns a
+    phrase for each. Requires that no process is writing them. Raises OSError."""
     notes = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _LEFTOVER.fullmatch(path.name)
@@ -254,7 +254,7 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
         final = step_folder(folder, int(match[1]))
         if match[2] == "replaced" and not final.exists():
             path.rename(final)
-            notes.append(f"put back {final.name}, which was being replaced")
+            notes.append(f"restored {final.name}, which was being replaced")
         else:
             shutil.rmtree(path)
             notes.append(f"removed {path.name}")
@@ -262,45 +262,45 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 
 
 def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Removes what is older than the `keep` newest whole full checkpoints, 0: nothing; those in `damaged` are not whole. Returns the steps
-    removed. Never removes `written` (just published), a newer one, one without a manifest, or one of the model alone. Raises OSError."""
+    """Removes checkpoints older than the `keep` newest intact full ones (0: none; steps in `damaged` are not intact). Returns the removed
+    steps. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model". Raises OSError."""
     if keep == 0:
         return []
     kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
-    whole = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
-    oldest_kept = min([*whole[-keep:], written])
-    doomed = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
-    for step in doomed:  # under its own name each is whole until it is gone
+    intact = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
+    oldest_kept = min([*intact[-keep:], written])
+    outdated = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
+    for step in outdated:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
-    return doomed
+    return outdated
 
 
-def newest(folder: Path, *, kind: str = "full", but: Collection[int] = ()) -> int | None:
-    """The newest checkpoint of that kind whose files are all there; contents are not read."""
-    steps = (step for step in reversed(list_steps(folder)) if step not in but)
+def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:
+    """Returns the newest checkpoint of that kind whose files all exist; contents are not read."""
+    steps = (step for step in reversed(list_steps(folder)) if step not in exclude)
     return next((step for step in steps if _kind(step_folder(folder, step)) == kind), None)
 
 
 def reason(error: OSError) -> str:
-    """The system's words for it, and the file."""
+    """Returns the system's message, and the file."""
     cause = error.strerror or str(error)
     return f"{cause} ({error.filename})" if error.filename else cause
 
 
 def _kind(path: Path) -> str:
-    """ "full", "model", "damaged", or "foreign": it has no manifest, or cannot be read just now."""
+    """Returns "full", "model", "damaged", or "foreign" (no manifest, or unreadable at present)."""
     try:
         return read_manifest(path).kind
     except Damaged as damage:
-        if isinstance(damage.__cause__, OSError):  # it may be whole when it can be read again
+        if isinstance(damage.__cause__, OSError):  # it may be intact once storage works again
             return "foreign"
         return "damaged" if (path / MANIFEST).exists() else "foreign"
 
 
 @functools.cache
 def _hash_coefficients() -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
+    """Returns fixed odd 64-bit weights, one per word of a chunk: the finaliser of SplitMix64 (Steele, Lea, Flood 2014) over 1, 2, 3, ..."""
     z = np.arange(1, _CHUNK_BYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

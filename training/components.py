@@ -1,4 +1,4 @@
-"""The parts of a run: data, model, manager, metrics, checkpoints, and what watches the loop of train.py."""
+"""Components of a run: data, model, manager, metrics, checkpoints, and the watchdog, profiler and fault injection of the training loop."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.stateful import Stateful  # a second to import
+    from torch.distributed.checkpoint.stateful import Stateful  # its import takes a second
 
-TRACES = "comm_traces"  # of collectives before a hang, by the flight recorder; in the folder of the run, or its group
+TRACES = "comm_traces"  # the flight recorder's files, in the folder of the run or of its replica group
 
 
 class Components:
-    """The parts of one start of a run on one rank, made from the top down; train.Run is the loop over them."""
+    """Builds the components of one rank, in the order in which they depend on each other; train.Run is the loop over them."""
 
-    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # states that a healing group receives
+    HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # states that a healing replica group receives
 
     def __init__(
         self, config: RunConfig, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
     ) -> None:
-        """`cleanup` closes what is opened here, last first."""
+        """`cleanup` closes what is opened here, in reverse order."""
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device, self.progress = world.device.torch_device, Progress()
         self.pending_signals, self.save_overdue = 0, False
-        self.inner_steps = config.fault_tolerance.inner_steps  # of the optimizer, from one commit to the next
+        self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
         self.events = Events(self.group_folder, self.background_writer)
@@ -71,7 +71,7 @@ class Components:
                 log.info("about     %s", config.job.description)
             if config.job.print_config:
                 log.info("%s", to_toml(config))
-            if config.training.deterministic:  # an operation that has only other kernels raises
+            if config.training.deterministic:  # an operation without a deterministic kernel raises
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be fixed before CUDA starts
                 torch.use_deterministic_algorithms(True)
                 torch.backends.cudnn.benchmark = False
@@ -102,7 +102,7 @@ class Components:
             self.held_out = self.cleanup.enter_context(closing(open_loader("validation")))
 
     def build_model(self) -> list[str]:
-        """The model as this rank has it, and its optimizer. Returns lines for the log."""
+        """Builds this rank's shards of the model, and the optimizer. Returns lines for the log."""
         config, training, world, device_type = self.config, self.config.training, self.world, self.device.type
         model = config.meta_model(self.vocab_size)
         self.flops_per_token = model.flops_per_token(training.seq_len)
@@ -114,7 +114,7 @@ class Components:
             model,
             build_mesh(self.degrees, device_type),
             cross_entropy_sum,
-            config.layout(precision, vocab_size=self.vocab_size, device_type=device_type),
+            config.execution_config(precision, vocab_size=self.vocab_size, device_type=device_type),
             local_batch_size=training.local_batch_size,
             seq_len=training.seq_len,
             device=self.device,
@@ -129,15 +129,15 @@ class Components:
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
             f"devices   {world.world_size} rank{'s' * (world.world_size > 1)}, {world.device.name}",
             *([f"layout    {self.degrees}"] if world.world_size > 1 else []),
-            f"numbers   {precision}",
+            f"precision {precision}",
         ]
 
     def build_manager(self) -> None:
-        """The manager: reduces over replica groups, and commits a step as this group's votes decide."""
+        """Opens the manager, which reduces over replica groups and commits a step if all ranks of this group vote for it."""
         config, settings, world = self.config, self.config.fault_tolerance, self.world
         agreement = None
         if settings.enable and world.world_size > 1:
-            # Longer than a sum between groups and than the forming of a group: a peer rank may be in either.
+            # Longer than a reduction between groups and than a rendezvous: a peer rank may be in either.
             timeout_s = max(settings.collective_s, config.comm.init_timeout_seconds) + BACKSTOP_S
             agreement = Agreement(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         manager = open_manager(
@@ -161,8 +161,8 @@ class Components:
     def resume(self) -> None:
         """Opens metrics and checkpoints, and loads the state to resume from."""
         config, folder, shared = self.config, self.config.run_folder, self.config.fault_tolerance.enable
-        first = self.world.global_rank == 0
-        if first:
+        is_rank0 = self.world.global_rank == 0
+        if is_rank0:
             self.cleanup.enter_context(closing(RunLock(self.group_folder)))
         self.metrics_processor = MetricsProcessor(
             config.metrics,
@@ -176,7 +176,7 @@ class Components:
         states: dict[str, Stateful] = {
             **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
-            "ledger": self.manager,  # step, commit ids and ledger of the data; the key is the checkpoint format's
+            "ledger": self.manager,  # step, commit ids and data ledger; the key is part of the checkpoint format
             "meter": self.metrics_processor,
             "data": self.data,
             "loader": self.loader,
@@ -202,38 +202,38 @@ class Components:
             self.checkpointer,
             self.manager,
             self.progress,
-            sync=writer.sync if first else lambda: None,
-            report=self.report_storage if first else lambda words: None,
+            sync=writer.sync if is_rank0 else lambda: None,
+            report=self.report_storage if is_rank0 else lambda message: None,
             info=self.log.info,
         )
-        self.exported_step = self.checkpointer.newest_step("model")  # a finished run may have exported weights alone
+        self.exported_step = self.checkpointer.newest_step("model")  # a finished run may have exported its weights only
         finished = self.exported_step >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
         manager_restores = shared and not seed and self.checkpointer.newest_step() < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
-        if first:
+        if is_rank0:
             save(config, folder, batch=self.slot_size)
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
 
     def weights(self) -> dict[str, Stateful]:
-        """The model's states in a checkpoint."""
+        """Returns the model's entries among the states of a checkpoint."""
         return {"model": ModelState(self.model.parts)}
 
     def restore(self) -> None:
-        """Loads the newest checkpoint, where no group has a state to heal from. Raises BadInput."""
+        """Loads the newest checkpoint; the manager calls it when no group has a state to heal from. Raises BadInput."""
         with self.progress.phase("checkpoint"):
             try:
                 self.checkpointer.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
 
-    def report_storage(self, words: str) -> None:
-        """Reports trouble with files, and its end: log, events, live page. Called mostly in the background writer's thread."""
-        self.log.warning("storage: %s", words)
-        self.events("storage", self.log.step or 0, words=words)
-        if hasattr(self, "manager"):  # else it has yet to be made
-            self.manager.announce("storage", words)
+    def report_storage(self, message: str) -> None:
+        """Reports a storage failure, or its end: log, events, dashboard. Called mostly in the background writer's thread."""
+        self.log.warning("storage: %s", message)
+        self.events("storage", self.log.step or 0, words=message)
+        if hasattr(self, "manager"):  # storage may fail before the manager is built
+            self.manager.announce("storage", message)
 
     def start_monitoring(self) -> tuple[Watchdog, Profiler, GarbageCollection, FaultInjector]:
         config, world, cleanup, folder = self.config, self.world, self.cleanup, self.group_folder

@@ -10,39 +10,39 @@ from typing import Annotated, Literal
 
 @dataclass(frozen=True)
 class DataloaderConfig:
-    """[training.dataloader]: how batches are made ready while a step computes; never changes the batches."""
+    """[training.dataloader]: prefetching of batches; does not change their content."""
 
-    num_workers: Annotated[int, "processes that prepare batches; 0: one thread", ">= 0"] = 0
-    prefetch_factor: Annotated[int, "batches made ready ahead, by each", ">= 1"] = 2
+    num_workers: Annotated[int, "worker processes that prepare batches; 0: one thread", ">= 0"] = 0
+    prefetch_factor: Annotated[int, "batches prefetched by each worker", ">= 1"] = 2
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """[training]: data, batch, length and arithmetic of the run."""
+    """[training]: data, batch size, number of steps and dtypes of the run."""
 
     dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "where the text comes from"] = "stdlib"
-    dataset_path: Annotated[str, "files and globs, by commas; owner/name for huggingface"] = ""
+    dataset_path: Annotated[str, "files and globs, comma-separated; owner/name for huggingface"] = ""
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
-    dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "what a .bin token file holds"] = "uint16"
-    dataset_subset: Annotated[str, 'of a huggingface data set ("en" of allenai/c4); "": default'] = ""
-    dataset_split: Annotated[str, "of a huggingface data set, to train on"] = "train"
+    dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "dtype of a .bin token file"] = "uint16"
+    dataset_subset: Annotated[str, 'subset of a huggingface data set, such as "en" of allenai/c4; "": default'] = ""
+    dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
     dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
-    local_batch_size: Annotated[int, "sequences of one forward and backward of one rank", ">= 1"] = 8
-    global_batch_size: Annotated[int, "sequences of a step, all ranks; -1: local x ranks", ">= -1", "!= 0"] = -1
-    seq_len: Annotated[int, "tokens of one sequence", ">= 1"] = 2048
+    local_batch_size: Annotated[int, "sequences of one forward and backward on one rank", ">= 1"] = 8
+    global_batch_size: Annotated[int, "sequences per step, all ranks; -1: local x ranks", ">= -1", "!= 0"] = -1
+    seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
-    seed: Annotated[int, "of initial values, data order, dropout", ">= 0", "< 4294967296"] = 0
+    seed: Annotated[int, "seed of initial values, data order and random numbers", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
-    mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute; auto: what is fast"] = "auto"
-    mixed_precision_reduce: Annotated[Literal["float32"], "gradients on their way between ranks"] = "float32"
+    mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
+    mixed_precision_reduce: Annotated[Literal["float32"], "dtype of gradient reductions"] = "float32"
     loss_chunk_tokens: Annotated[
-        int, "tokens whose logits exist at once; 0: all; -1: all, but chunks where the vocabulary is large", ">= -1"
+        int, "tokens per chunk of the loss; 0: no chunks; -1: by device if the vocabulary is large, else 0", ">= -1"
     ] = -1
     enable_cpu_offload: Annotated[bool, "keep parameters and optimizer state in host memory (CUDA)"] = False
-    gc_freq: Annotated[int, "steps between garbage collections; 0: as Python likes", ">= 0"] = 50
-    dataloader: Annotated[DataloaderConfig, "how batches are made ready"] = field(default_factory=DataloaderConfig)
+    gc_freq: Annotated[int, "steps between garbage collections; 0: Python's automatic collection", ">= 0"] = 50
+    dataloader: Annotated[DataloaderConfig, "prefetching of batches"] = field(default_factory=DataloaderConfig)
 
     def check(self) -> None:
         if self.dataset == "stdlib" and self.dataset_path:
@@ -60,12 +60,12 @@ class ValidationConfig:
     """[validation]: loss on documents that are never trained on."""
 
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
-    freq: Annotated[int, "steps from one validation to the next; the last step is always validated", ">= 1"] = 100
+    freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
     steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
 
 
 def need(package: str, *, extra: str, setting: str) -> None:
-    """Raises ValueError, beginning with `setting` ("section.key = value"), when `package` is not installed. `extra`: of pyproject.toml."""
+    """Raises ValueError, beginning with `setting` ("section.key = value"), if `package` is not installed. `extra`: in pyproject.toml."""
     if find_spec(package) is None:
         raise ValueError(
             f"{setting}: needs the package {package}, which is not installed; "

@@ -1,8 +1,8 @@
-"""Metrics of a run: the console line, metrics.jsonl and the charts; and the record of its training data, samples.jsonl.
+"""Metrics of a run (log line, metrics.jsonl, charts) and the record of its training data, samples.jsonl.
 
 train.py calls MetricsProcessor.step and MetricsProcessor.samples after each committed step, MetricsProcessor.validation after each
-validation. Nothing here waits for the device: the loss arrives as a number, and memory is read on logging steps only, from counters on the
-host."""
+validation. Nothing here waits for the device: the loss is passed as a number, and memory is read from counters on the host, on logging
+steps only."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from training.metrics_writer import MetricsWriter
 from training.progress import GROUP_PHASES, LONG_PHASES, WORK, Progress, duration
 from training.sinks import Kind
 
-FIRST_ESTIMATE = 3  # commits of a start
-# What the closing lines name; every phase that is not listed belongs to "other", as does time outside of all phases.
+FIRST_ESTIMATE = 3  # commits of this launch before the estimate
+# Phases in the closing summary; "other" is every other phase, and time outside of phases.
 _ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """[metrics]: how often the run reports its state, and where."""
+    """[metrics]: frequency and destinations of the reports."""
 
-    log_freq: Annotated[int, "steps between console lines (and chart points); first and last step always", ">= 1"] = 10
+    log_freq: Annotated[int, "steps between log lines and chart points; also the first and the last step", ">= 1"] = 10
     enable_tensorboard: Annotated[bool, "write TensorBoard charts; metrics.jsonl is written always"] = True
-    save_tb_folder: Annotated[str, "TensorBoard's folder inside the run's"] = "tb"
+    save_tb_folder: Annotated[str, "TensorBoard's folder inside the run's folder"] = "tb"
     enable_wandb: Annotated[bool, "write Weights & Biases charts (needs the wandb package)"] = False
     disable_color_printing: Annotated[bool, "no colours on a terminal"] = False
     peak_tflops: Annotated[
-        float, "peak of one device in TFLOP/s, for MFU; 0: MFU on devices whose peak is known, none elsewhere", ">= 0"
+        float, "peak of one device in TFLOP/s, for MFU; 0: from a table; no MFU for other devices", ">= 0"
     ] = 0.0
 
     def check(self) -> None:
@@ -54,9 +54,9 @@ class MetricsConfig:
 
 
 class MetricsProcessor:
-    """Turns committed steps into console lines, journal lines and chart points. Every rank has one, for the checkpoint; one rank opens
-    sinks. The first step begins at construction, or load_state_dict. A step's seconds leave out progress.LONG_PHASES (start, checkpoint,
-    validation), which are reported on their own."""
+    """Turns committed steps into log lines, journal rows and chart points. Every rank has one, for the checkpoint; one rank sets `sink`.
+    The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES (start, checkpoint,
+    validation, ...), which are reported separately."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class MetricsProcessor:
         flops_per_token: float = 0.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`steps`: the run's last. `world_size`: devices that share the tokens. `flops_per_token`: the model's."""
-        self.tokens = 0  # valid tokens since step 0, over all starts and ranks
+        """`steps`: the run's last step. `world_size`: devices that share the tokens. `flops_per_token`: of the model."""
+        self.tokens = 0  # valid tokens since step 0, over all launches and ranks
         self._config, self._log, self._progress = config, log, progress
-        self.sink: MetricsWriter | None = None  # set on one rank, after the checkpoint is loaded
+        self.sink: MetricsWriter | None = None  # training/components.py sets it on global rank 0
         self._steps, self._world_size, self._flops_per_token = steps, world_size, flops_per_token
         self._wall_clock = wall_clock
         self._memory = Memory(device)
         self._peak_tflops = config.peak_tflops or (known_peak_tflops(device.name) if device else None)
-        self._first_step = self._commits = 0  # of this start
-        self._resumed: tuple[int, int] | None = None  # step and tokens before its first commit
+        self._first_step = self._commits = 0  # first committed step and number of commits of this launch
+        self._resumed: tuple[int, int] | None = None  # step and tokens before the first commit of this launch
         self._loss = math.nan
-        self._validation_loss: float | None = None  # the newest
+        self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
         self._spent = self._clocks()
@@ -99,8 +99,8 @@ class MetricsProcessor:
         groups: Mapping[str, float] | None = None,
         steps: int = 1,
     ) -> None:
-        """Step `step` is committed, with `steps` - 1 unreported ones before it. Loss in nats per token and valid `tokens`: over all ranks.
-        `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and wherever they change."""
+        """Reports committed step `step`, with `steps` - 1 unreported ones before it. Loss (nats per token) and valid `tokens`: over all
+        ranks. `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and whenever they change."""
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
@@ -140,7 +140,7 @@ class MetricsProcessor:
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
             }
-            if groups:  # seconds per step spent on them, means since the last logging step; goodput: the share of all time without them
+            if groups:  # mean seconds per step in GROUP_PHASES since the last logging step; goodput: share of the time in committed steps
                 earlier, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
                 for name, now in self._group_s.items():
                     scalars[f"time_metrics/{name}(s)"] = (now - earlier[name]) / self._interval["steps"]
@@ -149,7 +149,7 @@ class MetricsProcessor:
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
-        """Reports a validation after `step`: nats per token, bits per byte, valid tokens and seconds."""
+        """Reports a validation after `step`: loss in nats per token, bits per byte, valid tokens, seconds."""
         self._validation_loss = loss
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
@@ -172,19 +172,19 @@ class MetricsProcessor:
     def samples(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
     ) -> None:
-        """Records the data of the `steps` up to `step`: each slot, by the position of its first sequence, and the group whose gradients
-        counted. `holes`: slots that were assigned and have yet to be trained on. See scripts/samples.py."""
+        """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
+        whose gradients were used. `holes`: slots that were assigned but not yet trained on. See scripts/samples.py."""
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
         self._write("records", step, row | ({"steps": steps} if steps > 1 else {}))
 
     def print_estimate(self, step: int) -> None:
-        """Logs once, early in a start, how long it will take."""
+        """Logs the remaining time once, after FIRST_ESTIMATE commits."""
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
             self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
     def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
-        """The closing lines of a start that has come to `step`. `saved`: where checkpoints are; `groups`: events of replica groups. Goodput
-        is the share of the time that went into committed steps."""
+        """Logs the closing summary of a launch that has reached `step`. `saved`: folder of the checkpoints; `groups`: events of replica
+        groups. Goodput is the share of the time spent on committed steps."""
         progress, total = self._progress, self._progress.total()
         first_step, first_tokens = self._resumed or (step, self.tokens)
         counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _ACCOUNTS}
@@ -213,7 +213,7 @@ class MetricsProcessor:
         return self._progress.total(), spent("data"), spent("checkpoint"), spent(*LONG_PHASES)
 
     def _rates(self) -> dict[str, float]:
-        """Means over the steps since the last logging step. Throughput is per device, as MFU's definition wants it."""
+        """Returns means over the steps since the last logging step. Throughput is per device, as MFU is."""
         steps, tokens, step_s, data_s = self._interval.values()
         tps = _per(tokens, step_s) / self._world_size
         rates = {
@@ -245,7 +245,7 @@ class MetricsProcessor:
         return "  ".join(fields)
 
     def eta_s(self, step: int) -> float | None:
-        """Seconds to the last step at the pace of this start without its first step (compilation)."""
+        """Returns the seconds to the last step at the pace of this launch, without its first step (compilation); None: unknown."""
         done = step - self._first_step
         if done <= 0 or step >= self._steps:
             return None
@@ -260,12 +260,12 @@ class MetricsProcessor:
 
 
 class Memory:
-    """Peak memory of this rank since the last `read`: CUDA's allocator; on a CPU the process's resident set, ever."""
+    """Peak memory of this rank: of CUDA's allocator since the last `read`; on a CPU of the resident set since the process began."""
 
     def __init__(self, device: Device | None) -> None:
         self.gib, self._device = 0.0, device
         self.scalars: dict[str, float] = {}
-        self._total_gib = 0.0  # of the device, or of the machine for a CPU; 0: unknown
+        self._total_gib = 0.0  # memory of the device, or of the machine for a CPU; 0: unknown
         if device is not None and device.traits.has_allocator:
             self._total_gib = torch.cuda.get_device_properties(device.torch_device).total_memory / 2**30
         elif device is not None:
@@ -273,7 +273,7 @@ class Memory:
                 self._total_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
     def read(self) -> None:
-        """Reads the counters, which are the host's, and starts the peak anew."""
+        """Reads the counters, which are on the host, and resets the peak."""
         if self._device is None:
             return
         if self._device.traits.has_allocator:
@@ -291,12 +291,12 @@ class Memory:
                 self.scalars[f"memory/max_{kind}(%)"] = 100 * gib / self._total_gib
 
     def text(self) -> str:
-        """`1.25 GiB (5%)`."""
+        """Returns the peak as in `1.25 GiB (5%)`."""
         return f"{self.gib:.2f} GiB" + (f" ({self.gib / self._total_gib:.0%})" if self._total_gib else "")
 
 
-_PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first pattern found in the device's name counts
-    (r"\bMIG\b", None),  # a slice of a card has a slice of its peak
+_PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first pattern that matches the device's name is used
+    (r"\bMIG\b", None),  # the peak of a slice depends on its size
     (r"\bA100\b", 312.0),
     (r"\bH100 NVL\b", 835.0),
     (r"\bH100 PCIe\b", 756.0),
@@ -314,7 +314,7 @@ _PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first patt
 
 
 def known_peak_tflops(device_name: str) -> float | None:
-    """The device's peak, or None: a guessed peak gives an MFU that means nothing."""
+    """Returns the device's peak, or None if it is not in the table: a guess would make the MFU meaningless."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
 
 

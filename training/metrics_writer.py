@@ -1,17 +1,17 @@
-"""The writer of a run's metrics. Where several replica groups train it, one of them writes, and the others keep the rows in memory.
+"""Writes the rows of metrics.jsonl, samples.jsonl and the charts. With several replica groups, one writes and the others keep the rows.
 
-The trainer's thread appends rows; the background writer's (background_writer.py) writes them, so storage that is full, read-only or slow
-holds up no step, and a torn line is removed and written anew. KEPT_BYTES or KEPT_S of rows are kept until they are in the files. The newest
-rows of a process that is killed are kept by other groups; a run of one group has written all rows before its newest checkpoint (`sync`),
-and repeats later steps.
+The training thread appends rows; the background writer's thread (background_writer.py) writes them, so full, read-only or slow storage does
+not delay a step, and a torn line is removed and written again. Rows are kept until they are in the files, up to KEPT_BYTES and KEPT_S. If
+a process is killed, other groups still have its newest rows; a run of one group writes all rows before its newest checkpoint (`sync`) and
+repeats later steps.
 
-All groups have the same metrics, for all have the same sums. When the role moves, the new writer first writes the rows that the one before
-did not write, and removes rows of steps that did not hold: no step is missing in metrics.jsonl and samples.jsonl, and none is there twice.
-A group that was stopped, and wakes, still takes itself for the writer; the lease (writer_lease.py) tells it that a newer quorum is there.
+All groups have the same metrics, since reductions give all of them the same results. A new writer first writes the rows that the previous
+one did not write, and removes rows of steps that were not committed: each step is exactly once in metrics.jsonl and samples.jsonl. A
+stopped group that resumes believes that it is still the writer; the lease (writer_lease.py) tells it that a newer quorum has a writer.
 
-The newest rows go to groups that heal, and into each checkpoint (ROWS_KEPT), which may be of a step that its writer alone has committed. If
-that one dies, the others repeat the step, and the files hold their row of it; if then all die, the job goes on from the checkpoint, and the
-next writer puts back the rows that belong to it."""
+The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint. A checkpoint may be of a step that only its writer has
+committed. If that group dies, the others repeat the step and the files get their row of it; if all groups then die, the job resumes from
+the checkpoint, and the next writer restores the rows that belong to it."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from training.progress import Clock
 from training.sinks import METRICS, SAMPLES, Kind, ResumedStep, Sinks, last_rows
 from training.writer_lease import Quorum, acquire, is_superseded
 
-ROWS_KEPT = 100  # at least: every quorum names the writer, so few steps can be missing
-SYNC_S = 5.0  # a checkpoint waits so long for rows before it
-ROW_BYTES = 1000  # of memory, beside its text
+ROWS_KEPT = 100  # at least; each quorum names the writer, so only the last few steps can be missing in the files
+SYNC_S = 5.0  # longest wait of a checkpoint for the rows before it
+ROW_BYTES = 1000  # memory of a row, without its text
 
 
 class Row(NamedTuple):
     kind: Kind
     step: int
-    figures: Mapping[str, Any]
+    scalars: Mapping[str, Any]
 
     @property
     def is_validation(self) -> bool:
-        """True for a validation, which has a row of its own for the same step."""
-        return any(name.startswith("validation") for name in self.figures)
+        """True for the row of a validation, which its step has beside the training row."""
+        return any(name.startswith("validation") for name in self.scalars)
 
 
-class _Over(Exception):
-    """Raised when a newer quorum's writer has the files."""
+class _Superseded(Exception):
+    """Raised if the writer of a newer quorum has opened the files."""
 
 
-class _Kept(NamedTuple):
+class _KeptRow(NamedTuple):
     number: int
     row: Row
     size_bytes: int
@@ -56,13 +56,13 @@ class _Kept(NamedTuple):
 
 
 class MetricsWriter:
-    """Takes the rows of a MetricsProcessor. `open_sinks(resumed_step)`: see sinks.Sinks, into `folder`. `writes`: the quorum that makes
-    this group the writer, now. `shared`: other groups write into the same folder, one at a time."""
+    """Accepts the rows of a MetricsProcessor. `open_sinks(resumed_step)`: opens a sinks.Sinks in `folder`. `writer_quorum`: returns the
+    quorum in which this group is the writer at present. `shared`: other groups write into the same folder, one at a time."""
 
     def __init__(
         self,
         folder: Path,
-        writes: Callable[[], Quorum | None],
+        writer_quorum: Callable[[], Quorum | None],
         open_sinks: Callable[[ResumedStep], Sinks],
         background_writer: BackgroundWriter,
         *,
@@ -71,197 +71,196 @@ class MetricsWriter:
         rows_kept: int = ROWS_KEPT,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self._folder, self._writes, self._open_sinks = folder, writes, open_sinks
+        self._folder, self._writer_quorum, self._open_sinks = folder, writer_quorum, open_sinks
         self._background_writer, self._shared, self._clock = background_writer, shared, clock
-        self._rows_kept, self._most_bytes = rows_kept, kept_bytes
-        self._lock = threading.Lock()  # around what both threads have; never while a file is waited for
-        self.kept: deque[_Kept] = deque()  # rows that are remembered
-        self._kept_bytes = self._number = 0
-        self._todo = 1  # the first row that is this group's to write, and not known to be in the files
-        self._quorum: Quorum | None = None  # that made this group the writer, at the newest row; None: another was
-        self._anew = self._wants_sync = self._closing = False
-        self._there = 0  # up to this step all rows are in the files, whoever wrote them
-        self.lost = 0  # rows that were this group's to write, and that there was no room for
-        # The background writer's own:
-        self.sinks: Sinks | None = None  # that are open
-        background_writer.register("figures", self._catch_up, lambda: self.lost)
+        self._rows_kept, self._max_kept_bytes = rows_kept, kept_bytes
+        self._lock = threading.Lock()  # for state shared by both threads; never held during file operations
+        self.kept: deque[_KeptRow] = deque()  # rows in memory
+        self._kept_bytes = self._last_number = 0
+        self._first_pending = 1  # number of the first row that this group has to write and has not written
+        self._quorum: Quorum | None = None  # in which this group writes, as of the newest row; None: another one does
+        self._reopen = self._sync_requested = self._close_requested = False
+        self._written_until = 0  # up to this step all rows are in the files, from any group
+        self.lost = 0  # rows of this group that were dropped unwritten, for lack of room
+        self.sinks: Sinks | None = None  # the open files; used only in the background writer's thread
+        background_writer.register("metrics", self._write_pending, lambda: self.lost)
 
     def write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:
-        """Remembers it; the background writer writes it."""
-        row, quorum = Row(kind, step, dict(scalars)), self._writes()
+        """Queues a row for the background writer."""
+        row, quorum = Row(kind, step, dict(scalars)), self._writer_quorum()
         with self._lock:
             begins_step = kind == "journals" and not row.is_validation
-            if begins_step and self.kept and self.kept[-1].row.step >= step:  # the job has gone back to a checkpoint
-                self._remember(kept.row for kept in self.kept if kept.row.step < step)
+            if begins_step and self.kept and self.kept[-1].row.step >= step:  # the job has resumed from a checkpoint
+                self._replace_rows(kept.row for kept in self.kept if kept.row.step < step)
             self._append(row)
-            self._quorum, self._closing = quorum, False
+            self._quorum, self._close_requested = quorum, False
             if quorum is None:
-                self._todo = self._number + 1
-            self._forget()
+                self._first_pending = self._last_number + 1
+            self._drop_rows()
         self._background_writer.wake()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a group that heals, or begins with this checkpoint: it may be the next to write."""
+        """Returns the newest rows, for a healing group or a checkpoint: the group that loads them may be the next writer."""
         with self._lock:
             return {"rows": json.dumps([kept.row for kept in self.kept][-self._rows_kept :])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._lock:
-            self._remember(Row(*row) for row in json.loads(state["rows"]))
+            self._replace_rows(Row(*row) for row in json.loads(state["rows"]))
 
     def sync(self) -> None:
-        """Makes the rows durable where this group writes, and storage allows it within SYNC_S."""
+        """Makes the rows durable (fsync) if this group is the writer; waits up to SYNC_S for storage."""
         self._check_role()
-        self._wants_sync = True
+        self._sync_requested = True
         self._background_writer.wake()
         self._background_writer.flush(SYNC_S)
 
     def close(self) -> None:
-        """Waits up to CLOSE_S for what is not written. May be called twice."""
+        """Waits up to CLOSE_S for pending rows. May be called twice."""
         self._check_role()
-        self._closing = True
+        self._close_requested = True
         self._background_writer.wake()
         self._background_writer.flush(CLOSE_S)
 
     def _check_role(self) -> None:
-        """Takes over a role that came after the newest row, which may be the last."""
-        quorum = self._writes()
+        """Takes the writer role if it was assigned after the newest row, which may be the last one."""
+        quorum = self._writer_quorum()
         with self._lock:
             if quorum is None or not self.kept:
                 return
             if self._quorum is None:
                 newest = self.kept[-1].row.step
-                self._todo = next(kept.number for kept in self.kept if kept.row.step == newest)
+                self._first_pending = next(kept.number for kept in self.kept if kept.row.step == newest)
             self._quorum = quorum
 
-    # ---- what is remembered: under the lock
+    # ---- rows in memory; called with the lock held
 
     def _append(self, row: Row) -> None:
-        self._number += 1
-        size_bytes = ROW_BYTES + len(str(row.figures))
-        self.kept.append(_Kept(self._number, row, size_bytes, self._clock()))
+        self._last_number += 1
+        size_bytes = ROW_BYTES + len(str(row.scalars))
+        self.kept.append(_KeptRow(self._last_number, row, size_bytes, self._clock()))
         self._kept_bytes += size_bytes
 
-    def _remember(self, rows: Iterable[Row]) -> None:
-        """Remembers these rows, and nothing else; none of them is new."""
+    def _replace_rows(self, rows: Iterable[Row]) -> None:
+        """Replaces all rows in memory by `rows`, none of which is pending."""
         rows = list(rows)
         self.kept.clear()
-        self._kept_bytes, self._there, self._anew = 0, 0, True
+        self._kept_bytes, self._written_until, self._reopen = 0, 0, True
         for row in rows:
             self._append(row)
-        self._todo = self._number + 1
+        self._first_pending = self._last_number + 1
 
-    def _forget(self) -> None:
-        """Drops rows that are in the files, or are too many."""
+    def _drop_rows(self) -> None:
+        """Drops rows that are in the files, or exceed the limits."""
         oldest_s = self._clock() - KEPT_S
         while len(self.kept) > self._rows_kept:
             first = self.kept[0]
-            is_written = first.number < self._todo and first.row.step <= self._there
-            if not is_written and first.at_s >= oldest_s and self._kept_bytes <= self._most_bytes:
+            is_written = first.number < self._first_pending and first.row.step <= self._written_until
+            if not is_written and first.at_s >= oldest_s and self._kept_bytes <= self._max_kept_bytes:
                 return
             self.kept.popleft()
             self._kept_bytes -= first.size_bytes
-            if first.number >= self._todo:
+            if first.number >= self._first_pending:
                 self.lost += 1
-                self._todo = first.number + 1
+                self._first_pending = first.number + 1
 
-    # ---- the files: in the background writer's thread
+    # ---- files; called in the background writer's thread
 
-    def _catch_up(self) -> None:
-        """Writes the rows that are due, or closes the files if another group is the writer. May raise: then the files are opened anew, and
-        torn lines are cut off."""
+    def _write_pending(self) -> None:
+        """Writes the pending rows, or closes the files if another group is the writer. After an exception the files are reopened and torn
+        lines are removed."""
         with self._lock:
-            quorum, anew, self._anew = self._quorum, self._anew, False
-            rows = [kept for kept in self.kept if kept.number >= self._todo]
-        if quorum is None or anew:
+            quorum, reopen, self._reopen = self._quorum, self._reopen, False
+            rows = [kept for kept in self.kept if kept.number >= self._first_pending]
+        if quorum is None or reopen:
             self._close_files()
         if quorum is None:
-            return self._forget_written()
+            return self._drop_written_rows()
         try:
-            is_ours = not rows or self._put_or_take_over(quorum, rows)
-            if self._wants_sync and self.sinks is not None:
+            is_ours = not rows or self._write_or_take_over(quorum, rows)
+            if self._sync_requested and self.sinks is not None:
                 self.sinks.sync()
-                self._wants_sync = False
-        except Exception:  # whatever it is: some of the rows may be in the files
+                self._sync_requested = False
+        except Exception:  # of any kind: some of the rows may be in the files
             self._close_files()
             raise
-        if not is_ours or self._closing:
+        if not is_ours or self._close_requested:
             self._close_files()
         if rows:
             with self._lock:
-                self._todo = max(self._todo, rows[-1].number + 1)
-                if is_ours and not self._anew:  # of the newest step there may be more rows to come
-                    self._there = max(self._there, rows[-1].row.step - 1)
-                self._forget()
+                self._first_pending = max(self._first_pending, rows[-1].number + 1)
+                if is_ours and not self._reopen:  # the newest step may get more rows
+                    self._written_until = max(self._written_until, rows[-1].row.step - 1)
+                self._drop_rows()
 
-    def _put_or_take_over(self, quorum: Quorum, rows: list[_Kept]) -> bool:
-        """Writes the rows. False: another group is to write them by now."""
-        if self.sinks is not None and self._put_all(quorum, [kept.row for kept in rows]):
+    def _write_or_take_over(self, quorum: Quorum, rows: list[_KeptRow]) -> bool:
+        """Writes the rows, after opening the files if needed. False: another group has become the writer."""
+        if self.sinks is not None and self._write_rows(quorum, [kept.row for kept in rows]):
             return True
         self._close_files()
         if self._shared and not acquire(self._folder, quorum):
             return False
         try:
             missing = self._take_over(quorum, rows[0].row.step, rows[-1].number)
-        except _Over:
+        except _Superseded:
             return False
-        return self._put_all(quorum, missing)
+        return self._write_rows(quorum, missing)
 
-    def _put_all(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
+    def _write_rows(self, quorum: Quorum, rows: Iterable[Row]) -> bool:
         assert self.sinks is not None
-        with self.sinks.held():
-            if self.sinks.replaced() or (self._shared and is_superseded(self._folder, quorum)):
+        with self.sinks.locked():
+            if self.sinks.is_replaced() or (self._shared and is_superseded(self._folder, quorum)):
                 return False
             for row in rows:
                 self.sinks.write(*row)
         return True
 
     def _take_over(self, quorum: Quorum, step: int, last: int) -> list[Row]:
-        """Opens the files and cuts their rows from `step` on, or from the first earlier step whose row differs from this group's: the
-        previous writer died with it, and the others repeated it. Returns the rows to write. Raises _Over."""
+        """Opens the files and removes their rows from `step` on, or from the first earlier step whose row differs from this group's (the
+        previous writer died in that step, and the others repeated it). Returns the rows to write. Raises _Superseded."""
         with self._lock:
             known = [kept.row for kept in self.kept if kept.number <= last]
         first = step
 
         def resumed_step() -> int | None:
-            nonlocal first  # the files are locked: a newer writer comes after this, and cuts anew
+            nonlocal first  # the files are locked: a newer writer truncates them after this
             if self._shared and is_superseded(self._folder, quorum):
-                raise _Over
-            written = self._written(known[0].step, step - 1) if self._shared else lambda row: True
-            first = min(row.step for row in known if row.step >= step or not written(row))
+                raise _Superseded
+            is_written = self._make_written_test(known[0].step, step - 1) if self._shared else lambda row: True
+            first = min(row.step for row in known if row.step >= step or not is_written(row))
             return first - 1 or None
 
         self.sinks = self._open_sinks(resumed_step)
         return [row for row in known if row.step >= first]
 
-    def _written(self, since: int, until: int) -> Callable[[Row], bool]:
-        """A test for rows of steps up to `until`: True when the files have it, once. Time and memory differ between groups; the training
-        data is the same in all, and identifies a step. Charts are written after the journal, and not read."""
+    def _make_written_test(self, since: int, until: int) -> Callable[[Row], bool]:
+        """Returns a predicate for rows of steps up to `until`: True if the files have the row once. Times and memory differ between groups;
+        the training data is the same in all and identifies a step. Charts are written after the journal and are not read."""
         metrics = last_rows(self._folder / METRICS, since=since, until=until)
         samples = last_rows(self._folder / SAMPLES, since=since, until=until)
-        there = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
+        found = Counter((row["step"], Row("journals", row["step"], row).is_validation) for row in metrics)
         steps, trained = Counter(row["step"] for row in samples), {row["step"]: row for row in samples}
 
-        def written(row: Row) -> bool:
+        def is_written(row: Row) -> bool:
             if row.kind == "records":
-                return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.figures}
-            return row.kind == "charts" or there[row.step, row.is_validation] == 1
+                return steps[row.step] == 1 and trained[row.step] == {"step": row.step, **row.scalars}
+            return row.kind == "charts" or found[row.step, row.is_validation] == 1
 
-        return written
+        return is_written
 
-    def _forget_written(self) -> None:
-        """Drops rows that another group has written by now; reads the files now and then."""
+    def _drop_written_rows(self) -> None:
+        """Drops rows that another group has written, after reading the ends of the files from time to time."""
         with self._lock:
             newest = self.kept[-1].row.step if self.kept else 0
             rows = self._rows_kept
-            due = len(self.kept) >= 2 * rows and self.kept[len(self.kept) - rows].row.step > self._there
+            due = len(self.kept) >= 2 * rows and self.kept[len(self.kept) - rows].row.step > self._written_until
         if not due:
             return
         ends = [last_rows(self._folder / name, since=newest - rows, until=newest) for name in (METRICS, SAMPLES)]
-        there = min(max((row["step"] for row in end), default=0) for end in ends)
+        written_until = min(max((row["step"] for row in end), default=0) for end in ends)
         with self._lock:
-            self._there = max(self._there, there)
-            self._forget()
+            self._written_until = max(self._written_until, written_until)
+            self._drop_rows()
 
     def _close_files(self) -> None:
         if self.sinks is not None:

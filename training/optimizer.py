@@ -1,4 +1,4 @@
-"""AdamW or Adam over the parameters, in groups chosen by name; the learning rate of a step, the norm of its gradients, and its update."""
+"""Optimizer (AdamW or Adam, with parameter groups by name), learning rate schedule, gradient norm, clipping and update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.progress import Progress
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """[[optimizer.groups]]: an exception for the parameters whose name matches."""
+    """[[optimizer.groups]]: settings of the parameters whose name matches."""
 
     pattern: Annotated[str, 'shell pattern over parameter names, such as "*norm.weight" or "output.*"']
     weight_decay: Annotated[float, "weight decay of these; -1: optimizer.weight_decay", ">= -1"] = -1.0
@@ -31,15 +31,15 @@ class OptimizerConfig:
     """[optimizer]: the update rule."""
 
     name: Annotated[
-        Literal["AdamW", "Adam"], "AdamW decays weights apart from the gradient; Adam adds the decay to it"
+        Literal["AdamW", "Adam"], "AdamW: decoupled weight decay; Adam: the decay is added to the gradient"
     ] = "AdamW"
     lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
     beta2: Annotated[float, "decay of the squared gradient's running mean", ">= 0", "< 1"] = 0.95
     eps: Annotated[float, "added to the root of the running square", "> 0"] = 1e-8
     weight_decay: Annotated[float, "weight decay, per unit of learning rate", ">= 0"] = 0.1
-    implementation: Annotated[Literal["fused", "foreach", "for-loop"], "which of torch's kernels"] = "fused"
-    groups: Annotated[tuple[ParameterGroup, ...], "exceptions by name; the first pattern that matches counts"] = ()
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], "implementation in torch.optim"] = "fused"
+    groups: Annotated[tuple[ParameterGroup, ...], "settings by parameter name; the first match counts"] = ()
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class LRSchedulerConfig:
     def check(self) -> None:
         if -1.0 < self.decay_ratio < 0.0:
             raise ValueError(
-                f"lr_scheduler.decay_ratio = {self.decay_ratio}: a share between 0 and 1, or -1; nearest: 0.0"
+                f"lr_scheduler.decay_ratio = {self.decay_ratio}: must be between 0 and 1, or -1; nearest: 0.0"
             )
 
     def decay_length(self, training_steps: int) -> int:
-        """Steps of decay at the end of the schedule."""
+        """Returns the number of decay steps at the end of the schedule."""
         total = self.total_steps or training_steps
         return max(0, total - self.warmup_steps) if self.decay_ratio < 0 else round(total * self.decay_ratio)
 
 
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
-    """One optimizer over all parts, its state sharded as the parameters are. Another optimizer: a name in OptimizerConfig, a class here and
-    its arguments; its state must be per parameter."""
+    """Builds one optimizer over all parts, its state sharded as the parameters are. A new class needs a name in OptimizerConfig and an
+    entry below; it must accept these arguments, keep state per parameter, and, if `fused`, honour grad_scale and found_inf."""
     settings = [*config.groups, ParameterGroup("*")]
     members: list[list[nn.Parameter]] = [[] for _ in settings]
     for part in parts:
@@ -97,7 +97,7 @@ def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torc
 
 
 def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
-    """Raises ValueError for a pattern that matches none of the model's parameter names: a typo would else decay what it should not."""
+    """Raises ValueError for a pattern that matches no parameter name: a typo would otherwise go unnoticed."""
     names = list(names)
     for index, group in enumerate(config.groups):
         if not fnmatch.filter(names, group.pattern):
@@ -108,8 +108,8 @@ def check_patterns(config: OptimizerConfig, names: Iterable[str]) -> None:
 
 
 def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: int, decay_steps: int) -> float:
-    """The factor of optimizer.lr in the step that follows `step` committed ones, within (0, 1]. `decay_steps`: decay_length's. Warm-up and
-    decay run over one virtual step more than they have, so that no step has a rate of exactly 0."""
+    """Returns the factor of optimizer.lr, within (0, 1], for the step after `step` committed ones. `decay_steps`: from decay_length.
+    Warm-up and decay are computed as if one step longer, so that no step has a rate of exactly 0."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     decayed = step - (total_steps - decay_steps) + 1  # 1 in the first step of the decay
@@ -121,21 +121,21 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of the whole gradient, fp32, the same on every rank; a scalar on the ranks' device (no host sync). Every rank adds the
-    squares of its own shards, but a shard that several ranks hold is added by the first only: the sum counts each element once."""
+    """Returns the L2 norm of the whole gradient, an fp32 scalar on the device, the same on every rank, without a host sync. Each rank adds
+    the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
-    once, device = [], "cpu"  # the kind of device whose backend serves the ranks
+    once, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
     for norm, parameter in zip(norms, parameters, strict=True):
         assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
         mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
-        place = mesh.get_coordinate()
-        assert place is not None
-        # No rank before this one holds the same piece: it is first on every axis that replicates the parameter.
-        if all(here == 0 for here, kind in zip(place, parameter.placements, strict=True) if kind.is_replicate()):
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        # The first rank on every axis that replicates the parameter: no earlier rank has the same shard.
+        if all(here == 0 for here, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()):
             once.append(norm)
     square = torch.stack(once).square().sum() if once else torch.zeros(())
-    square = square.to(device)  # offloaded shards lie elsewhere than where ranks meet
+    square = square.to(device)  # offloaded shards are on the CPU
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return square.sqrt()
@@ -143,7 +143,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 @dataclass(eq=False)
 class OptimizerStep:
-    """The optimizer's step at the schedule's learning rate, with gradients that are divided and clipped by one multiplication."""
+    """Optimizer step at the scheduled learning rate; one scaling of the gradients both divides and clips them."""
 
     optimizer: torch.optim.Optimizer
     parameters: Sequence[nn.Parameter]
@@ -157,8 +157,8 @@ class OptimizerStep:
         self._decay_steps = self.schedule.decay_length(self.training.steps)
 
     def step(self, step: int, divisor: float) -> tuple[float, float]:
-        """Applies one optimizer step, after `step` others, to gradients that are sums over `divisor` tokens. Returns the norm of their
-        mean and the learning rate. Changes nothing where the norm is not finite, or `divisor` is 0."""
+        """Applies the optimizer step that follows `step` others to gradients that are sums over `divisor` tokens. Returns the norm of their
+        mean and the learning rate. Changes nothing if the norm is not finite or `divisor` is 0."""
         fused = self.config.implementation == "fused"
         with self.progress.phase("reduce"):
             norm = gradient_norm(self.parameters)
@@ -172,9 +172,9 @@ class OptimizerStep:
             )
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group["lr_factor"]
-            max_norm = self.training.max_norm * divisor  # of the sums
+            max_norm = self.training.max_norm * divisor  # bound for the norm of the sums
             grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
-            if fused:  # its kernel divides, and looks whether to, so that no device waits for the host
+            if fused:  # the kernel divides by grad_scale and skips the update if found_inf is set: no host sync
                 kernel: Any = self.optimizer
                 kernel.grad_scale, kernel.found_inf = grad_scale, norm.isfinite().logical_not().float()
             else:

@@ -1,4 +1,4 @@
-"""Traces and memory snapshots of a running job, per rank, in the run's folder; and Python's garbage, whose pauses show there."""
+"""Profiler traces and memory snapshots, per rank, in the run's folder; scheduling of Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from training.log import Log
 
-_SNAPSHOT_ENTRIES = 100_000  # allocations remembered by the ring
+_SNAPSHOT_ENTRIES = 100_000  # allocations in the ring buffer of the recorded history
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class ProfilingConfig:
     """[profiling]: traces (any device) and memory snapshots (CUDA)."""
 
     enable_profiling: Annotated[bool, "write a trace of profiler_active steps every profile_freq steps"] = False
-    save_traces_folder: Annotated[str, "folder of the traces inside the run's"] = "profile_traces"
+    save_traces_folder: Annotated[str, "folder of the traces inside the run's folder"] = "profile_traces"
     profile_freq: Annotated[int, "steps from one trace (or memory snapshot) to the next", ">= 1"] = 10
-    profiler_warmup: Annotated[int, "steps before each trace that the profiler runs without recording", ">= 0"] = 3
+    profiler_warmup: Annotated[int, "steps before each trace in which the profiler runs without recording", ">= 0"] = 3
     profiler_active: Annotated[int, "steps in one trace", ">= 1"] = 1
     enable_memory_snapshot: Annotated[
-        bool, "write CUDA's allocations every profile_freq steps, and when out of memory"
+        bool, "write a snapshot of CUDA's allocations every profile_freq steps, and when out of memory"
     ] = False
-    save_memory_snapshot_folder: Annotated[str, "folder of the memory snapshots inside the run's"] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[str, "folder of the snapshots inside the run's folder"] = "memory_snapshot"
 
     def check(self) -> None:
         needed = self.profiler_warmup + self.profiler_active
@@ -40,13 +40,13 @@ class ProfilingConfig:
 
 
 class Profiler:
-    """A context around the loop. Files: <run>/<folder>/step-N/rank-R.json.gz (open in Perfetto) and rank-R.pickle
-    (open at pytorch.org/memory_viz), N being the last step in them. Disabled, it costs nothing."""
+    """A context manager for the training loop. Files: <run>/<folder>/step-N/rank-R.json.gz (open in Perfetto) and rank-R.pickle
+    (open at pytorch.org/memory_viz), where N is their last step. Without overhead if disabled."""
 
     def __init__(
         self, config: ProfilingConfig, run_folder: Path, *, global_rank: int, log: Log, allocator: Any = None
     ) -> None:
-        """`allocator`: torch.cuda.memory, where the job runs on CUDA; elsewhere there are no memory snapshots, and one line says so."""
+        """`allocator`: torch.cuda.memory if the job runs on CUDA; None: no memory snapshots, which is logged."""
         self._config, self._run_folder, self._global_rank, self._log = config, run_folder, global_rank, log
         self._step = 0
         self._allocator: Any = allocator if config.enable_memory_snapshot else None
@@ -59,8 +59,8 @@ class Profiler:
         if config.enable_profiling:
             from torch.profiler import profile, schedule
 
-            waits = config.profile_freq - config.profiler_warmup - config.profiler_active
-            plan = schedule(wait=waits, warmup=config.profiler_warmup, active=config.profiler_active)
+            wait = config.profile_freq - config.profiler_warmup - config.profiler_active
+            plan = schedule(wait=wait, warmup=config.profiler_warmup, active=config.profiler_active)
             self._profile = profile(schedule=plan, on_trace_ready=self._save_trace, record_shapes=True)
             self._profile.start()
         if self._allocator is not None:
@@ -84,7 +84,7 @@ class Profiler:
             finished.stop()
 
     def _save_trace(self, finished: Any) -> None:
-        if self._profile is not None:  # else stopped inside a trace: fewer steps than asked for are no trace
+        if self._profile is not None:  # None: stopped in the middle of a trace, which is not written
             self._write("profile", self._config.save_traces_folder, "", "json.gz", finished.export_chrome_trace)
 
     def _save_snapshot(self, why: str = "") -> None:
@@ -96,7 +96,7 @@ class Profiler:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
-        except (OSError, RuntimeError) as error:  # a disk that is full costs a trace, not the run
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             self._log.warning("%s: %s is not written: %s", kind, path, error)
@@ -105,8 +105,8 @@ class Profiler:
 
 
 class GarbageCollection:
-    """With `freq` > 0 all ranks collect at every `freq`-th step, for every rank waits while one does; with 0 Python does it by itself.
-    Objects that exist at construction are frozen: a full collection takes a few ms instead of some 100."""
+    """Scheduler of garbage collection: with `freq` > 0 all ranks collect together, every `freq` steps; with 0 collection is automatic.
+    Objects that exist at construction are frozen, which reduces a full collection from some 100 ms to a few ms."""
 
     def __init__(self, freq: int) -> None:
         self._freq = freq
@@ -117,7 +117,7 @@ class GarbageCollection:
 
     def step(self, step: int) -> None:
         if self._freq and step % self._freq == 0:
-            gc.collect()  # all generations, for nothing else empties the oldest
+            gc.collect()  # all generations, since automatic collection is disabled
 
     def close(self) -> None:
         if self._freq:

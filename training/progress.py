@@ -1,6 +1,6 @@
-"""Accounting of time: phases of the loop, and a bar for long work.
+"""Time accounting by phases of the training loop, and a progress bar.
 
-The loop and its parts enter phases; metrics.py reads their seconds, watchdog.py the current one, from its own thread."""
+The loop and its parts enter phases; metrics.py reads their seconds, watchdog.py reads the current phase from its own thread."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from training.log import Log
 Clock = Callable[[], float]
 T = TypeVar("T")
 
-PHASES = {  # of a run, and their description in messages; other names may be used, as their own description
+PHASES = {  # name and description in messages; a phase that is not listed is described by its name
     "": "between phases",
     "start": "start",
     "data": "data loading",
     "compute": "forward and backward",
     "reduce": "gradient reduction",
-    "waiting": "gradient reduction, where other groups are waited for",
+    "waiting": "gradient reduction, waiting for other groups",
     "quorum": "quorum of replica groups",
     "rebuild": "process group of replica groups",
     "heal": "state from another group",
@@ -32,32 +32,32 @@ PHASES = {  # of a run, and their description in messages; other names may be us
     "sample": "text sample",
     "trace": "trace of the profiler",
 }
-# Phases that count as goodput if the step is committed; if it is dropped, what was computed counts as lost.
+# WORK counts as goodput if the step is committed; otherwise the time in _COMPUTED counts as _LOST.
 WORK, _COMPUTED, _LOST = ("compute", "reduce", "optimizer"), ("data", "compute"), "lost"
-GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # what it costs to train with other groups
-# Their length has nothing to do with a step's: what happens inside is counted for them, and they get the long timeout.
+GROUP_PHASES = ("quorum", "rebuild", "heal", "waiting", _LOST)  # overhead of training with other groups
+# Phases whose length is independent of a step's: time in nested phases counts for them, and they have the long timeout.
 LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"})
 
 
 class Progress:
-    """The phase of this rank, and the seconds spent in each so far. Phases nest; a second is counted once: for the innermost phase, or for
-    the outermost of LONG_PHASES around it (data for validation is validation's). The thread of construction enters, any thread reads."""
+    """The current phase of this rank, and the seconds spent in each phase. Phases nest; time counts for the innermost phase, or for the
+    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Only the constructing thread enters."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
-        self.goodput_s = 0.0  # spent on steps that were committed; any thread may ask
+        self.goodput_s = 0.0  # seconds spent on committed steps; readable by any thread
         self._committed: dict[str, float] = {}  # `seconds` at the last commit
         self._clock = clock
         self._began = clock()
-        self._mark = self._began  # up to here every second is on some phase's account
+        self._mark = self._began  # time up to which seconds are accounted
         self._thread = threading.get_ident()
-        # Replaced, never changed: one attribute read gives another thread a consistent stack without a lock.
+        # Replaced, never modified, so that other threads read a consistent stack without a lock.
         self._stack: tuple[tuple[str, float], ...] = ()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's seconds for `name`, less those of phases inside it."""
-        assert threading.get_ident() == self._thread, f"phase {name!r}: entered by a foreign thread"
+        """Counts the block's seconds for `name`, without those of nested phases."""
+        assert threading.get_ident() == self._thread, f"phase {name!r}: entered by a different thread"
         outer = self._stack
         self._account()
         self._stack = (*outer, (name, self._mark))
@@ -68,7 +68,7 @@ class Progress:
             self._stack = outer
 
     def timed(self, name: str, items: Iterator[T]) -> Iterator[T]:
-        """The items; the time for which each is waited for counts for `name`."""
+        """Yields the items; the time of each wait for the next item counts for `name`."""
         end = object()
         while True:
             with self.phase(name):
@@ -78,25 +78,25 @@ class Progress:
             yield cast(T, item)
 
     def open_phases(self) -> tuple[tuple[str, float], ...]:
-        """Name and seconds since entry of each open phase, outermost first."""
+        """Returns name and seconds since entry of each open phase, outermost first."""
         stack, now = self._stack, self._clock()
         return tuple((name, now - since) for name, since in stack)
 
     def long_phase(self) -> tuple[str, float] | None:
-        """The open one of LONG_PHASES, in words, and the seconds since it was entered. Any thread may ask."""
+        """Returns the description of the open phase of LONG_PHASES and the seconds since its entry; None: none is open. For any thread."""
         return next(((PHASES[name], seconds) for name, seconds in self.open_phases() if name in LONG_PHASES), None)
 
     def total(self) -> float:
-        """Seconds since this object was made."""
+        """Returns the seconds since construction."""
         return self._clock() - self._began
 
     def spent(self, *names: str) -> float:
-        """Seconds counted for the phases `names` together, including those of a block that is still open."""
+        """Returns the seconds counted for the phases `names` together, including open ones."""
         self._account()
         return sum(self.seconds.get(name, 0.0) for name in names)
 
     def commit(self) -> None:
-        """A step is committed: what was computed for it counts."""
+        """Counts the time in WORK so far as goodput: the step is committed."""
         self.goodput_s, self._committed = self.spent(*WORK), dict(self.seconds)
 
     def lose(self) -> None:
@@ -120,7 +120,7 @@ class Progress:
 
 
 class Bar:
-    """Progress of one long piece of work, in bytes: a bar on a terminal, elsewhere a line every few seconds."""
+    """Progress of one long task, in bytes: a bar on a terminal, otherwise a log line every few seconds."""
 
     def __init__(self, total: float, label: str, *, log: Log, clock: Clock = time.monotonic) -> None:
         self.done = 0.0
@@ -133,21 +133,21 @@ class Bar:
         self.show()
 
     def show(self, text: str = "") -> None:
-        """Shows the state, or that of another process, where the interval is over."""
+        """Shows the progress, or `text` (of another process), once per interval."""
         now = self._clock()
         if now - self._shown >= self._interval_s:
             self._shown = now
             (self._log.overwrite if self._log.is_terminal else self._log.info)(text or self.text())
 
     def text(self) -> str:
-        """One line: label, picture, share, rate and the time that is left at this rate."""
+        """Returns one line: label, bar, share, rate and remaining time at this rate."""
         seconds = self._clock() - self._began
         rate = self.done / seconds if seconds > 0 else 0.0
         share = min(1.0, self.done / self._total)
         left = f", {duration((self._total - self.done) / rate)} left" if rate > 0 and share < 1 else ""
         amount = f"{quantity(self.done)} of {quantity(self._total)} B, {quantity(rate)} B/s"
-        picture = f"[{'#' * int(share * 20):.<20}]"
-        return f"{self._label}: {picture} {share:4.0%}, {amount}{left}"
+        bar = f"[{'#' * int(share * 20):.<20}]"
+        return f"{self._label}: {bar} {share:4.0%}, {amount}{left}"
 
     def close(self) -> None:
         """Removes the bar from the terminal."""
@@ -155,7 +155,7 @@ class Bar:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3:05 (minutes), 2:03:05 (hours), 3 d 02:03 as a reader wants it."""
+    """Formats seconds: 12 s, 3:05 (minutes), 2:03:05 (hours), 3 d 02:03 (days)."""
     whole = int(seconds + 0.5)
     if whole < 60:
         return f"{whole} s"
@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 def quantity(value: float) -> str:
-    """950, 12.3k, 4.57M, 1.20G: three figures and a decimal prefix."""
+    """Formats a number with three digits and a decimal prefix: 950, 12.3k, 4.57M, 1.20G."""
     prefixes = ["", "k", "M", "G", "T"]
     while abs(value) >= 999.5 and len(prefixes) > 1:
         value /= 1000
@@ -179,7 +179,7 @@ def quantity(value: float) -> str:
 
 
 def spans(noun: str, numbers: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-6, 9`."""
+    """Formats numbers as ranges: `rank 3`, `ranks 0-6, 9`."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"

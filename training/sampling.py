@@ -1,4 +1,4 @@
-"""Text from a model: tokens one after the other, with the keys and values of what was read kept in a cache."""
+"""Text generation: token by token, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from models.contract import Model
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """[sample]: the text that a run prints at its end, and what scripts/generate.py does by default."""
+    """[sample]: the text that a run prints at its end, and the defaults of scripts/generate.py."""
 
     tokens: Annotated[int, "length of the sample, tokens; 0: no sample", ">= 0"] = 200
     prompt: Annotated[str, 'text that the sample continues; "": from BOS alone'] = ""
-    temperature: Annotated[float, "logits are divided by this; 0: the likeliest token each time", ">= 0"] = 0.8
-    top_k: Annotated[int, "draw among the k likeliest tokens; 0: among all", ">= 0"] = 50
-    seed: Annotated[int, "of the draws", ">= 0"] = 0
+    temperature: Annotated[float, "logits are divided by this; 0: always the most likely token", ">= 0"] = 0.8
+    top_k: Annotated[int, "sample from the k most likely tokens; 0: from all", ">= 0"] = 50
+    seed: Annotated[int, "seed of the sampling", ">= 0"] = 0
 
 
 @torch.no_grad()
 def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
-    """Yields `length` token ids that continue `prompt` [T] int64 (at least one token). With a sharded model every rank must draw all of
-    them; equal seeds give equal text. Never stops at EOS, since all ranks must run the same number of forwards."""
+    """Yields `length` token ids that continue `prompt` [T] int64 (at least one token). With a sharded model every rank must consume all of
+    them; equal seeds give equal text. Does not stop at EOS, since all ranks must run the same number of forwards."""
     generator = torch.Generator().manual_seed(config.seed)
     cache = model.new_cache(1, prompt.numel() + length)
     tokens = prompt.unsqueeze(0)  # [1, T]
@@ -38,7 +38,7 @@ def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int)
 
 
 def draw(logits: Tensor, config: SampleConfig, generator: torch.Generator) -> int:
-    """One token id from logits [V] fp32."""
+    """Samples one token id from logits [V] fp32."""
     if config.temperature == 0:
         return int(logits.argmax())
     logits = logits / config.temperature

@@ -1,8 +1,8 @@
-"""Saves of a run, beside its steps: those that are due, that of a group which leaves, and the last one.
+"""Policy of saving: checkpoints that are due, the checkpoint of a replica group that leaves, and the checkpoint of the last step.
 
-A save that fails is tried again, while training goes on. No group reports that a run is finished before its last step is saved. The group
-that writes tries until that checkpoint exists, on failing storage too. The others wait until they see it in the run's folder, or the writer
-reports it as it leaves. If the writer is lost before, the next quorum names another one, which saves it."""
+A failed save is retried while training continues. No group reports the run as finished before its last step is saved. The writer group
+retries until that checkpoint exists, also on failing storage. The other groups wait until it appears in the run's folder, or until the
+writer reports it as it leaves. If the writer is lost before that, the next quorum names a new writer, which saves it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from training.checkpoint import RETRY_S, Checkpointer, CheckpointFailed
 from training.progress import Progress
 
 POLL_S = 0.5
-PAUSE_S = 10.0  # from a try of the last save that failed to the next
+PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
-GRACE_S = 20.0  # for which a group that was asked to leave still waits for another group's save
+GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
 Action = Literal["finish", "save", "regroup", "wait", "stop"]
 
 
 @dataclass(eq=False)
 class Saver:
-    """The saves of one rank. `sync`: makes the metrics of the steps so far durable. `report`: of trouble with storage. `info`: logs."""
+    """Saves of one rank. `sync`: makes the metrics written so far durable. `report`: reports storage failures. `info`: logs a line."""
 
     checkpointer: Checkpointer
     manager: Seam
@@ -38,15 +38,15 @@ class Saver:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        self._fails = False  # the newest save that was due
-        # Of the last save:
+        self._failed = False  # the newest due save
+        # For the save of the last step:
         self._failure: Exception | None = None
         self._tried_at: float | None = None
-        self._asked_at: float | None = None  # to leave, the first of the ranks; on rank 0
+        self._stop_requested_at: float | None = None  # by the first of the ranks; on rank 0
         self._logged_wait = False
 
     def save(self) -> None:
-        """Saves a step that is due, or asked for. Raises CheckpointFailed or OSError where the group leaves: there is no next try."""
+        """Saves a step that is due or requested. Raises CheckpointFailed or OSError if the group leaves, since then there is no retry."""
         manager = self.manager
         if not manager.writer_quorum:
             return
@@ -57,20 +57,20 @@ class Saver:
                 if manager.may_exit:
                     raise
                 self.report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
-                self._fails = True
+                self._failed = True
                 return
-            if self._fails:
+            if self._failed:
                 self.report(f"checkpoint: step {manager.step} is saved, after others were not")
-            self._fails = False
+            self._failed = False
 
-    def save_last(self, asked: Callable[[], bool]) -> None:
-        """Returns when the checkpoint of the last step exists, whoever wrote it. `asked`: this rank was asked to leave since the last call.
-        Raises CheckpointFailed where SIGTERM came before."""
-        step, was_asked, since_s = self.manager.step, False, self.clock()
+    def save_last(self, stop_requested: Callable[[], bool]) -> None:
+        """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on
+        this rank since the last call. Raises CheckpointFailed if a stop was requested before the step was saved."""
+        step, requested, since_s = self.manager.step, False, self.clock()
         while True:
-            with self.progress.phase("checkpoint"):  # one for each turn, for there is no limit to their number
-                was_asked |= asked()
-                action = self.checkpointer.agree(lambda any_asked: self._next_action(step, any_asked), was_asked)
+            with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
+                requested |= stop_requested()
+                action = self.checkpointer.agree(lambda stop_on_any: self._next_action(step, stop_on_any), requested)
                 if action == "finish":
                     return self.manager.finish(saved=True)
                 if action == "save":
@@ -82,37 +82,37 @@ class Saver:
                     self.sleep(POLL_S)
             if action == "stop":
                 self.manager.finish(saved=False)
-                why = f"asked to leave before step {step}, the last, was known to be saved"
+                why = f"stopped before step {step}, the last, was known to be saved"
                 raise CheckpointFailed(f"{self._failure}; {why}" if self._failure else why)
             if action == "regroup":
                 try:
                     with self.progress.phase("quorum"):
                         self.manager.regroup(step)
-                except GroupReleased:  # asked to leave while it waited for others
-                    was_asked, self._asked_at = True, -GRACE_S
+                except GroupReleased:  # a stop was requested while the group waited for others
+                    requested, self._stop_requested_at = True, -GRACE_S
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
-        """Saves the current state. Not `settled`: a group leaves while it waits for others. Raises CheckpointFailed and OSError."""
-        self.sync()  # metrics that a power cut takes after the checkpoint of their step would be lost for ever
-        if last or not settled or self.manager.may_exit:  # the last try makes up for one that failed in the background
+        """Saves the current state. Not `settled`: the group leaves while it waits for others. Raises CheckpointFailed and OSError."""
+        self.sync()  # metrics of steps before a checkpoint are not written again after a resume
+        if last or not settled or self.manager.may_exit:  # this save replaces one that failed in the background
             with suppress(CheckpointFailed, OSError):
                 self.checkpointer.wait()
         self.checkpointer.save(self.manager.step, last=last, settled=settled)
 
-    def _next_action(self, step: int, asked: bool) -> Action:
-        """The next action of all ranks, decided on rank 0. `asked`: one of them was asked to leave."""
+    def _next_action(self, step: int, stop_requested: bool) -> Action:
+        """Returns the next action of all ranks; called on rank 0. `stop_requested`: on any of them."""
         manager, now_s = self.manager, self.clock()
-        if self.checkpointer.has(step) or manager.finished:
+        if self.checkpointer.last_save_exists(step) or manager.finished:
             return "finish"
-        if asked and self._asked_at is None:
-            self._asked_at = now_s
+        if stop_requested and self._stop_requested_at is None:
+            self._stop_requested_at = now_s
         if manager.writer_quorum is not None:
             if self._tried_at is None:
                 return "save"
-            if asked:
+            if stop_requested:
                 return "stop"
             return "save" if now_s - self._tried_at >= PAUSE_S else "wait"
-        if self._asked_at is not None and now_s - self._asked_at >= GRACE_S:
+        if self._stop_requested_at is not None and now_s - self._stop_requested_at >= GRACE_S:
             return "stop"
         return "regroup" if manager.needs_new_quorum else "wait"
 

@@ -1,4 +1,4 @@
-"""Signals become requests that the loop sends in a step's one small all-reduce, so that all ranks act on them at the same step."""
+"""Signal handling: signals become requests, which the loop all-reduces in each step so that all ranks act on them at the same step."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
-_SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver one signal: one this soon is no second
-SAY_S = 1.0  # for a line of the log, which takes no time where somebody reads it
+_SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
+SAY_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe
 
 
 class Signals:
-    """Handlers from construction, in the main thread, to `close`: SIGTERM and SIGINT ask for STOP, SIGUSR1 for SAVE. A second stop signal
-    ends the process at once with 128 + its number, even while the loop is stuck in C code, where Python runs no handler: the interpreter
-    writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it."""
+    """Signal handlers, from construction in the main thread to `close`: SIGTERM and SIGINT request STOP, SIGUSR1 requests SAVE. A second
+    stop signal ends the process at once with code 128 + its number, even while the loop blocks in C code, where Python runs no handler: the
+    interpreter writes each signal's number to a socket (signal.set_wakeup_fd), and a thread reads it."""
 
     def __init__(self, *, log: Log, clock: Clock = time.monotonic, exit_now: Callable[[int], Any] = os._exit) -> None:
         assert threading.current_thread() is threading.main_thread(), "signal handlers belong to the main thread"
         self._log, self._clock, self._exit_now = log, clock, exit_now
         self._lock = threading.Lock()
-        self.pending = 0  # what `take` would return
-        self._stop_asked: float | None = None
+        self.pending = 0  # requests that `take` would return
+        self._stop_requested: float | None = None
         self._at_stop: Callable[[], object] = int
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        # These handlers do nothing: they keep the default action away, and make the interpreter write to the socket.
+        # These handlers only replace the default action, so that the interpreter writes to the socket.
         self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in (*_STOPPING, signal.SIGUSR1)}
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._restore)  # else a signal to a child would be taken for the parent's
+        os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signal would reach the parent's socket
 
     def take(self) -> int:
-        """STOP | SAVE as far as asked for since the last call on this rank; 0: nothing."""
+        """Returns the requests since the last call on this rank, STOP | SAVE; 0: none."""
         with self._lock:
-            wishes, self.pending = self.pending, 0
-        return wishes
+            requests, self.pending = self.pending, 0
+        return requests
 
     def when_asked_to_stop(self, do: Callable[[], object]) -> None:
-        """Calls `do` once with the first STOP, in the thread that reads signals, or now if it has come."""
+        """Calls `do` once at the first STOP, in the thread that reads signals; at once if STOP has been requested."""
         with self._lock:
-            self._at_stop, asked = do, self._stop_asked is not None
-        if asked:
+            self._at_stop, requested = do, self._stop_requested is not None
+        if requested:
             do()
 
     def close(self) -> None:
-        """Gives the signals back to whoever had them. May be called twice."""
+        """Restores the previous handlers. May be called twice."""
         if not self._old_handlers:
             return
         self._restore()
@@ -74,28 +74,28 @@ class Signals:
             self._say(f"{name}: saving after this step, then going on")
             return
         now = self._clock()
-        if self._stop_asked is None:
+        if self._stop_requested is None:
             with self._lock:
-                self._stop_asked, do = now, self._at_stop
+                self._stop_requested, do = now, self._at_stop
                 self.pending |= STOP
             do()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
-        elif now - self._stop_asked >= _SAME_SIGNAL_S:
-            # Not through the log: the stuck loop may hold its lock. Nor into a pipe that is full, which nobody may read any more.
+        elif now - self._stop_requested >= _SAME_SIGNAL_S:
+            # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block.
             if select.select([], [2], [], 0)[1]:
                 os.write(2, f"{name} again: ending at once, without saving\n".encode())
             self._exit_now(128 + number)
 
-    def _say(self, words: str) -> None:
-        """Logs in a thread of its own: a line may block on a full pipe, and the next signal must be read."""
-        saying = threading.Thread(target=self._log.info, args=(words,), name="signals-say", daemon=True)
-        saying.start()
-        saying.join(SAY_S)
+    def _say(self, message: str) -> None:
+        """Logs in a separate thread: a full pipe may block the line, and the next signal must be read."""
+        logger = threading.Thread(target=self._log.info, args=(message,), name="signals-log", daemon=True)
+        logger.start()
+        logger.join(SAY_S)
 
     def _read(self) -> None:
         while numbers := self._reader.recv(64):
             for number in numbers:
-                if number in self._old_handlers:  # others' handlers write here too
+                if number in self._old_handlers:  # signals of other handlers are written here too
                     self.received(number)
 
     def _restore(self) -> None:

@@ -1,7 +1,7 @@
 """Destinations of metrics: metrics.jsonl, samples.jsonl, TensorBoard, Weights & Biases.
 
-The thread of metrics_writer.py alone calls these. A run has one folder over all its starts: rows that a resumed start will write again are
-removed first, so every reader sees each step once. Files are read and cut from their end: the cost does not grow with the run."""
+Only the thread of background_writer.py calls these. All launches of a run share a folder: rows that a resumed launch will write
+again are removed first, so that each step is in the files once. Files are read and truncated from the end, at a cost that does not grow."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from typing import Any, Literal
 from training.appended import AppendedFile, lines_from_end, replace_by_copy
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the run's folder
-EVENTS = "events.out.tfevents."  # how TensorBoard knows its files
-BEHIND = 32  # lines before one that are compared with it
+EVENTS = "events.out.tfevents."  # prefix by which TensorBoard finds its files
+BEHIND = 32  # preceding lines whose steps a line is compared with
 
-# Journals get every step, with the keys of metrics.jsonl; charts get logging steps, with TensorBoard's tags; records get what every step
-# was trained on, with the keys of samples.jsonl.
+# journals: every step, with the keys of metrics.jsonl; charts: logging steps, with TensorBoard's tags; records: the training data of every
+# step, with the keys of samples.jsonl.
 Kind = Literal["journals", "charts", "records"]
-ResumedStep = Callable[[], int | None]
+ResumedStep = Callable[[], int | None]  # returns the last step whose rows are kept; None: no rows are kept
 
 
 class JournalSink(AppendedFile):
@@ -39,17 +39,17 @@ class JournalSink(AppendedFile):
         nulls = {name: None for name, v in scalars.items() if isinstance(v, float) and not math.isfinite(v)}
         self.append(json.dumps({"step": step, **scalars, **nulls}, allow_nan=False).encode() + b"\n")
 
-    def cut_after(self, step: int, *, is_locked: bool) -> None:
-        """Removes the lines past `step`, and a part of a line at the end. A former writer, which may not know that it is one, checks its
-        lease while it holds the lock: if the lock was free, that check is still to come. If not (it was stopped in a write, or its storage
-        hangs, or the file system has no locks), the file is replaced by a copy: that write goes into the old file, which nobody reads."""
+    def truncate_after(self, step: int, *, is_locked: bool) -> None:
+        """Removes the lines after `step`, and an incomplete line at the end. A former writer that does not know of its successor checks its
+        lease while it holds the lock, so with `is_locked` it will notice. Otherwise (it was stopped in a write, its storage hangs, or the
+        file system has no locks) the file is replaced by a copy, and a late write of the former writer goes to the old, unlinked file."""
         self.read_size()
         kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
         end = next(kept, None) if step >= 0 else None
         is_whole = end is None or end < self.size_bytes
         size_bytes = 0 if end is None else min(end + 1, self.size_bytes)
         if is_locked:
-            self.cut(size_bytes)
+            self.truncate(size_bytes)
         else:
             self.close()
             replace_by_copy(self.path, size_bytes)
@@ -59,7 +59,7 @@ class JournalSink(AppendedFile):
 
 
 class Sinks:
-    """The open sinks of a run, on one of its ranks. Raises OSError; a sink whose `write` raised has taken nothing."""
+    """The open sinks of a run, on one rank. Methods raise OSError; a `write` that raised has written nothing."""
 
     def __init__(
         self,
@@ -70,20 +70,20 @@ class Sinks:
         wandb: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Cuts rows past `resumed_step` (None: a fresh start, all of them) and opens the sinks asked for. A `resumed_step` to be called is
-        called while the files are locked, so that they do not change before the cut; where it raises, they are left alone.
-        `tensorboard_folder` is relative to the run's; "": none. `settings` (the config as plain values) is shown by W&B."""
+        """Removes rows after `resumed_step` (None: all rows, for a new run) and opens the sinks. A callable `resumed_step` is called while
+        the files are locked, so that they do not change before the truncation; if it raises, they stay unchanged. `tensorboard_folder`:
+        relative to the run's folder; "": none. `settings`: the config as plain values, for W&B."""
         run_folder.mkdir(parents=True, exist_ok=True)
         self._charts, locked = list[TensorBoardSink | WandbSink](), list[JournalSink]()
         with ExitStack() as locks, ExitStack() as opened:
             files = [opened.enter_context(closing(JournalSink(run_folder / name))) for name in (METRICS, SAMPLES)]
             for file in files:
                 with suppress(BlockingIOError):
-                    if locks.enter_context(file.held()):
+                    if locks.enter_context(file.locked()):
                         locked.append(file)
             resumed = resumed_step() if callable(resumed_step) else resumed_step
             for file in files:
-                file.cut_after(-1 if resumed is None else resumed, is_locked=file in locked)
+                file.truncate_after(-1 if resumed is None else resumed, is_locked=file in locked)
             if tensorboard_folder:
                 tensorboard = TensorBoardSink(run_folder / tensorboard_folder, resumed_step=resumed)
                 self._charts.append(opened.enter_context(closing(tensorboard)))
@@ -96,14 +96,14 @@ class Sinks:
         for sink in self._charts if kind == "charts" else [self._files[kind]]:
             sink.write(step, scalars)
 
-    def replaced(self) -> bool:
-        """True when another process, which could not lock the files, has replaced them: rows written here are lost."""
-        return any(file.replaced() for file in self._files.values())
+    def is_replaced(self) -> bool:
+        """Returns True if another process, which could not lock the files, has replaced them: rows written here would be lost."""
+        return any(file.is_replaced() for file in self._files.values())
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Around a check of the lease and a write: the next writer takes the files over before or after both."""
-        with self._files["journals"].held(), self._files["records"].held():
+    def locked(self) -> Iterator[None]:
+        """Locks the files, so that a check of the lease and a write are atomic for the next writer."""
+        with self._files["journals"].locked(), self._files["records"].locked():
             yield
 
     def sync(self) -> None:
@@ -112,16 +112,16 @@ class Sinks:
 
     def close(self) -> None:
         for sink in (*self._files.values(), *self._charts):
-            with suppress(OSError):  # it has no buffer, and a row that could not be written was reported
+            with suppress(OSError):  # nothing is buffered, and failed writes were reported
                 sink.close()
 
 
 class TensorBoardSink:
-    """Scalars in an event file of its own per start. TensorBoard drops from earlier files what lies past `resumed_step`
-    (tensorboard/backend/event_processing/event_accumulator.py, _Purge); None: a fresh start, which removes those files."""
+    """Scalars in one event file per launch. TensorBoard ignores what earlier files have after `resumed_step`
+    (tensorboard/backend/event_processing/event_accumulator.py, _Purge); None: a new run, which removes those files."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None = None) -> None:
-        # Here: 0.2 s that ranks other than 0 need not spend.
+        # Imported here, since other ranks do not need these 0.2 s.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -130,12 +130,12 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         at_s = int(time.time())
         for path in sorted(folder.glob(f"{EVENTS}*")):
-            # Files are read in the order of their names: another host's clock, or this second's earlier start, may be ahead.
+            # TensorBoard reads files in the order of their names; a different host's clock, or a launch in the same second, may be ahead.
             at_s = max(at_s, 1 + int(path.name.removeprefix(EVENTS).split(".")[0]))
             if resumed_step is None:
                 path.unlink()
         self._file = AppendedFile(folder / f"{EVENTS}{at_s:010d}.{socket.gethostname()}.{os.getpid()}.0")
-        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # in TensorFlow's framing
+        self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # TensorFlow's record format
         try:
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
             if resumed_step is not None:
@@ -159,11 +159,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """The same scalars in Weights & Biases; its id is kept in the run's folder, so a resumed run is the same there. W&B removes nothing:
-    after a resume the repeated steps appear a second time. Project and account: WANDB_PROJECT, WANDB_MODE, `wandb login`."""
+    """Scalars in Weights & Biases. The W&B id is stored in the run's folder, so that a resumed run continues there. W&B removes no
+    data: after a resume, repeated steps appear twice. Project and account: WANDB_PROJECT, WANDB_MODE, `wandb login`."""
 
     def __init__(self, run_folder: Path, *, fresh: bool, settings: Mapping[str, Any]) -> None:
-        wandb = importlib.import_module("wandb")  # an extra: it need not be there for type checks
+        wandb = importlib.import_module("wandb")  # an optional package, not needed for type checks
         id_file = run_folder / "wandb-id"
         if fresh or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex, encoding="ascii")
@@ -181,7 +181,7 @@ class WandbSink:
 
 
 def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
-    """Returns a journal's whole lines of the steps from `since` to `until`, the last first."""
+    """Returns a journal's complete rows of the steps from `since` to `until`, last row first."""
     if not path.exists():
         return []
     with closing(AppendedFile(path)) as file:
@@ -190,8 +190,8 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
 
 
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
-    """Start, text and step of each valid line, the last first. Lines behind a later step are left out: a former writer wrote them, on a
-    file system whose locks are each machine's own."""
+    """Yields offset, text and step of each valid line, last line first. Skips lines that follow a line of a later step: a former writer
+    appended them on a file system whose locks work on one machine only."""
 
     def parsed() -> Iterator[tuple[int, bytes, float]]:
         for start, line in lines_from_end(file):

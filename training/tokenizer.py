@@ -18,18 +18,18 @@ EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "<|end▁of▁
 
 
 class ByteTokenizer:
-    """256 bytes, BOS, EOS, PAD: one token is one byte, so nats per token are nats per byte."""
+    """Vocabulary of 256 bytes, BOS, EOS and PAD: one token is one byte, so nats per token are nats per byte."""
 
     bos_id, eos_id, pad_id = 256, 257, 258
     vocab_size = 259
 
     def encode(self, text: str | bytes, bos: bool = False, eos: bool = False) -> np.ndarray:
-        """Ids [N] int64; `bos` and `eos` ask for the token in front and at the end."""
+        """Returns ids [N] int64, with BOS in front if `bos` and EOS at the end if `eos`."""
         body = text.encode() if isinstance(text, str) else text
         return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of all documents back to back, each in BOS and EOS, and tokens of each [len(documents)] int64; of UTF-8, none empty."""
+        """Returns concatenated ids of all documents (UTF-8, not empty), each in BOS and EOS, and their lengths [len(documents)] int64."""
         lengths = np.array([len(document) + 2 for document in documents], dtype=np.int64)
         ends = np.cumsum(lengths)
         ids = np.empty(int(lengths.sum()), dtype=np.uint16)
@@ -40,21 +40,21 @@ class ByteTokenizer:
         return ids, lengths
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; BOS, EOS and PAD are left out, bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of `ids` without BOS, EOS and PAD; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text that each id stands for, [vocab_size] int64; 0 for special tokens. For bits per byte."""
+        """Returns the bytes of text of each id, [vocab_size] int64; 0 for special tokens. For bits per byte."""
         return np.array([1] * 256 + [0] * 3, dtype=np.int64)
 
     def fingerprint(self) -> str:
-        """Changes whenever the same text could give other ids."""
+        """Returns a string that differs if the same text could give different ids."""
         return "bytes+bos+eos+pad"
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. Text that looks like a special token stays text: no document can forge an EOS. Where `bos_id ==
-    eos_id`, as in some files, that token is between documents once."""
+    """A Hugging Face tokenizer.json. Text that looks like a special token is encoded as text, so that no document can contain a forged EOS.
+    If `bos_id == eos_id`, as in some files, that token separates documents once."""
 
     def __init__(self, path: str) -> None:
         self._setting = f'model.tokenizer_path = "{path}"'
@@ -70,7 +70,7 @@ class FileTokenizer:
         try:
             self._json = self._file.read_bytes()
             self._backend = Backend.from_str(self._json.decode("utf-8"))
-        except Exception as error:  # the package raises bare Exception for whatever it cannot read
+        except Exception as error:  # the package raises a bare Exception for unreadable files
             raise ValueError(f"{self._setting}: {self._file} is not a tokenizer.json: {error}") from error
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
@@ -112,7 +112,7 @@ class FileTokenizer:
         return hashlib.sha256(self._json + f"{self.bos_id},{self.eos_id}".encode()).hexdigest()
 
     def _find_bos_and_eos(self) -> tuple[int, int]:
-        """BOS and EOS from tokenizer_config.json beside the file, else by the names of published models; one may serve as both."""
+        """Returns BOS and EOS by tokenizer_config.json beside the file, else by the names in published models; one token may be both."""
         config = self._file.with_name("tokenizer_config.json")
         try:
             named = json.loads(config.read_bytes()) if config.is_file() else {}
@@ -129,7 +129,7 @@ class FileTokenizer:
         return self._ids[first], self._ids[last]
 
     def _special(self, token: Any, config: Path) -> str | None:
-        """`token` as tokenizer_config.json writes it: null, a string, or an object with "content"."""
+        """Returns the string of `token`, which tokenizer_config.json gives as null, a string, or an object with "content"."""
         text = token.get("content") if isinstance(token, dict) else token
         if text and text not in self._ids:
             raise ValueError(f'{self._setting}: {config} names "{text}", which is not a token of {self._file}')
@@ -140,12 +140,12 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def build_tokenizer(path: str) -> Tokenizer:
-    """Bytes for "", else the tokenizer.json at `path` (file or folder). Raises ValueError that begins with `model.tokenizer_path = `."""
+    """Returns a ByteTokenizer for "", else the tokenizer.json at `path` (file or folder). Raises ValueError, beginning with the setting."""
     return FileTokenizer(path) if path else ByteTokenizer()
 
 
 def text_bytes(token: str) -> int:
-    """Bytes of a token outside byte-level vocabularies: <0xNN> is one byte, U+2581 a space, ## glues to the left."""
+    """Returns the bytes of a token of a vocabulary that is not byte-level: <0xNN> is one byte, U+2581 a space, ## continues a word."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1
     return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -1,6 +1,6 @@
-"""Detection of hangs: one line says which rank is in which phase, then the process ends.
+"""Detection of hangs: one log line names the phase of each rank, then the process ends.
 
-A thread on every rank watches progress.py's phases; ranks communicate through the process group's store, since in a hang no collective
+A thread on every rank watches the phases of progress.py; ranks communicate through the process group's store, since in a hang no collective
 completes. A rank whose data loader hangs is in no collective, so no collective's timeout would end it."""
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ POLL_S = 1.0
 
 
 def dump_stacks(after_s: float) -> None:
-    """Writes every thread's stack to standard error after so long, and exits with 1. A timer in C: it fires even while the watchdog's own
-    thread waits for a dead store, or for Python's lock."""
+    """After `after_s`, writes every thread's stack to standard error and exits with code 1. The timer is in C: it fires even while the
+    watchdog's thread waits for a dead store or for the GIL."""
     faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
 
 
 class Watchdog:
-    """Past `timeout_s` without a finished step reports the phase of each rank and then ends the process.
+    """After `timeout_s` without a finished step, reports the phase of each rank and then ends the process.
 
-    The first step since the start, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. Once a rank suspects a hang it
-    publishes its phase; rank 0 (a later one where 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later
-    every rank dumps its stacks and exits. A step that finishes in between cancels it; so does the group's server when it confirms that the
-    rank waits for other groups (`last_waiting_for_others_s`: its last time, on `clock`). `store`: a connection of its own
-    (`store.clone()`), for the loop may be waiting in a shared one. `record` is called once per hang, after the line: it saves the flight
-    recorder."""
+    The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. A rank that suspects a hang publishes
+    its phase; rank 0 (another rank if 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later every rank
+    dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation of the replica group's server
+    that the group waits for others (`last_waiting_for_others_s`: its time, on `clock`). `store`: a separate connection
+    (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
 
     def __init__(
         self,
@@ -64,18 +63,18 @@ class Watchdog:
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
         self._record, self._waits_for_others_s = record, last_waiting_for_others_s
-        self._patience_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 prints first, if it can
+        self._print_after_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 is the first to print
         self._ends_after_s = 2 * answer_s + grace_s
-        self._steps = 0  # finished since the start
-        self._since = self._polled = clock()
-        self._suspected: float | None = None  # the instant, while a hang is suspected
-        self._steps_then = 0
-        self._told = False
+        self._steps = 0  # finished since the launch
+        self._waiting_since = self._last_poll = clock()
+        self._suspected_at: float | None = None  # None: no hang is suspected
+        self._steps_when_suspected = 0
+        self._reported = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._since = self._polled = self._clock()
+        self._waiting_since = self._last_poll = self._clock()
 
         def watch() -> None:
             while not self._stopped.wait(POLL_S):
@@ -86,76 +85,76 @@ class Watchdog:
 
     def step_done(self) -> None:
         self._steps += 1
-        self._since = self._clock()
+        self._waiting_since = self._clock()
 
     def poll(self) -> None:
-        """Called once a second: suspects, publishes, reports or cancels."""
+        """Called every POLL_S: checks for a hang, publishes the phase, reports or cancels."""
         now = self._clock()
-        unseen_s = now - self._polled
+        unseen_s = now - self._last_poll
         if unseen_s > 5 * POLL_S:
-            # This thread itself did not run (Ctrl-Z, a suspended machine): that time is not the step's.
-            self._since = min(now, self._since + unseen_s)
-        self._polled, last_waiting_for_others_s = now, self._waits_for_others_s()
-        self._since = max(self._since, last_waiting_for_others_s)
-        waited_s, limit_s = now - self._since, self._timeout_s if self._steps else self._long_timeout_s
+            # The process did not run (Ctrl-Z, a suspended machine): that time does not count.
+            self._waiting_since = min(now, self._waiting_since + unseen_s)
+        self._last_poll, last_waiting_for_others_s = now, self._waits_for_others_s()
+        self._waiting_since = max(self._waiting_since, last_waiting_for_others_s)
+        waited_s, limit_s = now - self._waiting_since, self._timeout_s if self._steps else self._long_timeout_s
         if long_phase := self._progress.long_phase():
-            self._since = now  # when the phase is over, the step's time starts anew
+            self._waiting_since = now  # the step's timeout restarts after the phase
             waited_s, limit_s = long_phase[1], self._long_timeout_s
-        if self._suspected is not None and (
-            self._steps != self._steps_then or last_waiting_for_others_s > self._suspected
+        if self._suspected_at is not None and (
+            self._steps != self._steps_when_suspected or last_waiting_for_others_s > self._suspected_at
         ):
             self._disarm()
-            what = "a step finished" if self._steps != self._steps_then else "other groups are waited for,"
-            self._log.warning(f"going on: {what} {now - self._suspected:.0f} s after a hang was suspected")
-            self._suspected = None
-            with contextlib.suppress(RuntimeError):  # a stale entry is recognised by its step
+            cause = "a step finished" if self._steps != self._steps_when_suspected else "a wait for other groups,"
+            self._log.warning(f"going on: {cause} {now - self._suspected_at:.0f} s after a hang was suspected")
+            self._suspected_at = None
+            with contextlib.suppress(RuntimeError):  # readers recognise a stale entry by its step
                 self._store.delete_key(self._key(self._global_rank))
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
 
     def close(self) -> None:
-        """Stops watching; nothing is ended afterwards."""
+        """Stops watching; the process is not ended afterwards."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * POLL_S)
-        if self._suspected is not None:
+        if self._suspected_at is not None:
             self._disarm()
-            self._suspected = None
+            self._suspected_at = None
 
     def _suspect(self, now: float, waited_s: float) -> None:
-        if self._suspected is None:
-            self._suspected, self._steps_then, self._told = now, self._steps, False
-            self._arm(self._ends_after_s)  # first: whatever follows may hang as well
-        if self._told:
+        if self._suspected_at is None:
+            self._suspected_at, self._steps_when_suspected, self._reported = now, self._steps, False
+            self._arm(self._ends_after_s)  # first, since all that follows may hang
+        if self._reported:
             return
         try:
-            self._store.set(self._key(self._global_rank), self._whereabouts())
+            self._store.set(self._key(self._global_rank), self._own_phase())
             answers = self._answers()
-            if len(answers) < self._world_size and now - self._suspected < self._patience_s:
+            if len(answers) < self._world_size and now - self._suspected_at < self._print_after_s:
                 return
             step = min(answer["step"] for answer in answers.values())
-            mine = self._store.add(f"watchdog/told/{step}", 1) == 1  # the one rank that is to print
-        except RuntimeError as error:  # the store went with the rank that keeps it: say what is known here
-            answers, mine = {self._global_rank: json.loads(self._whereabouts())}, True
-            self._log.warning("the other ranks cannot be asked where they are: %s", str(error).splitlines()[0])
-        self._told = True
+            mine = self._store.add(f"watchdog/told/{step}", 1) == 1  # only one rank prints
+        except RuntimeError as error:  # the rank that hosts the store is gone: report this rank only
+            answers, mine = {self._global_rank: json.loads(self._own_phase())}, True
+            self._log.warning("the phases of the other ranks are unknown: %s", str(error).splitlines()[0])
+        self._reported = True
         if mine:
             where = describe(answers, self._world_size)
-            ends_s = self._ends_after_s - (now - self._suspected)
-            self._log.error(f"no step for {waited_s:.0f} s: {where}; stack dumps and the end in {ends_s:.0f} s")
+            ends_s = self._ends_after_s - (now - self._suspected_at)
+            self._log.error(f"no step for {waited_s:.0f} s: {where}; stack dumps and exit in {ends_s:.0f} s")
         try:
             self._record()
-        except Exception as error:  # noqa: BLE001 (nothing must end this thread, which may have to call the end off)
+        except Exception as error:  # noqa: BLE001 (this thread must survive, to cancel the exit if a step finishes)
             self._log.warning("the flight recorder is not saved: %s", error)
 
-    def _whereabouts(self) -> str:
+    def _own_phase(self) -> str:
         phases = self._progress.open_phases()
-        innermost, seconds = phases[-1] if phases else ("", self._clock() - self._since)
-        words = [PHASES.get(innermost, innermost), *(PHASES[name] for name, _ in phases[:-1] if name in LONG_PHASES)]
-        return json.dumps({"step": self._steps, "where": " in ".join(words[:2]), "seconds": seconds})
+        innermost, seconds = phases[-1] if phases else ("", self._clock() - self._waiting_since)
+        names = [PHASES.get(innermost, innermost), *(PHASES[name] for name, _ in phases[:-1] if name in LONG_PHASES)]
+        return json.dumps({"step": self._steps, "where": " in ".join(names[:2]), "seconds": seconds})
 
     def _answers(self) -> dict[int, dict[str, Any]]:
-        """The answer of each rank that gave one; of this hang, for ranks are at most one step apart."""
+        """Returns the phases that ranks have published for this hang; ranks are at most one step apart."""
         found = {}
         for rank in range(self._world_size):
             if self._store.check([self._key(rank)]):
@@ -170,7 +169,7 @@ class Watchdog:
 
 
 def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
-    """The phase of each rank, the longest first: `rank 3: data loading for 41 s; ranks 0-1: ... ; rank 2 does not answer`."""
+    """Returns the phase of each rank, the longest first: `rank 3: data loading for 41 s; ranks 0-1: ... ; rank 2 does not answer`."""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(answers):
         ranks_at.setdefault(answers[rank]["where"], []).append(rank)
@@ -184,9 +183,9 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
 
 
 def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
-    """Environment for torch's flight recorder, which remembers the last `trace_buf_size` collectives of a rank; 0: off. To be set before
-    the first process group is made. Names as in torch 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). NCCL dumps at its own timeouts,
-    except where replica groups sum by it (ft/process_groups/nccl.py). `torchfrtrace FOLDER -p rank_` reads the files."""
+    """Returns the environment for torch's flight recorder, which records the last `trace_buf_size` collectives of a rank; 0: off. To be set
+    before the first process group is created. Names as in torch 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). NCCL dumps at its own
+    timeouts, except for reductions between replica groups (ft/process_groups/nccl.py). `torchfrtrace FOLDER -p rank_` reads the files."""
     return {
         "TORCH_FR_BUFFER_SIZE": str(trace_buf_size),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if trace_buf_size else "0",
@@ -195,9 +194,9 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump would; None where the installed torch gives no access. The second time with
-    Python's stacks, which can take seconds, and the end may be nearer."""
-    # NCCL has a recorder of its own, which a build without it lacks; the other one covers gloo.
+    """Saves this rank's flight recorder as torch's own dump does; None if the installed torch gives no access. Written first without
+    and then with Python's stacks, which can take longer than the process has left."""
+    # NCCL's recorder is missing in a build without NCCL; the other one covers gloo.
     dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)
     if dump is None:
         return None

@@ -1,7 +1,7 @@
-"""The lease by which one of several replica groups writes what they share: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
+"""Lease of the replica group that writes the shared files: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-A quorum names the writer. A group that was stopped, and wakes, believes what it was told before; so a group that begins to write notes
-its quorum in the run's folder first, and one that finds a newer quorum there leaves the files alone."""
+A quorum names the writer. A stopped group that resumes may still believe that it is the writer. Therefore a group records its quorum in
+the run's folder before it writes, and does not write if it finds a newer quorum there."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from training.appended import replace_file
 
-LEASE_FILE = ".writer.json"  # in the run's folder: the quorum of the newest writer
+LEASE_FILE = ".writer.json"  # in the run's folder: quorum of the newest writer
 
-Quorum = tuple[str, int]  # epoch, id: within an epoch ids only grow
+Quorum = tuple[str, int]  # epoch, id; ids grow within an epoch
 
 
 def acquire(folder: Path, quorum: Quorum) -> bool:
-    """Notes the quorum, unless a newer one's writer was here. The check and the note are two steps: a group that is stopped between this
-    and what it does next may still do that, and so does little at a time."""
+    """Records the quorum and returns True, unless a newer quorum is recorded. Not atomic: a group that is stopped after this call may still
+    make its next write when it resumes, so each write after an `acquire` must be small or guarded again."""
     if is_superseded(folder, quorum):
         return False
     if _newest(folder) != quorum:
@@ -29,7 +29,7 @@ def acquire(folder: Path, quorum: Quorum) -> bool:
 
 
 def is_superseded(folder: Path, quorum: Quorum) -> bool:
-    """True when a newer quorum's writer was here. Another epoch is a job that began anew: the later comer is right."""
+    """Returns True if a newer quorum of the same epoch is recorded; a different epoch means that the job was restarted since."""
     epoch, newest = _newest(folder)
     return epoch == quorum[0] and newest > quorum[1]
 
@@ -38,26 +38,26 @@ def _newest(folder: Path) -> Quorum:
     try:
         epoch, number = json.loads((folder / LEASE_FILE).read_text(encoding="utf-8"))
         return str(epoch), int(number)
-    except (FileNotFoundError, ValueError, TypeError):  # not there, or damaged by the disk
+    except (FileNotFoundError, ValueError, TypeError):  # missing or damaged
         return "", 0
 
 
 class WriterLease:
-    """A group's right to save. `quorum`: the one that makes this group the writer, now; None: another group is."""
+    """A group's right to save. `quorum`: returns the quorum in which this group is the writer at present; None: another group is."""
 
-    shared = settled = True  # settled: what is saved belongs to the history that the other groups continue
+    shared = settled = True  # settled: the saved state is one that the other groups continue from
 
     def __init__(self, folder: Path, quorum: Callable[[], Quorum | None]) -> None:
         self._folder, self._quorum = folder, quorum
-        self._acquired, self.name = ("", 0), ""  # name: a suffix for folders that no other writer has
+        self._acquired, self.name = ("", 0), ""  # name: suffix of folder names, unique to this writer
 
     @property
     def has_role(self) -> bool:
-        """True when this group writes, as far as it knows."""
+        """True if this group is the writer, as far as it knows."""
         return self._quorum() is not None
 
     def acquire(self) -> bool:
-        """To be called at the beginning of a save; False: another group is the writer."""
+        """Called at the beginning of a save; False: another group is the writer."""
         quorum = self._quorum()
         if quorum is None or not acquire(self._folder, quorum):
             return False
@@ -65,18 +65,18 @@ class WriterLease:
         return True
 
     def is_superseded(self) -> bool:
-        """True when another group became the writer since `acquire`."""
+        """Returns True if another group became the writer after `acquire`."""
         return is_superseded(self._folder, self._acquired)
 
     def may_remove(self, name: str) -> bool:
-        """True when leftovers with this suffix are not those of a newer writer."""
+        """Returns True unless leftovers with this suffix are those of a newer writer."""
         epoch, _, number = name.removeprefix("-").rpartition("-")
         return epoch != self._acquired[0] or int(number) <= self._acquired[1]
 
 
 class UncheckedLease(WriterLease):
-    """The lease of a group that shares its folder with no other. Not `settled`: that of a group which leaves while it waits for others; it
-    saves once, whichever group is the writer, but a checkpoint of the same step or a later one is worth more, and stays."""
+    """The lease of a group that shares its folder with no other. Not `settled`: of a group that leaves while it waits for others; it saves
+    once, even if it is not the writer, but does not replace a checkpoint of the same or a later step."""
 
     has_role = True
 

@@ -34,7 +34,7 @@ from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Publi
 from scripts.generate import checkpoint_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
-from training.checkpoint_dcp import Streamed
+from training.checkpoint_dcp import StreamingPlanner
 from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
@@ -93,7 +93,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         checkpoints = partial / config.checkpoint.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
-            planner = Streamed(make, written=progress.add)
+            planner = StreamingPlanner(make, written=progress.add)
             records = checkpoint_dcp.write({"model": tensors}, step_0, group=None, planner=planner)
         except checkpoint_dcp.OtherRankFailed as failure:
             raise CheckpointFailed(f"{step_0}: not written: {failure}") from None

@@ -3,8 +3,8 @@
     ranks (clients.GroupClient) -> pharos.Group           -> ft.protocol.group's machine -> lighthouse_link.PharosConnection -> lighthouse
     torchft's ManagerClient     -> torchft.ManagerService
 
-clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints {"address": ...}, and
-ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad settings. No torch here.
+clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints
+{"address": ...}, and ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad settings. No torch here.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ class Run(train.Run):
         vocab, length, batch = config.model.vocab_size or 384, config.training.seq_len, config.training.local_batch_size
         with torch.device("meta"):
             model = llama.build(config.model, vocab_size=vocab, max_seq_len=length)
-        layout = config.layout(Precision(compute=torch.bfloat16), vocab_size=vocab, device_type=accelerator.NAME)
+        layout = config.execution_config(
+            Precision(compute=torch.bfloat16), vocab_size=vocab, device_type=accelerator.NAME
+        )
         compiled = replace(config.compile, backend="aot_eager")
         self.fake = explained_rank.without_memory(model)
         self.model = parallelize(

@@ -15,7 +15,7 @@ import torch
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.distributed import CommConfig, process_group
-from parallelisms.layout import Layout, Precision
+from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import build_mesh
 from parallelisms.parallelize import parallelize
 from tests.multiproc.test_explain import explained
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     checkpoint = ActivationCheckpointConfig(cast(Any, argv[0]))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, vocab_size, batch, seq_len = SIZES[kind]
-    layout = Layout(activation_checkpoint=checkpoint, precision=Precision(compute=torch.bfloat16))
+    layout = ExecutionConfig(activation_checkpoint=checkpoint, precision=Precision(compute=torch.bfloat16))
     job = explained(sizes, layout, 1, vocab_size=vocab_size, seq_len=seq_len, batch=batch, device_type=cast(Any, kind))
     [said] = ranks(job)
     with process_group(CommConfig()) as world:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from parallelisms.device import DEVICE_TRAITS
-from parallelisms.loss import add_product
+from parallelisms.loss import fp32_addmm
 from tests.gpu.devices import one_device
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,5 +95,5 @@ def test_a_product_is_added_to_what_it_is_written_to() -> None:
     a, b = (torch.randn(s, generator=draws, device="cuda", dtype=torch.bfloat16) for s in ((256, 512), (512, 128)))
     total = torch.randn(256, 128, generator=draws, device="cuda")
     exact = total.double() + a.double() @ b.double()
-    add_product(total, a, b, in_fp32=DEVICE_TRAITS["cuda"].adds_products_in_fp32)
+    fp32_addmm(total, a, b, fused=DEVICE_TRAITS["cuda"].has_fp32_addmm)
     assert (total.double() - exact).norm() < 1e-5 * exact.norm()

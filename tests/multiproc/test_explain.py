@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.layout import Layout
+from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from tests.multiproc.pool import Pool
@@ -45,13 +45,13 @@ def job(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> Explain
     world_size, parallelism = LAYOUTS[layout]
     config = ParallelismConfig(**parallelism)
     sizes = replace(SIZES, n_layers=4) if config.pipeline_parallel_degree > 1 else SIZES
-    options = Layout(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens)
+    options = ExecutionConfig(config, CHECKPOINTS[checkpoint], loss_chunk_tokens=chunk_tokens)
     return explained(sizes, options, world_size, vocab_size=V, seq_len=T, batch=BATCH, passes=passes)
 
 
 def explained(
     sizes: llama.Config,
-    layout: Layout,
+    layout: ExecutionConfig,
     world_size: int,
     *,
     vocab_size: int,

@@ -46,16 +46,16 @@ def test_methods_are_read(method: str, host: str | None, port: int | None, path:
 @pytest.mark.parametrize(
     ("method", "cause"),
     [
-        ("env", "no such way to meet"),
-        ("env://host", "no such way to meet"),
-        ("mpi://", "no such way to meet"),
-        ("file://meet", "a file is written with three slashes: file:///absolute/path"),
-        ("file:///", "a file is written with three slashes: file:///absolute/path"),
+        ("env", "unknown scheme"),
+        ("env://host", "unknown scheme"),
+        ("mpi://", "unknown scheme"),
+        ("file://meet", "a file needs three slashes: file:///absolute/path"),
+        ("file:///", "a file needs three slashes: file:///absolute/path"),
         ("file:///no/such/folder/meet", "there is no folder /no/such/folder"),
         ("tcp://10.1.1.20", "must be tcp://host:port with a port from 1 to 65535"),
         ("tcp://10.1.1.20:70000", "must be tcp://host:port with a port from 1 to 65535"),
         ("tcp://:23456", "must be tcp://host:port with a port from 1 to 65535"),
-        ("tcp://a:1?rank=0", "takes no ?rank=0: who is which rank is the launcher's to say"),
+        ("tcp://a:1?rank=0", "?rank=0 is not supported: the launcher assigns the ranks"),
     ],
 )
 def test_bad_methods_are_told(method: str, cause: str):
@@ -72,7 +72,7 @@ def test_a_file_of_an_earlier_start_is_refused(tmp_path: Path):
     config = CommConfig(init_method=f"file://{tmp_path}/meet", init_timeout_seconds=300)
     config.check()  # perhaps another rank of this start has just made it
     os.utime(tmp_path / "meet", (0, 0))
-    with pytest.raises(ValueError, match="the file is left from an earlier start"):
+    with pytest.raises(ValueError, match="the file is left from an earlier launch"):
         config.check()
 
 

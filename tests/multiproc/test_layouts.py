@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.fsdp import OfOneRank, reshard_all
-from parallelisms.layout import CompileConfig, Layout, Precision
+from parallelisms.fsdp import NoOpReduceScatter, reshard_all
+from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig, build_mesh, degrees
 from parallelisms.parallelize import Parallelized, parallelize
 from tests.multiproc.pool import Pool
@@ -59,7 +59,7 @@ def plain_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def parallelized(case: Case) -> Parallelized:
     with torch.device("meta"):
         model = llama.build(case.sizes, vocab_size=case.vocab, max_seq_len=T)
-    layout = Layout(
+    layout = ExecutionConfig(
         case.parallelism,
         case.checkpointing,
         CompileConfig(bool(case.compile), case.compile, backend="aot_eager"),
@@ -71,7 +71,7 @@ def parallelized(case: Case) -> Parallelized:
 
 
 def on_cpu(
-    model: Any, layout: Layout, loss: Any = cross_entropy_sum, *, seed: int = 0, batch: int, seq_len: int
+    model: Any, layout: ExecutionConfig, loss: Any = cross_entropy_sum, *, seed: int = 0, batch: int, seq_len: int
 ) -> Parallelized:
     """The model on all ranks there are; `batch`: of a data-parallel rank."""
     mesh, cpu = build_mesh(degrees(layout.parallelism, dist.get_world_size()), "cpu"), torch.device("cpu")
@@ -285,6 +285,6 @@ def test_one_rank_computes_with_its_parameters_themselves(pool: Pool, dtype: tor
 
 
 def test_what_one_rank_sums_is_where_it_was_put() -> None:
-    comm, form = OfOneRank(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    comm, form = NoOpReduceScatter(), {"dtype": torch.float32, "device": torch.device("cpu")}
     (first, its_sum), (second, _) = ([comm.allocate((4,), **form) for _ in range(2)] for _ in range(2))  # type: ignore[arg-type]
     assert its_sum is first and second is not first

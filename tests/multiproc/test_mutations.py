@@ -89,7 +89,7 @@ def _after_backward(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) ->
 
 def shares_of_the_loss_not_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        parallelize.NoPipeline, "adds_loss", property(lambda self: True, lambda self, value: None), raising=False
+        parallelize.NoPipeline, "reports_loss", property(lambda self: True, lambda self, value: None), raising=False
     )
 
 

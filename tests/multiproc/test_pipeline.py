@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models import llama
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
-from parallelisms.layout import Layout, Precision
+from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig, degrees
 from parallelisms.pipeline_schedule import cell_text, table
 from tests.multiproc.pool import Pool
@@ -77,7 +77,7 @@ def difference(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     checkpointing = ActivationCheckpointConfig(mode=setting.pop("activation_checkpoint", "none"))
     config = ParallelismConfig(**setting)
     where = degrees(config, dist.get_world_size())
-    layout = Layout(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
+    layout = ExecutionConfig(config, activation_checkpoint=checkpointing, precision=Precision(compute=dtype))
     parallel = on_cpu(build(), layout, batch=BATCH, seq_len=T)
     coordinate, n_sequences = where.coordinate(dist.get_rank()), BATCH * where.data_parallel
     rows = slice(coordinate.dp_rank * BATCH, (coordinate.dp_rank + 1) * BATCH)

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from ft import SoloManager
 from models import llama
 from models.init import draw
-from parallelisms.layout import Layout
+from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import MeshCoordinate, ParallelismConfig, degrees
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_layouts import on_cpu
 from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
-from training.checkpoint_dcp import Streamed
+from training.checkpoint_dcp import StreamingPlanner
 from training.config import TrainingConfig
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress
@@ -95,7 +95,7 @@ class Run:
         self.coordinate = self.degrees.coordinate(dist.get_rank())
         self.rows = BATCH // self.degrees.data_parallel
         model = meta_model(vocab_size, n_layers)
-        self.model = on_cpu(model, Layout(parallelism), seed=NOT_LOADED, batch=self.rows, seq_len=T)
+        self.model = on_cpu(model, ExecutionConfig(parallelism), seed=NOT_LOADED, batch=self.rows, seq_len=T)
         self.optimizer = build_optimizer(OPTIMIZER, self.model.parts)
         parameters = [p for part in self.model.parts for p in part.parameters()]
         flat, unclipped = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), TrainingConfig(max_norm=0.0)
@@ -167,7 +167,7 @@ def make_seed(folder: Path, vocab_size: int) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     config = CheckpointConfig(create_seed_checkpoint=True)
     checkpointer = Checkpointer(config, folder, {"model": ModelState([model])}, log=Lines())
-    checkpointer.save_seed(Streamed(lambda name: draw(model, tensors[name], SEED), chunk_bytes=1000))
+    checkpointer.save_seed(StreamingPlanner(lambda name: draw(model, tensors[name], SEED), chunk_bytes=1000))
     return {name: draw(model, tensor, SEED) for name, tensor in tensors.items()}
 
 

@@ -22,7 +22,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from models import llama
-from parallelisms.layout import Layout, Precision
+from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.parallelize import Parallelized
 from tests.multiproc.pool import Pool
@@ -116,7 +116,7 @@ def pipeline(schedule: str) -> Parallelized:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
     with torch.device("meta"):
         model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
-    return on_cpu(model, Layout(config, precision=BF16), batch=BATCH, seq_len=T)
+    return on_cpu(model, ExecutionConfig(config, precision=BF16), batch=BATCH, seq_len=T)
 
 
 def forward_backward(manager: Manager, parallel: Parallelized, slot: int) -> None:

@@ -132,7 +132,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "heads of odd width": (
         configured(hidden_size=36, head_dim=9),
-        "D/config.json: model.n_heads = 4: must cut model.dim = 36 into heads of one even width.*",
+        "D/config.json: model.n_heads = 4: must divide model.dim = 36 into heads of an even width.*",
     ),
     "another head than the embedding": (
         configured(tie_word_embeddings=True),

@@ -110,7 +110,7 @@ def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: p
     assert (step_0("tiny") / "__0_0.distcp").read_bytes() == before
     step_0("tiny").rename(step_0("tiny").with_name("step-4"))
     assert seed() == 2
-    assert "holds step 4 of a run that has begun" in capsys.readouterr().err
+    assert "has step 4 of an earlier run" in capsys.readouterr().err
 
 
 def test_bad_settings_are_told_but_neither_data_nor_machines_are_needed(capsys: pytest.CaptureFixture[str]):

@@ -104,7 +104,7 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     assert checkpoints(folder) == {"step-4", "step-6"}
 
     again = Job(folder)
-    assert again.end() == 0 and "finished already: 6 of 6 steps; raise training.steps to go on" in again.text
+    assert again.end() == 0 and "finished already: 6 of 6 steps; raise training.steps to continue" in again.text
 
     other = Job(folder, "--training.seed=1")
     assert other.end() == 2 and "training.seed" in other.text and "saved 0, now 1" in other.text
@@ -125,7 +125,7 @@ def test_signals_save(folder: Path, nproc: int):
     job.until("the checkpoint, and it goes on", lambda text: "checkpoint: step" in text)
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 0, job.text
-    assert "stopped at step" in job.text and "next: the same command goes on" in job.text
+    assert "stopped at step" in job.text and "next: the same command resumes the run" in job.text
     assert len(checkpoints(folder)) == 2
     assert f"step-{max(rows(folder, 'loss'))}" in checkpoints(folder)
 

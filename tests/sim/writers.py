@@ -441,10 +441,10 @@ class Saves(Saver):
             took_s = self.job.baton.now_s - began_s
             self.job.must(took_s <= SYNC_S, f"{self.group.name}: a save held up the step for {took_s:.1f} s")
 
-    def save_last(self, asked: Callable[[], bool]) -> None:
+    def save_last(self, stop_requested: Callable[[], bool]) -> None:
         self.job.say(f"{self.group.name} is at its end")
         self.job.happens("the end")
-        super().save_last(asked)
+        super().save_last(stop_requested)
 
 
 # ------------------------------------------------------------------------------------------------ the job

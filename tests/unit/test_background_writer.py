@@ -18,7 +18,7 @@ def test_storage_that_hangs_holds_up_nobody_and_is_told_once() -> None:
         began.set()
         assert goes_on.wait(WAIT_S)
 
-    background_writer.register("figures", hangs)
+    background_writer.register("metrics", hangs)
     background_writer.wake()
     assert began.wait(WAIT_S)
     background_writer.wake()
@@ -26,10 +26,10 @@ def test_storage_that_hangs_holds_up_nobody_and_is_told_once() -> None:
     now[0] = SLOW_S + 10
     for _ in range(3):
         background_writer.wake()
-    assert said == ["storage has not taken a write for 20 s; what is new is kept in memory"]
+    assert said == ["storage has not accepted a write for 20 s; new rows are kept in memory"]
     goes_on.set()
     assert background_writer.flush(WAIT_S)
-    assert said[1:] == ["storage takes writes again: the last one took 20 s"]
+    assert said[1:] == ["storage accepts writes again: the last one took 20 s"]
     background_writer.close()
 
 
@@ -42,14 +42,14 @@ def test_a_failure_is_tried_again_and_holds_up_no_other_work() -> None:
         if tries[0] < 3:
             raise OSError(28, "No space left on device", "x/metrics.jsonl")
 
-    background_writer.register("figures", fails_twice, lambda: 7 if tries[0] == 3 else 0)
+    background_writer.register("metrics", fails_twice, lambda: 7 if tries[0] == 3 else 0)
     background_writer.register("events", done.set)
     background_writer.wake()
     assert done.wait(WAIT_S)
     assert background_writer.flush(WAIT_S, patient=True)
     assert said == [
-        "figures cannot be written: No space left on device (x/metrics.jsonl); kept in memory, and tried again",
-        "figures are written again, after 0 s; 7 rows are lost, for there was no room to keep them",
+        "metrics cannot be written: No space left on device (x/metrics.jsonl); kept in memory, and tried again",
+        "metrics are written again, after 0 s; 7 rows are lost, since there was no room to keep them",
     ]
     background_writer.close()
 
@@ -66,7 +66,7 @@ def test_an_end_says_what_it_takes_along() -> None:
     assert not background_writer.flush(WAIT_S)
     background_writer.close(WAIT_S)
     background_writer.close(WAIT_S)
-    assert said[1:] == ["events: the newest are lost, for storage has not come back before the end"]
+    assert said[1:] == ["events: the newest are lost, since storage has not recovered before the end"]
 
 
 def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
@@ -79,11 +79,11 @@ def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
         if tries[0] == 1:
             raise TypeError("cannot unpack")
 
-    background_writer.register("figures", fails_once)
+    background_writer.register("metrics", fails_once)
     background_writer.wake()
     assert background_writer.flush(WAIT_S, patient=True)
     assert said == [
-        "figures cannot be written: TypeError: cannot unpack; kept in memory, and tried again",
-        "figures are written again, after 0 s; nothing is lost",
+        "metrics cannot be written: TypeError: cannot unpack; kept in memory, and tried again",
+        "metrics are written again, after 0 s; nothing is lost",
     ]
     background_writer.close()

@@ -44,7 +44,7 @@ def test_weights_alone_are_not_gone_on_from(tmp_path: Path) -> None:
     job.train(2)
     job.checkpointer.save(2, last=True)
     with pytest.raises(
-        ValueError, match=r"step 2 in .* holds the weights alone .*checkpoint.initial_load_path = \".*/step-2\""
+        ValueError, match=r"step 2 in .* has only the weights .*checkpoint.initial_load_path = \".*/step-2\""
     ):
         Job(tmp_path).checkpointer.load()
     assert Job(tmp_path, load_step=0).checkpointer.load() == 0
@@ -64,7 +64,7 @@ def test_a_seed_is_made_of_fresh_weights(tmp_path: Path) -> None:
         assert job.checkpointer.load() is None
         job.checkpointer.save_seed()
     Job(tmp_path).step_and_save(2)
-    with pytest.raises(ValueError, match=r"create_seed_checkpoint = true: .* holds step 2 of a run that has begun"):
+    with pytest.raises(ValueError, match=r"create_seed_checkpoint = true: .* has step 2 of an earlier run"):
         Job(tmp_path, create_seed_checkpoint=True).checkpointer.load()
 
 
@@ -81,7 +81,7 @@ def test_load_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.load_step = 5: not in .*; there are no checkpoints in it"):
         Job(tmp_path / "other", load_step=5).checkpointer.load()
     flip_a_bit(data_file(tmp_path, 4))
-    with pytest.raises(CheckpointFailed, match=r"\(step 4: __0_0\.distcp: bytes .*\); set another load_step"):
+    with pytest.raises(CheckpointFailed, match=r"\(step 4: __0_0\.distcp: bytes .*\); set a different load_step"):
         Job(tmp_path, load_step=4).checkpointer.load()
 
 
@@ -140,7 +140,7 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
             CheckpointConfig(initial_load_path=str(path)).check_files()
         return str(error.value).removeprefix(f'checkpoint.initial_load_path = "{path}": ')
 
-    assert message(run) == f'a folder of checkpoints, not one of them; nearest: "{run}/checkpoint/step-2"'
+    assert message(run) == f'a folder of checkpoints, not a checkpoint; nearest: "{run}/checkpoint/step-2"'
     assert message(run / "checkpoint/step-4") == "no such folder; steps there: 2; nearest: 2"
     assert message(tmp_path) == "not a checkpoint, as it has no file .metadata"
     flip_a_bit(data_file(run, 2))
@@ -155,7 +155,7 @@ def test_a_beginning_that_is_damaged_or_none(tmp_path: Path) -> None:
         ({"create_seed_checkpoint": True, "enable": False}, "create_seed_checkpoint = true: needs checkpoint.enable"),
         ({"folder": "./"}, 'folder = "./": must be a folder of its own; nearest: "checkpoint"'),
         ({"create_seed_checkpoint": True, "load_only": True}, "load_only = true: no seed checkpoint would be written"),
-        ({"create_seed_checkpoint": True, "initial_load_path": "x"}, 'initial_load_path = "x": a seed holds freshly'),
+        ({"create_seed_checkpoint": True, "initial_load_path": "x"}, 'initial_load_path = "x": a seed has freshly'),
         ({"exclude_from_loading": ("a", "b")}, 'exclude_from_loading = ["a", "b"]: needs checkpoint.initial_load_path'),
     ],
 )

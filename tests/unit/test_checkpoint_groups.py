@@ -128,7 +128,7 @@ def test_who_saves_clears_away_what_is_older(tmp_path: Path):
     assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-4.partial-epoch-2"]
     b.step_and_save(6)
     assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-6"]
-    assert b.log.warnings == ["checkpoint: a save was cut short by a kill: removed step-4.partial-epoch-2"]
+    assert b.log.warnings == ["checkpoint: a save was interrupted by a kill: removed step-4.partial-epoch-2"]
 
 
 def test_a_step_that_was_being_replaced_is_not_lost(tmp_path: Path):
@@ -203,7 +203,7 @@ def test_a_group_that_goes_while_it_waits_saves_whoever_has_the_role(tmp_path: P
     b.train(3)
     b.checkpointer.save(3, settled=False)
     assert names(tmp_path) == ["step-2", "step-3"] and ", unsettled, saved" in b.log.infos[-1]
-    assert "went while it waited" in resumes(tmp_path, 3, b).log.infos[-1]
+    assert "left while it waited" in resumes(tmp_path, 3, b).log.infos[-1]
 
 
 def test_a_settled_checkpoint_of_the_same_step_stays_or_takes_the_place(tmp_path: Path):

@@ -45,7 +45,7 @@ def test_a_kill_leaves_the_last_good_checkpoint(tmp_path: Path, expected: dict[i
         found.append(step)
         assert same(job.everything(), expected[step])
         told = ", ".join(f"removed {name}" for name in left_over)
-        assert job.log.warnings == ([f"checkpoint: a save was cut short by a kill: {told}"] if left_over else [])
+        assert job.log.warnings == ([f"checkpoint: a save was interrupted by a kill: {told}"] if left_over else [])
         assert not any("." in path.name for path in (folder / "checkpoint").iterdir())
         assert {4, step} <= set(steps_in(folder))
     assert found == sorted(found) and found.count(4) > 5 and found.count(6) > 3

@@ -74,8 +74,8 @@ def test_leftovers_of_a_kill_are_told_in_one_line_and_removed(tmp_path: Path) ->
     job = Job(tmp_path)
     assert job.checkpointer.load() == 2
     (line,) = job.log.warnings
-    done = "removed step-1.partial, put back step-2, which was being replaced, removed step-4.partial"
-    assert line == f"checkpoint: a save was cut short by a kill: {done}"
+    done = "removed step-1.partial, restored step-2, which was being replaced, removed step-4.partial"
+    assert line == f"checkpoint: a save was interrupted by a kill: {done}"
     assert [path.name for path in folder.iterdir()] == ["step-2"]
 
 

@@ -65,7 +65,7 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "2 --training.global_batch_size=12": "--training.global_batch_size = 12: must be a multiple of 8: training.local_batch_size = 4 on 2 data-parallel ranks; nearest: 8 or 16",
     "8 --parallelism.tensor_parallel_degree=8": "--parallelism.tensor_parallel_degree = 8: must divide model.n_kv_heads = 4; nearest: 4",
     "2 --parallelism.tensor_parallel_degree=2 --training.seq_len=63": "--training.seq_len = 63: the ranks of parallelism.tensor_parallel_degree = 2 share it between blocks: must be a multiple of 2; nearest: 62 or 64",
-    "6 --parallelism.tensor_parallel_degree=2": "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows that 2 ranks can share evenly nor columns that 3 shards can; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
+    "6 --parallelism.tensor_parallel_degree=2": "--parallelism.tensor_parallel_degree = 2: tok_embeddings.weight [259, 256] has neither rows divisible by 2 ranks nor columns divisible by 3 shards; nearest: rows in multiples of 2, or parallelism.data_parallel_replicate_degree = 3 in place of shards",
     "1 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: parallelism.tensor_parallel_degree = 1 leaves nothing to overlap; set it to false",
     "2 --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel": "--parallelism.enable_async_tensor_parallel = true: it needs compile.enable = true, model in compile.components and compile.backend = inductor; set it to false",
     "1 --training.global_batch_size=2": "--training.global_batch_size = 2: must be a multiple of 4: training.local_batch_size = 4 on 1 data-parallel rank; nearest: 4",
@@ -73,23 +73,23 @@ BETWEEN_SECTIONS = {  # ranks and overrides -> the one message
     "1 --training.steps=1": "run.toml:7: lr_scheduler.warmup_steps = 2: must not exceed training.steps = 1; nearest: 1",
     "1 --lr_scheduler.decay_ratio=0.95": "--lr_scheduler.decay_ratio = 0.95: 19 steps of decay and lr_scheduler.warmup_steps = 2 must not exceed training.steps = 20; nearest: 0.9",
     "1 --lr_scheduler.decay_ratio=1 --lr_scheduler.total_steps=30000 --lr_scheduler.warmup_steps=1": "--lr_scheduler.decay_ratio = 1.0: 30000 steps of decay and lr_scheduler.warmup_steps = 1 must not exceed lr_scheduler.total_steps = 30000; nearest: 0.9999",
-    "1 --lr_scheduler.total_steps=10": "--lr_scheduler.total_steps = 10: training.steps = 20 would go on with a learning rate of 0; nearest: 20, or 0, or give lr_scheduler.min_lr_factor",
+    "1 --lr_scheduler.total_steps=10": "--lr_scheduler.total_steps = 10: training.steps = 20 would continue with a learning rate of 0; nearest: 20, or 0, or set lr_scheduler.min_lr_factor",
     "1 --validation.enable --training.dataset_held_out=0": "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03",
     "1 --checkpoint.folder=gs://bucket/x": '--checkpoint.folder = "gs://bucket/x": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "checkpoint"',
     "1 --checkpoint.initial_load_path=file:///mnt/runs/step-9": '--checkpoint.initial_load_path = "file:///mnt/runs/step-9": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "/mnt/runs/step-9"',
-    "1 --model.vocab_size=100": "--model.vocab_size = 100: must hold the tokenizer's 259 ids; nearest: 259, or 0 for as many as it has",
+    "1 --model.vocab_size=100": "--model.vocab_size = 100: must be at least the tokenizer's 259; nearest: 259, or 0 for the tokenizer's",
     "1 --job.dump_folder run.toml": '--job.dump_folder = "run.toml": run.toml is a file, not a folder',
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=60": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=62 --parallelism.context_parallel_load_balancer=none": "--training.seq_len = 62: the ranks of parallelism.context_parallel_degree = 4 share it: must be a multiple of 4; nearest: 60 or 64",
     "4 --parallelism.context_parallel_degree=2 --training.seq_len=60 --parallelism.tensor_parallel_degree=2": "--training.seq_len = 60: the ranks of parallelism.context_parallel_degree = 2 and parallelism.tensor_parallel_degree = 2 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 56 or 64",
     "4 --parallelism.context_parallel_degree=4 --training.seq_len=3": "--training.seq_len = 3: the ranks of parallelism.context_parallel_degree = 4 share it, in a piece from its head and one from its tail: must be a multiple of 8; nearest: 8",
-    "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch implements it for CUDA\'s attention kernels alone, and there is no CUDA device here; nearest: "allgather"',
+    "2 --parallelism.context_parallel_degree=2 --parallelism.context_parallel_rotate_method=ring": '--parallelism.context_parallel_rotate_method = "ring": torch supports it only with CUDA\'s attention kernels, and there is no CUDA device here; nearest: "allgather"',
     "1 --training.enable_cpu_offload": "--training.enable_cpu_offload = true: there is no CUDA device here, so parameters are in host memory already; set it to false",
-    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": the compiler keeps to the budget: compile.enable = true, compile.components with model; nearest: "selective"',
-    "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or the text of a number >= 1; nearest: "1"',
+    "1 --activation_checkpoint.mode=memory_budget": '--activation_checkpoint.mode = "memory_budget": requires compile.enable = true and "model" in compile.components; nearest: "selective"',
+    "1 --activation_checkpoint.selective_ac_option=2nd": '--activation_checkpoint.selective_ac_option = "2nd": must be "op" or a number >= 1 as a string; nearest: "1"',
     "2 --activation_checkpoint.mode=full --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble": '--activation_checkpoint.mode = "full": ZBVZeroBubble computes the backward in two halves, and for the second a block would be computed again for each of its weights; nearest: "none", or parallelism.pipeline_parallel_schedule = "Interleaved1F1B"',
-    "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" has no scale before rows are gathered; set it to false',
-    "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: is for float8.enable_fsdp_float8_all_gather; set it to false",
+    "1 --float8.recipe_name=rowwise --float8.enable_fsdp_float8_all_gather": '--float8.enable_fsdp_float8_all_gather = true: float8.recipe_name = "rowwise" is not supported; nearest: false, or float8.recipe_name = "tensorwise"',
+    "1 --float8.precompute_float8_dynamic_scale_for_fsdp": "--float8.precompute_float8_dynamic_scale_for_fsdp = true: needs float8.enable_fsdp_float8_all_gather; set it to false",
 }
 
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_that_the_model_has_no_rows_for(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     assert complaints(folder, "--model.tokenizer_path=tokenizer.json") == []
     assert complaints(folder, "--model.tokenizer_path=tokenizer.json", "--model.vocab_size=259") == [
-        "--model.vocab_size = 259: must hold the tokenizer's 300 ids; nearest: 300, or 0 for as many as it has"
+        "--model.vocab_size = 259: must be at least the tokenizer's 300; nearest: 300, or 0 for the tokenizer's"
     ]
 
 
@@ -247,11 +247,11 @@ SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco",
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--training.steps=20", "--checkpoint.interval=8"], "--training.steps = 20: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 16 or 24"),
-        (["--fault_tolerance.num_fragments=2", "--checkpoint.interval=10"], "--checkpoint.interval = 10: must be a multiple of 4, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8 or 12"),
-        (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two times that groups agree (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
-        (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: groups agree for the first time after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
-        (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: must be at most 5, the blocks of the model; nearest: 5"),
+        (["--training.steps=20", "--checkpoint.interval=8"], "--training.steps = 20: must be a multiple of 8, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 16 or 24"),
+        (["--fault_tolerance.num_fragments=2", "--checkpoint.interval=10"], "--checkpoint.interval = 10: must be a multiple of 4, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 8 or 12"),
+        (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
+        (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: the first synchronisation of groups is after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
+        (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: the model has 5 blocks to share out; nearest: 5"),
     ],
 )  # fmt: skip
 def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv: list[str], expected: str) -> None:

@@ -48,7 +48,7 @@ def test_a_key_says_default_meaning_and_limits() -> None:
     lines = help_text("training").split("\n")
     assert "  steps = 10000                       optimizer steps of the run (>=1)" in lines
     assert '  dtype = "float32"                   master weights and optimizer state (float32|bfloat16)' in lines
-    assert "  dataloader.num_workers = 0          processes that prepare batches; 0: one thread (>=0)" in lines
+    assert "  dataloader.num_workers = 0          worker processes that prepare batches; 0: one thread (>=0)" in lines
 
 
 @pytest.mark.parametrize("name", ["training", "[training]", "training.steps", "training.dataloader"])

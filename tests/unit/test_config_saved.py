@@ -35,7 +35,7 @@ def refusal(config: RunConfig) -> list[str]:
         check_saved(config, config.run_folder)
     *lines, out = str(error.value).split("\n")
     assert out == (
-        f"{config.run_folder} holds a run with the saved settings: put them back, or start another run with --job.name NAME "
+        f"{config.run_folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
         f"(from these weights: add --checkpoint.initial_load_path {config.run_folder}/checkpoint/step-N)"
     )
     return lines
@@ -189,7 +189,7 @@ def test_a_saved_file_that_cannot_be_read_is_named(tmp_path: Path, content: byte
     saved.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         check_saved(configure(tmp_path), tmp_path / "run")
-    assert str(error.value) == f"{saved}:1: {cause}; the first start of this run wrote it: restore it, or remove it"
+    assert str(error.value) == f"{saved}:1: {cause}; an earlier launch of this run wrote it: restore it, or remove it"
 
 
 def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_ranks_that_would_make_another_step_are_refused(tmp_path: Path) -> None:
         check_saved(config, tmp_path / "run", world_size=3)
     assert str(error.value).split("\n")[0] == (
         f"{tmp_path}/run.toml: training.global_batch_size: saved 16 sequences of a step, now -1, which is 24: training.local_batch_size "
-        "= 8 on 3 data-parallel ranks; nearest: --training.global_batch_size=16 goes on with the same step on these ranks"
+        "= 8 on 3 data-parallel ranks; nearest: --training.global_batch_size=16 keeps the batch size on these ranks"
     )
 
 

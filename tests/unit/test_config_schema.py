@@ -112,7 +112,7 @@ def test_a_fork_adds_a_model_by_a_file(tmp_path: Path) -> None:
         assert (config.model.name, config.model.width) == ("mine", 8)  # type: ignore[attr-defined]
         for name, cause in {
             "mien": "there is no models/mien.py",
-            "unfinished": "models/unfinished.py defines no model: it needs `Config`, a subclass of ModelConfig, and `build`",
+            "unfinished": "models/unfinished.py does not define a model: it needs `Config`, a subclass of ModelConfig, and `build`",
             "../mine": "there is no models/../mine.py",
         }.items():
             with pytest.raises(ConfigError) as error:

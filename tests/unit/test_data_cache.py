@@ -185,7 +185,7 @@ class TestTokens:
         ids = np.zeros(1 << 17, dtype=np.uint16)
         ids[100_000] = 300
         ids.tofile(tmp_path / "a.bin")
-        message = r"a.bin holds id 300 at token 100000, the vocabulary has 259; set model.tokenizer_path"
+        message = r"a.bin has id 300 at token 100000, but the vocabulary has 259 ids; set model.tokenizer_path"
         with pytest.raises(ValueError, match=message):
             open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache")
         open_small(self.config(tmp_path / "a.bin"), tmp_path / "cache", vocab_size=301)
@@ -257,7 +257,7 @@ def test_a_kill_half_way_leaves_nothing_that_is_used(tmp_path: Path, corpus_file
     corpus = open_small(files_config(corpus_file), cache, log=log)
     assert document(corpus, 0) == [256, *TEXTS[0].encode(), 257]
     assert folders(cache) == [corpus.key]
-    assert log.warnings == [f"data cache: removed {left}, which a killed start had left half-written"]
+    assert log.warnings == [f"data cache: removed {left}, which a killed launch had left half-written"]
 
 
 def test_another_hosts_fresh_folder_is_left_alone(tmp_path: Path, corpus_file: Path) -> None:

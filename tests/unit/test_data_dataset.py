@@ -48,7 +48,7 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
         data.load_state_dict({"digest": "0123456789abcdef"})
     assert str(caught.value) == (
         "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest 01234567, now "
-        f"{data.digest[:8]}), so its place in the data means nothing here; put the text back, or start another "
+        f"{data.digest[:8]}), so the position in the data is invalid; restore the text, or start a new "
         "run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
     )
 

@@ -154,7 +154,7 @@ class TestTooLittle:
             order_of(corpus, seq_len=tokens)
         assert str(caught.value) == (
             f"training.seq_len = {tokens}: the train split has {tokens} tokens (128 documents and 4700 tokens in all), "
-            f"too few for one sequence; legal: 1 to {tokens - 1}, or give more text"
+            f"too few for one sequence; legal: 1 to {tokens - 1}, or add text"
         )
 
     def test_nothing_held_out(self, corpus: Corpus) -> None:

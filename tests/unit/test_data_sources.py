@@ -113,7 +113,7 @@ ARRAYS: dict[str, np.ndarray] = {
     "float.npy": np.zeros(3),
     "flat.npy": np.zeros((2, 2), dtype=np.uint16),
 }
-LEGAL = ".txt, .jsonl, .parquet files, globs and folders, by commas"
+LEGAL = ".txt, .jsonl, .parquet files, globs and folders, comma-separated"
 OTHER_VOCABULARY = "set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size"
 OTHER_KEY = 'nearest: training.dataset_text_key = "texts"'
 CONVERT = "convert it, for instance: iconv -f latin1 -t utf-8 {d}"
@@ -122,8 +122,8 @@ BAD = [
     ("files", "god.txt", "no file matches {d}/god.txt; nearest: {d}/good.txt"),
     ("files", "q*q.txt", f"no file matches {{d}}/q*q.txt; legal: {LEGAL}"),
     ("files", "notes.md", "file {d}/notes.md ends in '.md'; legal: .txt, .jsonl, .parquet"),
-    ("files", "empty.txt", "the corpus is empty: no text in 1 file; give files that hold some"),
-    ("files", "blank.jsonl", "the corpus is empty: no text in 1 file; give files that hold some"),
+    ("files", "empty.txt", "the corpus is empty: no text in 1 file; name files with text"),
+    ("files", "blank.jsonl", "the corpus is empty: no text in 1 file; name files with text"),
     ("files", "latin.txt", f"file {{d}}/latin.txt is not UTF-8 at byte 3; {CONVERT}/latin.txt"),
     ("files", "late.txt", f"file {{d}}/late.txt is not UTF-8 at byte 70000; {CONVERT}/late.txt"),
     ("files", "late.jsonl", f"file {{d}}/late.jsonl is not UTF-8 at byte 24; {CONVERT}/late.jsonl"),
@@ -131,15 +131,15 @@ BAD = [
     ("files", "deep.jsonl", "file {d}/deep.jsonl line 1 is nested too deeply"),
     ("files", "list.jsonl", 'file {d}/list.jsonl line 1 is not an object like {{"text": "..."}}'),
     ("files", "keys.jsonl", f"file {{d}}/keys.jsonl line 1 has no \"text\", only 'texts', 'n'; {OTHER_KEY}"),
-    ("files", "number.jsonl", 'file {d}/number.jsonl line 1: "text" is int, not text'),
+    ("files", "number.jsonl", 'file {d}/number.jsonl line 1: "text" is int, not a string'),
     ("files", "surrogate.jsonl", 'file {d}/surrogate.jsonl line 1: "text" is not Unicode at character 0'),
     ("tokens", "good.txt", "file {d}/good.txt ends in '.txt'; legal: .npy, .bin"),
     (
         "tokens",
         "odd.bin",
-        "file {d}/odd.bin has 3 bytes, no whole number of uint16 ids; see training.dataset_token_dtype",
+        "file {d}/odd.bin has 3 bytes, not a whole number of uint16 ids; see training.dataset_token_dtype",
     ),
-    ("tokens", "empty.bin", "the corpus is empty: no text in 1 file; give files that hold some"),
+    ("tokens", "empty.bin", "the corpus is empty: no text in 1 file; name files with text"),
     (
         "tokens",
         "wide.bin",
@@ -158,7 +158,7 @@ BAD = [
     (
         "tokens",
         "good.npy",
-        f"file {{d}}/good.npy holds id 259 at token 259, the vocabulary has 259; {OTHER_VOCABULARY}",
+        f"file {{d}}/good.npy has id 259 at token 259, but the vocabulary has 259 ids; {OTHER_VOCABULARY}",
     ),
 ]
 
@@ -184,9 +184,9 @@ def test_bad_input(folder: Path, dataset: Any, name: str, message: str) -> None:
 def test_a_torn_npy_and_an_empty_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^training.dataset_path = .*torn.npy is not a .npy of ids: "):
         check_sources(TrainingConfig(dataset="tokens", dataset_path=f"{folder}/torn.npy"))
-    with pytest.raises(ValueError, match=r"folder .* holds no .txt, .jsonl, .parquet file$"):
+    with pytest.raises(ValueError, match=r"folder .* has no .txt, .jsonl, .parquet file$"):
         check_sources(files_config(tmp_path))
-    with pytest.raises(ValueError, match=r'^training.dataset_path = " , ": names no file; legal: .txt, '):
+    with pytest.raises(ValueError, match=r'^training.dataset_path = " , ": is empty; legal: .txt, '):
         check_sources(files_config(" , "))
 
 

@@ -96,8 +96,8 @@ def test_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(ValueError) as caught:
         loader_of(FakeStream(TEXTS)).load_state_dict(state)
     assert str(caught.value) == (
-        'training.dataset = "huggingface": the checkpoint holds rank 1 of 2, not rank 0 of 1; '
-        "a stream is taken up again by as many data-parallel ranks as wrote it"
+        'training.dataset = "huggingface": the checkpoint has rank 1 of 2, not rank 0 of 1; '
+        "a stream is resumed by the same number of data-parallel ranks"
     )
 
 
@@ -125,7 +125,7 @@ def test_what_goes_wrong_in_the_stream_is_told() -> None:
         RuntimeError, match=r'^reading training data failed: training.* has no "text", only \'body\'; nea'
     ):
         next(loader_of(FakeStream(TEXTS, key="body")).load([0]))
-    with pytest.raises(RuntimeError, match=r"^the data stream holds no document of this split for this rank$"):
+    with pytest.raises(RuntimeError, match=r"^the data stream has no document of this split for this rank$"):
         next(loader_of(FakeStream([])).load([0]))
 
 

@@ -15,7 +15,7 @@ from ft.device import HAVE_STREAMS, streams_of
 from models.init import normal_
 from models.ops import aligns_last_rows
 from parallelisms.device import DEVICE_TRAITS, Device, local_device_type
-from parallelisms.loss import add_product, equal_chunks
+from parallelisms.loss import equal_chunks, fp32_addmm
 from training.config import TrainingConfig
 from training.loss import chunk_tokens
 
@@ -156,9 +156,9 @@ def test_a_gpu_adds_a_product_to_the_gradient_of_the_weight_in_one_operation() -
     total = torch.empty(64, 16, device="meta")
     a, b = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((64, 32), (32, 16)))
     with Names() as one:
-        add_product(total, a, b, in_fp32=DEVICE_TRAITS["cuda"].adds_products_in_fp32)
+        fp32_addmm(total, a, b, fused=DEVICE_TRAITS["cuda"].has_fp32_addmm)
     with Names() as two:
-        add_product(total, a, b, in_fp32=DEVICE_TRAITS["cpu"].adds_products_in_fp32)
+        fp32_addmm(total, a, b, fused=DEVICE_TRAITS["cpu"].has_fp32_addmm)
     assert one.seen == ["aten.addmm.dtype_out"] and two.seen == ["aten.mm.default", "aten.add_.Tensor"]
 
 

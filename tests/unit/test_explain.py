@@ -15,7 +15,7 @@ from torch import nn
 from configs.check import check_settings
 from configs.load import load
 from models import llama
-from parallelisms.layout import Layout, Precision
+from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
 from tools.explain.command import WIDTH, explain, job_of, main, ranks_asked
@@ -29,7 +29,7 @@ UNEVEN = ("tok_embeddings layers.0", "layers.1 layers.2 layers.3 norm output")
 
 def job(world_size: int, *, batch: int = 4, device_type: DeviceType = "cuda", **parallelism: object) -> ExplainedJob:
     config = ParallelismConfig(**parallelism)  # type: ignore[arg-type]
-    layout = Layout(config, precision=Precision(compute=torch.bfloat16))
+    layout = ExecutionConfig(config, precision=Precision(compute=torch.bfloat16))
     return explained(SIZES, layout, world_size, vocab_size=V, seq_len=T, batch=batch, device_type=device_type)
 
 
@@ -140,7 +140,7 @@ def test_order_of_issue_under_prefetch():
         (job(2, batch=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="LoopedBFS"), "2 microbatches for 4 stages"),
         (job(2, pipeline_parallel_degree=2, module_fqns_per_model_part=UNEVEN), "stages have 2 to 5 modules"),
         (job(4), "cut unevenly, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
-        (replace(job(1), layout=Layout()), "float32 runs at a small part"),
+        (replace(job(1), layout=ExecutionConfig()), "float32 runs at a small part"),
     ],
 )  # fmt: skip
 def test_warnings(wanted: ExplainedJob, warning: str):

@@ -102,7 +102,7 @@ def test_flops_follow_the_published_formula():
         (dict(dim=33), "model.dim = 33: must be even; nearest: 32 or 34"),
         (
             dict(n_heads=5),
-            "model.n_heads = 5: must cut model.dim = 32 into heads of one even width .*; nearest: 4 or 8",
+            "model.n_heads = 5: must divide model.dim = 32 into heads of an even width .*; nearest: 4 or 8",
         ),
         (dict(n_heads=32), "model.n_heads = 32: .* nearest: 16"),
         (dict(n_kv_heads=3), "model.n_kv_heads = 3: must divide model.n_heads = 4; nearest: 2 or 4"),

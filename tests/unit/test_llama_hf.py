@@ -134,7 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 4096}, "sliding_window = 4096: attention here sees all that is before; what can be read: null"),
     (
         {"auto_map": {"AutoModel": "x.Y"}},
-        'auto_map = {"AutoModel": "x.Y"}: the model brings code of its own, which is not run',
+        'auto_map = {"AutoModel": "x.Y"}: the model has code of its own, which is not run',
     ),
     ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: quantised weights are not read'),
     ({"head_dim": 128}, "head_dim = 128: here a head has hidden_size / num_attention_heads = 2048 / 32 = 64 features"),
@@ -148,9 +148,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "llama3"}, 'rope_scaling = "llama3": must be a table, or null'),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        'rope_scaling.rope_type = "linear": a way to stretch positions that is not known here; what can be read: "llama3"',
+        'rope_scaling.rope_type = "linear": this scaling of positions is not supported; what can be read: "llama3"',
     ),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type = "yarn": a way to stretch'),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type = "yarn": this scaling'),
     ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor = 2.0: has no meaning with"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),
     ({"rope_scaling": {**PUBLISHED["rope_scaling"], "factor": 0.5}}, "rope_scaling.factor = 0.5: must be at least 1"),
@@ -164,7 +164,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope_parameters.rope_theta = 10000.0: elsewhere in the file it is 500000.0",
     ),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: must be 1"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: here all features of a head are turned"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: here all features of a head are rotated"),
 ]
 
 

@@ -184,9 +184,11 @@ def by_parts(logits: Tensor, labels: Tensor, cuts: list[int]) -> list[Tensor]:
         return values[None]
 
     for part, first in parts:
-        cross_entropy_sum.of_part(part, labels, first=first, gather=collect)
+        cross_entropy_sum.vocab_parallel(part, labels, first=first, gather=collect)
     everyone = torch.stack(shown)
-    return [cross_entropy_sum.of_part(part, labels, first=first, gather=lambda _: everyone) for part, first in parts]
+    return [
+        cross_entropy_sum.vocab_parallel(part, labels, first=first, gather=lambda _: everyone) for part, first in parts
+    ]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)

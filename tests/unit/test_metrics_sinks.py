@@ -96,7 +96,7 @@ def test_cutting_the_journal(tmp_path: Path, content: str, kept: str, is_locked:
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
     file = JournalSink(path)
-    file.cut_after(2, is_locked=is_locked)
+    file.truncate_after(2, is_locked=is_locked)
     file.close()
     assert path.read_text() == kept
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -106,9 +106,9 @@ def test_who_had_the_journal_open_in_a_write_writes_to_nobody(tmp_path: Path, mo
     monkeypatch.setattr(appended, "LOCK_S", 0.05)
     before = Sinks(tmp_path)
     write(before, 1, 3)
-    with before.held():
+    with before.locked():
         write(after := Sinks(tmp_path, resumed_step=3), 4, 4)
-        assert before.replaced() and not after.replaced()
+        assert before.is_replaced() and not after.is_replaced()
         write(before, 4, 5)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 

@@ -97,7 +97,7 @@ def test_cells() -> None:
     assert parse(" 12F3 ") == (Action(12, "F", 3),)
     assert parse("(0F1;3B0)OVERLAP_F_B") == (Action(0, "F", 1), Action(3, "B", 0))
     for text in ("0X0", "F0", "0F", "0SEND_F0", "(0F1;)OVERLAP_F_B", "0F0 0F1"):
-        with pytest.raises(ValueError, match="is no action; legal"):
+        with pytest.raises(ValueError, match="is not an action; legal"):
             parse(text)
 
 
@@ -105,7 +105,7 @@ def test_cells() -> None:
     ("text", "message"),
     [
         ("0F0,0F1,0B0,0B1\n", "has lines for 1 ranks; legal: one line for each of the 2 ranks"),
-        (GOOD.replace("1B0", "1Q0"), 'line 2: "1Q0" is no action; legal: stage, one of F B I W, microbatch, such as 0F0, or two as (0F1;3B0)OVERLAP_F_B'),
+        (GOOD.replace("1B0", "1Q0"), 'line 2: "1Q0" is not an action; legal: stage, one of F B I W, microbatch, such as 0F0, or two as (0F1;3B0)OVERLAP_F_B'),
         (GOOD.replace("1F0", "0F0"), "stage 0 is on ranks 0 and 1; legal: one rank"),
         (GOOD.replace("0B1", "0B2"), "rank 0 has 0B2, but there are 2 microbatches (training.local_batch_size / parallelism.pipeline_parallel_microbatch_size); legal: 0 to 1"),
         ("0F0,0F1,0B0,0B1\n,,\n0F0", "has lines for 3 ranks; legal: one line for each of the 2 ranks"),
@@ -113,8 +113,8 @@ def test_cells() -> None:
         (GOOD.replace("1F", "2F").replace("1B", "2B"), "stage 1 computes microbatch 0 with F 0, B 0, I 0, W 0 times; legal: F once, and B once or both I and W once"),
         (GOOD.replace("0B1", "0I1"), "stage 0 computes microbatch 1 with F 1, B 0, I 1, W 0 times; legal: F once, and B once or both I and W once"),
         (GOOD.replace("0F1", "0F0"), "stage 0 computes microbatch 0 with F 2, B 1, I 0, W 0 times; legal: F once, and B once or both I and W once"),
-        (GOOD.replace("0F1,0B0", "0B0,0B1").replace("0B1\n", "0F1\n"), "would wait forever: rank 0 cannot compute 0B1 before 0F1"),
-        (GOOD.replace("1B0,1F1,1B1", "1F1,1W0,1I0,1B1"), "would wait forever: rank 0 cannot compute 0B0 before 1B0"),
+        (GOOD.replace("0F1,0B0", "0B0,0B1").replace("0B1\n", "0F1\n"), "deadlock: rank 0 cannot compute 0B1 before 0F1"),
+        (GOOD.replace("1B0,1F1,1B1", "1F1,1W0,1I0,1B1"), "deadlock: rank 0 cannot compute 0B0 before 1B0"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:

@@ -82,7 +82,7 @@ def test_another_thread_may_ask_but_not_enter(clock: Clock, progress: Progress) 
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
-    assert seen == [(("compute", 1),), "phase 'data': entered by a foreign thread"]
+    assert seen == [(("compute", 1),), "phase 'data': entered by a different thread"]
 
 
 def test_what_is_thrown_away_is_lost_and_what_was_committed_is_goodput(clock: Clock, progress: Progress) -> None:

@@ -36,7 +36,7 @@ def tree() -> dict[str, str]:
 
 def claims() -> list[tuple[str, str, str]]:
     """The rows of the table of claims: (claim, command, page)."""
-    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", section("Tests, and the claims that they check"), re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", section("Tests and the claims that they check"), re.MULTILINE)
     return [row for row in rows if row[0] != "claim"]
 
 

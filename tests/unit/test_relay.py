@@ -118,7 +118,7 @@ def test_one_that_was_stopped_in_a_write_and_wakes_writes_to_nobody(tmp_path: Pa
     a, b = two(tmp_path, 2)
     b.writes = True
     assert a.relay.sinks is not None
-    with a.relay.sinks.held():
+    with a.relay.sinks.locked():
         b.commits(3)
         b.relay.close()  # the job is over
         rows_of_b = rows(tmp_path)
@@ -335,9 +335,9 @@ def test_storage_that_fails_loses_no_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert charted(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
     trouble, end = a.background_writer.said
     why = "No space left on device" if failing == "full" else "Read-only file system"
-    assert trouble.startswith(f"figures cannot be written: {why} (") and str(tmp_path) in trouble
+    assert trouble.startswith(f"metrics cannot be written: {why} (") and str(tmp_path) in trouble
     assert trouble.endswith("; kept in memory, and tried again")
-    assert end.startswith("figures are written again, after ") and end.endswith("; nothing is lost")
+    assert end.startswith("metrics are written again, after ") and end.endswith("; nothing is lost")
 
 
 def test_the_role_moves_while_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -379,7 +379,7 @@ def test_what_there_is_no_room_for_is_counted_and_said(tmp_path: Path, monkeypat
     there = [step for step, _ in rows(tmp_path)]
     gone = 2 * ROWS_KEPT - len(there)
     assert there == [1, *range(2 + gone, 2 * ROWS_KEPT + 1)] and gone > ROWS_KEPT
-    assert f"{a.relay.lost} rows are lost, for there was no room to keep them" in a.background_writer.said[-1]
+    assert f"{a.relay.lost} rows are lost, since there was no room to keep them" in a.background_writer.said[-1]
     assert 3 * (gone - 1) < a.relay.lost <= 3 * gone + 3
 
 
@@ -466,4 +466,4 @@ def test_an_end_while_storage_fails_says_that_rows_are_lost(tmp_path: Path, monk
         a.commits(2)
         a.relay.close()
         a.background_writer.close()
-    assert len(a.background_writer.said) == 2 and a.background_writer.said[1].startswith("figures: the newest are lost")
+    assert len(a.background_writer.said) == 2 and a.background_writer.said[1].startswith("metrics: the newest are lost")

@@ -9,7 +9,7 @@ from pathlib import Path
 from configs.schema import RunConfig
 from tools import size
 from tools.one_step import TracedCall, Tracer, digest_of, tree
-from training.checkpoint import survey
+from training.checkpoint import manifest_or_problem
 from training.checkpoint_files import read_manifest
 
 
@@ -19,14 +19,14 @@ def test_calls_are_counted_with_their_depth_and_those_of_libraries_are_not():
     try:
         sorted([2, 1], key=lambda value: value)  # of this file
         checkpoint.check()
-        survey(Path())
+        manifest_or_problem(Path())
     finally:
         sys.setprofile(None)
     calls = [(call.depth, call.file, call.function.rpartition(".")[2]) for call in tracer.calls]
     assert calls[:2] == [(0, "tests/unit/test_rulers.py", "<lambda>")] * 2
     assert calls[2:] == [
         (0, "training/checkpoint.py", "check"),
-        (0, "training/checkpoint.py", survey.__name__),
+        (0, "training/checkpoint.py", manifest_or_problem.__name__),
         (1, "training/checkpoint_files.py", read_manifest.__name__),
     ]
 

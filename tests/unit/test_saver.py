@@ -124,7 +124,7 @@ def test_failing_storage_is_tried_until_sigterm_and_nothing_is_finished(tmp_path
     end.happens[100.0] = lambda: setattr(end, "asked", True)
     with pytest.raises(
         CheckpointFailed,
-        match=r"No space left on device.*asked to leave before step 4, the last, was known to be saved",
+        match=r"No space left on device.*stopped before step 4, the last, was known to be saved",
     ):
         end.make()
     assert end.manager.told == [False] and steps_in(tmp_path) == []

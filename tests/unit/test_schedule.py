@@ -44,5 +44,5 @@ def test_after_the_schedule_the_least_factor_stays():
 
 
 def test_a_half_negative_ratio_is_refused():
-    with pytest.raises(ValueError, match=r"lr_scheduler\.decay_ratio = -0\.5: a share between 0 and 1, or -1"):
+    with pytest.raises(ValueError, match=r"lr_scheduler\.decay_ratio = -0\.5: must be between 0 and 1, or -1"):
         LRSchedulerConfig(decay_ratio=-0.5).check()

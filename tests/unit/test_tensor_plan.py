@@ -40,15 +40,15 @@ def test_the_plan_of_llama_is_whole(tp: int, shards: int, cp: int, vocab: int) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm": None}, r"the TP_PLAN of models.llama has no entry for norm \(RMSNorm\); kinds: embedding, .*"),
+        ({"norm": None}, r"the tp_plan of models.llama has no entry for norm \(RMSNorm\); kinds: embedding, .*"),
         ({"layers.*.attention.wq": None}, r".* no entry for layers.0.attention.wq \(Linear\); .*"),
         ({"layers.*.attention.wz": "column"}, ".* entries that match no module: layers.*.attention.wz"),
         ({"layers.*": "gather", "*.norm": "sequence"}, r".* match no module: \*.norm"),
         ({"*": "sequence"}, ".* several entries for .*: .*"),
-        ({"norm": "sequences"}, '.* says "sequences" of norm; kinds: .*'),
-        ({"norm": "column"}, '.* says "column" of norm, which is no kind for a RMSNorm'),
-        ({"norm": "gather"}, '.* says "gather" of norm, which is no kind for a RMSNorm'),
-        ({"output": "embedding"}, '.* says "embedding" of output, which is no kind for a Head'),
+        ({"norm": "sequences"}, '.* has kind "sequences" for norm; kinds: .*'),
+        ({"norm": "column"}, '.* has kind "column" for norm, not legal for RMSNorm'),
+        ({"norm": "gather"}, '.* has kind "gather" for norm, not legal for RMSNorm'),
+        ({"output": "embedding"}, '.* has kind "embedding" for output, not legal for Head'),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused_by_name(changes: dict[str, str | None], message: str) -> None:
@@ -91,7 +91,9 @@ def torchs_rows(rows: int, tp: int, shards: int, tp_rank: int, shard: int) -> li
 
 
 def test_what_can_be_cut_neither_by_rows_nor_by_columns_is_refused() -> None:
-    message = r"tok_embeddings.weight \[61, 24\] has neither rows that 2 ranks can share evenly nor columns that {} shards can"
+    message = (
+        r"tok_embeddings.weight \[61, 24\] has neither rows divisible by 2 ranks nor columns divisible by {} shards"
+    )
     for shards, cp in ((5, 1), (4, 4)):
         with pytest.raises(ValueError, match=message.format(shards * cp)):
             check_plan(meta(), degrees(2, shards=shards, cp=cp))
@@ -99,7 +101,7 @@ def test_what_can_be_cut_neither_by_rows_nor_by_columns_is_refused() -> None:
 
 
 def test_a_vocabulary_too_small_for_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tok_embeddings.weight \[5, 24\] is too small to give every rank a part"):
+    with pytest.raises(ValueError, match=r"tok_embeddings.weight \[5, 24\] is too small for a shard on every rank"):
         check_plan(meta(vocab=5), degrees(4))
 
 

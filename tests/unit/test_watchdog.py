@@ -123,7 +123,7 @@ def test_one_line_says_who_is_where(cluster: Cluster) -> None:
     (line,) = cluster.said()
     assert line == (
         "[0] error: no step for 106 s: rank 3: data loading for 49 s; ranks 0-1: gradient reduction for 48 s; "
-        "rank 2 does not answer; stack dumps and the end in 25 s"
+        "rank 2 does not answer; stack dumps and exit in 25 s"
     )
     assert cluster.armed() == [30, 30, None, 30]
     assert [rank.recorded for rank in cluster.ranks] == [1, 1, 0, 1]
@@ -143,7 +143,7 @@ def test_another_rank_speaks_when_rank_0_is_gone(cluster: Cluster) -> None:
     (line,) = cluster.said()
     assert line == (
         "[1] error: no step for 111 s: ranks 1-3: between phases for 111 s; rank 0 does not answer; "
-        "stack dumps and the end in 20 s"
+        "stack dumps and exit in 20 s"
     )
 
 
@@ -225,7 +225,7 @@ def test_a_dead_store_leaves_what_this_rank_knows() -> None:
     cluster.ranks[1].enter("data")
     cluster.wait(101)
     warning, error = cluster.said()[2:]
-    assert warning == "[1] warning: the other ranks cannot be asked where they are: connection reset by peer"
+    assert warning == "[1] warning: the phases of the other ranks are unknown: connection reset by peer"
     assert error.startswith("[1] error: no step for 101 s: rank 1: data loading for 101 s; rank 0 does not answer;")
     assert cluster.armed() == [30, 30]
 
@@ -317,7 +317,7 @@ def test_a_word_that_others_are_waited_for_calls_a_suspicion_off(cluster: Cluste
     cluster.clock.now += 1
     cluster.wait_for_others(2)
     assert cluster.armed() == [None] * 4
-    assert "going on: other groups are waited for" in cluster.said()[-1]
+    assert "going on: a wait for other groups" in cluster.said()[-1]
 
 
 def test_a_rank_that_hangs_is_ended_however_long_others_were_waited_for_before(cluster: Cluster) -> None:

@@ -127,7 +127,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=whole,
         optimizer=partial(build_optimizer, config.optimizer),
-        layout=config.layout(precision, vocab_size=vocab_size, device_type=device_type),
+        layout=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
@@ -140,7 +140,7 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
     """The text: at most WIDTH columns, ends in a newline. `beside`: further bytes of a rank, by purpose."""
     acted, n = ranks(job), job.degrees.world_size
     head = (
-        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].words}, {job.degrees}. Nothing was started: ranks were "
+        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].location}, {job.degrees}. Nothing was started: ranks were "
         "simulated by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
         "uneven cut have less."
     )

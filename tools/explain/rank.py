@@ -40,7 +40,7 @@ from models import ops
 from models.contract import Model
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import fsdp_param_groups
-from parallelisms.layout import CompileConfig, Layout
+from parallelisms.layout import CompileConfig, ExecutionConfig
 from parallelisms.mesh import (
     AXES,
     CP,
@@ -329,7 +329,7 @@ class ExplainedJob:
     title: str
     build: Callable[[], Model]  # the whole model, for the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
-    layout: Layout
+    layout: ExecutionConfig
     degrees: ParallelDims
     device_type: DeviceType
     local_batch_size: int
@@ -340,7 +340,7 @@ class ExplainedJob:
         with torch.device("meta"):
             return self.build()
 
-    def parallelize(self, mesh: DeviceMesh, model: Model, layout: Layout, device: str = "cpu") -> Parallelized:
+    def parallelize(self, mesh: DeviceMesh, model: Model, layout: ExecutionConfig, device: str = "cpu") -> Parallelized:
         return parallelize(
             model,
             mesh,

@@ -1,3 +1,3 @@
-"""Text or token files in, batches by position out: sources, cache, order, loader; dataset.py is the entry point.
+"""From text or token files to batches by position: sources, cache, order, loader; dataset.py is the entry point.
 
-A new source: find_source in sources.py (files), or open_data in dataset.py (streams)."""
+A new source is added in find_source of sources.py (files) or open_data of dataset.py (streams)."""

@@ -1,15 +1,15 @@
-"""Tokenises a corpus once and maps it ever after; the cache is named by content, so a changed file is another cache.
+"""Tokenises a corpus once and memory-maps it afterwards; the cache is named by content, so a changed file has a new cache.
 
-    <cache>/<key>/tokens.bin      ids of all documents back to back (of text; token files are mapped where they lie)
+    <cache>/<key>/tokens.bin      ids of all documents, concatenated (text only; token files are mapped in place)
                   documents.npy   [documents + 1] int64: document d is ids[documents[d] : documents[d + 1]]
-                  buckets.npy     [documents] uint16: its content's hash mod 1000, which decides its split
-                  meta.json       figures
-    <cache>/seen/<stamps>         the key that files with these names, sizes and times had: spares reading them again
-    <cache>/lock                  held while one process builds; holds how far it is
+                  buckets.npy     [documents] uint16: hash of a document's content mod 1000, which decides its split
+                  meta.json       see Meta
+    <cache>/seen/<stamps>         key of the files with these names, sizes and times, so that they are not read again
+    <cache>/lock                  locked while a process builds; contains its progress
 
-The key is the digest of the files' names and contents, how they are read, and the tokenizer. A folder appears under its
-final name whole, by one rename. The lock spares work, the rename keeps it right: without working locks (some network
-folders) two starts at once both build, and the second to finish takes what the first left."""
+The key is the digest of the files' names and contents, how they are read, and the tokenizer. A folder gets its final
+name by one rename. The lock saves work; the rename ensures correctness: without working locks (some network folders) two
+concurrent launches both build, and the second to finish uses the folder of the first."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from training.tokenizer import Tokenizer
 
 FORMAT = 1
 BUCKETS = 1000
-BATCH_BYTES = 4 << 20  # text handed to the tokenizer at once
+BATCH_BYTES = 4 << 20  # text per call of the tokenizer
 POLL_S = 0.05
-PROGRESS_S = 0.2  # from one note of the builder's progress to the next
-PROGRESS_BYTES = 120  # of a note: a line of the bar
-SCAN_IDS = 1 << 22  # token ids that are scanned at a time
-PIECE_IDS = 1 << 16  # a token file without BOS and EOS is cut into documents of this many ids
-STUCK_S = 1800.0  # a builder that shows no progress for so long is reported
-MIN_AGE_NS = 2_000_000_000  # a file may be written twice within one tick of its file system's clock
-FOREIGN_LEFTOVER_S = 3600.0  # another host's temporary folder, not written to for so long, was left by a kill
+PROGRESS_S = 0.2  # interval of the builder's progress reports
+PROGRESS_BYTES = 120  # size of a report: one line of the bar
+SCAN_IDS = 1 << 22  # token ids scanned at a time
+PIECE_IDS = 1 << 16  # ids per document of a token file without BOS and EOS
+STUCK_S = 1800.0  # a builder without progress for this long is reported
+MIN_AGE_NS = 2_000_000_000  # younger files may change without a new time stamp (resolution of the file system's clock)
+FOREIGN_LEFTOVER_S = 3600.0  # age from which a different host's temporary folder counts as left over by a kill
 
 
 @dataclass(frozen=True)
 class Meta:
-    """meta.json: what the cache holds. `content` is the digest of the corpus whatever the tokenizer."""
+    """meta.json, a description of the cache. `content`: digest of the corpus, independent of the tokenizer."""
 
     format: int
     content: str
@@ -62,10 +62,10 @@ class Meta:
 
 
 class Corpus:
-    """A tokenised corpus, memory-mapped. `key` names content and tokenizer: equal keys, equal documents. Pickles as names, for workers."""
+    """A tokenised corpus, memory-mapped. Equal `key`s (content and tokenizer) mean equal documents. Pickled by file names, for workers."""
 
     def __init__(self, folder: Path, meta: Meta, paths: tuple[Path, ...]) -> None:
-        """`paths`: files of ids, one long array. Raises OSError, ValueError or EOFError where they cannot be mapped."""
+        """`paths`: files of ids, which form one array. Raises OSError, ValueError or EOFError if they cannot be mapped."""
         self.folder, self.meta, self._paths, self.key = folder, meta, paths, folder.name
         self._parts = [map_ids(path, meta.dtype) for path in paths]
         self._ends = np.cumsum([len(part) for part in self._parts])
@@ -79,7 +79,7 @@ class Corpus:
         return Corpus, (self.folder, self.meta, self._paths)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """ids[start : start + count] as a view; the span lies in one file, as every document does."""
+        """Returns ids[start : start + count] as a view; the range must lie within one file, as every document does."""
         index = int(np.searchsorted(self._ends, start, side="right")) if len(self._parts) > 1 else 0
         part = self._parts[index]
         start -= int(self._ends[index]) - len(part)
@@ -87,8 +87,8 @@ class Corpus:
 
 
 def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
-    """Maps the cache of `source` under `folder`, made first if need be; any number of processes may call it at once. `vocab_size`: the
-    model's. Raises ValueError (bad input, begins with the setting) or RuntimeError (an unwritable folder, or a builder that is stuck)."""
+    """Maps the cache of `source` under `folder` and builds it if missing; processes may call it concurrently. `vocab_size`: the model's.
+    Raises ValueError (bad input, beginning with the setting) or RuntimeError (folder not writable, or a builder without progress)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size)
     try:
@@ -98,13 +98,13 @@ def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log,
     if corpus.meta.skipped:
         log.info("%s: left out, not UTF-8: %s", source.kind, ", ".join(corpus.meta.skipped))
     if isinstance(source, TokenSource) and corpus.meta.largest_id >= vocab_size:
-        for file in source.files:  # cached under a larger vocabulary
+        for file in source.files:  # the cache was built with a larger vocabulary
             check_ids(source.open(file), vocab_size, file, source.setting)
     return corpus
 
 
 def bucket_of(content: bytes) -> int:
-    """The bucket of a document: of its content alone, so it stays in its split however the corpus around it changes."""
+    """Returns the bucket of a document by its content only, so that it stays in its split when the rest of the corpus changes."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % BUCKETS
 
 
@@ -116,7 +116,7 @@ class _Cache:
         self._seen = folder / "seen" / _digest([stamps, self._identity()])
 
     def find(self) -> Corpus | None:
-        """The cache of these very files, without reading them; None when they are new here or were written to."""
+        """Returns the cache of these files by their stamps, without reading them; None if they are new or were written to."""
         try:
             return self._open(self._seen.read_text())
         except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +126,7 @@ class _Cache:
         self._seen.parent.mkdir(parents=True, exist_ok=True)
         with closing(_BuildLock(self._folder / "lock", self._log)) as lock:
             lock.wait(until=self.find)
-            if (corpus := self.find()) is not None:  # whoever held the lock may have made it
+            if (corpus := self.find()) is not None:  # the previous holder of the lock may have built it
                 return corpus
             if lock.held:
                 _remove_leftovers(self._folder, self._log)
@@ -135,7 +135,7 @@ class _Cache:
             if (corpus := self._open(key)) is None:
                 self._build(key, content, lock)
                 corpus = self._open(key)
-            assert corpus is not None, "a cache that was just built is whole"
+            assert corpus is not None, "a cache that was just built is complete"
             newest_ns = max(max(file.stamp[1:]) for file in self._source.files)
             if time.time_ns() - newest_ns > MIN_AGE_NS:
                 replace_file(self._seen, key.encode())
@@ -145,7 +145,7 @@ class _Cache:
         return [FORMAT, self._source.kind, self._source.reading, self._tokenizer.fingerprint()]
 
     def _open(self, key: str) -> Corpus | None:
-        """The cache under `key`, None when it is not there or not whole."""
+        """Returns the cache under `key`, None if it is missing or incomplete."""
         folder, source = self._folder / key, self._source
         try:
             meta = Meta(**json.loads((folder / "meta.json").read_bytes()))
@@ -154,11 +154,11 @@ class _Cache:
             corpus = Corpus(folder, meta, paths)
         except (FileNotFoundError, ValueError, TypeError, EOFError):
             return None
-        whole = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
-        return corpus if whole and corpus.tokens == meta.tokens == corpus.bounds[-1] else None
+        complete = len(corpus.bounds) == meta.documents + 1 and len(corpus.buckets) == meta.documents
+        return corpus if complete and corpus.tokens == meta.tokens == corpus.bounds[-1] else None
 
     def _content(self, lock: _BuildLock) -> str:
-        """Digest of the files' names and contents."""
+        """Returns the digest of the files' names and contents."""
         lock.begin("reading", sum(file.size for file in self._source.files))
         digests = []
         for file in self._source.files:
@@ -170,7 +170,7 @@ class _Cache:
         return _digest(digests)
 
     def _build(self, key: str, content: str, lock: _BuildLock) -> None:
-        """Writes the folder under a temporary name and renames it; if another process was faster, its folder is kept."""
+        """Writes the folder under a temporary name and renames it; keeps the folder of another process that has finished first."""
         temporary = self._folder / f"{key}.tmp-{socket.gethostname()}-{os.getpid()}"
         try:
             temporary.mkdir()
@@ -201,10 +201,10 @@ class _Cache:
             if self._open(key) is not None:
                 return
             final = self._folder / key
-            shutil.rmtree(final, ignore_errors=True)  # a damaged one
+            shutil.rmtree(final, ignore_errors=True)  # removes a damaged folder
             try:
                 temporary.rename(final)
-            except OSError:  # another process was faster just now
+            except OSError:  # another process may have finished first
                 if self._open(key) is None:
                     raise
             sync_path(self._folder)
@@ -219,7 +219,7 @@ class _Cache:
             documents = source.documents(file)
             if source.skips_bad_files:
                 try:
-                    documents = iter(list(documents))  # all of the file or nothing of it
+                    documents = iter(list(documents))  # the file as a whole, or nothing of it
                 except ValueError:
                     skipped.append(file.name)
                     continue
@@ -230,7 +230,7 @@ class _Cache:
         return tuple(skipped)
 
     def _scan(self, source: TokenSource, writer: _Writer, lock: _BuildLock) -> None:
-        """Finds the documents of token files and looks at every id."""
+        """Finds the documents of token files and checks every id."""
         lock.begin("scanning", sum(file.size for file in source.files))
         for file in source.files:
             ids = source.open(file)
@@ -243,10 +243,10 @@ class _Cache:
                 if self._tokenizer.bos_id != self._tokenizer.eos_id:
                     starts.append(at + np.flatnonzero(chunk == self._tokenizer.bos_id))
                 lock.advance(chunk.nbytes)
-            cuts = np.unique(np.concatenate(starts))
-            if len(cuts[cuts < len(ids)]) == 1:
-                cuts = np.arange(0, len(ids), PIECE_IDS)
-            writer.add_spans(ids, np.append(cuts[cuts < len(ids)], len(ids)))
+            bounds = np.unique(np.concatenate(starts))
+            if len(bounds[bounds < len(ids)]) == 1:
+                bounds = np.arange(0, len(ids), PIECE_IDS)
+            writer.add_spans(ids, np.append(bounds[bounds < len(ids)], len(ids)))
 
 
 class _Writer:
@@ -271,7 +271,7 @@ class _Writer:
             self.flush()
 
     def add_spans(self, ids: np.ndarray, bounds: np.ndarray) -> None:
-        """Documents that stay where they are: ids[bounds[i] : bounds[i + 1]]."""
+        """Adds documents of a mapped file without copying them: ids[bounds[i] : bounds[i + 1]]."""
         for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             self.buckets.append(bucket_of(ids[start:end].astype("<u4").tobytes()))
         self._lengths.append(np.diff(bounds))
@@ -296,16 +296,16 @@ class _Writer:
 
 
 class _BuildLock:
-    """The right to build in the cache folder, until `close` or a kill. Its file has the builder's progress, for those that wait."""
+    """The lock for building in the cache folder, until `close` or a kill. Its file has the builder's progress, for waiting processes."""
 
     def __init__(self, path: Path, log: Log) -> None:
         self._path, self._log, self._noted_s = path, log, 0.0
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.held = False  # stays so where the file system has no locks
+        self.held = False  # always False if the file system has no locks
         self.bar = Bar(0, "", log=log)
 
     def wait(self, until: Callable[[], object]) -> None:
-        """Returns when this process may build, or `until()` holds."""
+        """Waits until this process may build, or until `until()` is true. Raises RuntimeError after STUCK_S without progress."""
         progress, changed_s = b"", time.monotonic()
         while (is_locked := try_lock(self._descriptor)) is False and not until():
             before, progress = progress, os.pread(self._descriptor, PROGRESS_BYTES, 0)
@@ -336,11 +336,11 @@ class _BuildLock:
 
 
 def _remove_leftovers(folder: Path, log: Log) -> None:
-    """Temporary folders of builders that were killed. Called under the lock: on this host none is being written."""
+    """Removes temporary folders of killed builders. Requires the lock, so that on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
         if own or time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > FOREIGN_LEFTOVER_S:
-            log.warning("data cache: removed %s, which a killed start had left half-written", path.name)
+            log.warning("data cache: removed %s, which a killed launch had left half-written", path.name)
             shutil.rmtree(path, ignore_errors=True)
 
 

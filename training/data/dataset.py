@@ -1,4 +1,4 @@
-"""The entry point of the data: [training] in, a `TrainingData` out, which gives one loader per split."""
+"""Entry point of the data: open_data returns the `TrainingData` of [training], which opens a loader per split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from training.tokenizer import Tokenizer
 
 
 class _Data:
-    """Base of both kinds of data. Its state in a checkpoint is the digest of content and tokenizer, which with (seed, seq_len, position)
-    decides every sequence; empty for a stream, whose loader keeps the place."""
+    """Base of both kinds of data. Its checkpoint state is the digest of content and tokenizer, which with (seed, seq_len, position)
+    determines every sequence; "" for a stream, whose loader saves its cursor."""
 
     digest = ""
 
@@ -26,17 +26,17 @@ class _Data:
         return {"digest": self.digest}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Raises ValueError when the text or its tokenizer changed under the run."""
+        """Raises ValueError if the text or its tokenizer changed since the checkpoint."""
         if state["digest"] != self.digest:
             raise ValueError(
                 "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
-                f"{state['digest'][:8]}, now {self.digest[:8]}), so its place in the data means nothing here; put the text back, or "
-                "start another run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
+                f"{state['digest'][:8]}, now {self.digest[:8]}), so the position in the data is invalid; restore the text, or "
+                "start a new run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
             )
 
 
 class StoredData(_Data):
-    """A corpus in the cache."""
+    """A tokenised corpus in the cache."""
 
     def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
         self._config, self._corpus, self.digest = config, corpus, corpus.key
@@ -50,11 +50,11 @@ class StoredData(_Data):
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
     def order(self, split: str, *, seed: int, seq_len: int) -> Order:
-        """Random access to a split ("train", "validation"). Raises ValueError when it is too small."""
+        """Returns the order of a split ("train", "validation"). Raises ValueError if it is too small."""
         return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
 
     def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
-        """The caller closes it. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+        """Opens a loader, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         order = self.order(split, seed=self._config.seed, seq_len=self._config.seq_len)
         return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
 
@@ -81,7 +81,7 @@ TrainingData = StoredData | StreamedData
 def open_data(
     config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
 ) -> TrainingData:
-    """Finds, tokenises or maps what [training] names; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
+    """Opens the data of [training], tokenised or mapped; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
     if config.dataset == "huggingface":
         return StreamedData(config, tokenizer)
     corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
@@ -89,7 +89,7 @@ def open_data(
 
 
 def short(count: int, unit: str = "") -> str:
-    """12345678 -> "12.3 M"; with unit "B": "12.3 MB"."""
+    """Formats 12345678 as "12.3 M", with unit "B" as "12.3 MB"."""
     for prefix, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {prefix}{unit}"

@@ -1,9 +1,9 @@
-"""The endless order of training sequences: position -> tokens, a pure function, for any rank in any order.
+"""The infinite order of training sequences: a pure function from a position to its tokens, with random access on any rank.
 
-Epoch e holds every document of the split once, shuffled by (seed, e), each in its BOS and EOS, concatenated to a stream of N tokens. It is
-cut into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets one
-further on. The last (N - 1) % seq_len tokens of the stream are left out, other ones in each epoch. Sequences are visited with a
-fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch."""
+Epoch e concatenates the documents of the split, shuffled by (seed, e), each between BOS and EOS, to a stream of N tokens. It is split into
+(N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets shifted by
+one. The last (N - 1) % seq_len tokens of the stream are dropped, which differ by epoch. Sequences are visited with a fixed stride
+coprime to their number (`stride`), so that a batch is spread over the epoch."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ import numpy as np
 
 from training.data.cache import BUCKETS, Corpus
 
-_EPOCHS_KEPT = 2  # a step at the turn of an epoch reads from both
+_EPOCHS_KEPT = 2  # a step at the end of an epoch reads from two
 SPLITS = ("train", "validation")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(count), [count] int64; the same for every version of numpy, which keeps the raw stream of Philox for ever, but
-    not Generator.permutation (NEP 19)."""
+    """Returns a permutation of range(count), [count] int64, the same for every version of numpy, which guarantees the raw stream of Philox,
+    but not Generator.permutation (NEP 19)."""
     key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
 
 def buckets_of(split: str, held_out: float) -> range:
-    """The buckets of cache.bucket_of whose documents are in `split`."""
+    """Returns the buckets (cache.bucket_of) whose documents are in `split`."""
     assert split in SPLITS, split
     first = round(held_out * BUCKETS)
     return range(first) if split == "validation" else range(first, BUCKETS)
 
 
 def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
-    """Numbers of the documents in `split`, [n] int64. A document is held out by its content, whatever is beside it."""
+    """Returns the indices of the documents in `split`, [n] int64. The split of a document depends on its content only."""
     buckets = buckets_of(split, held_out)
     return np.flatnonzero((corpus.buckets >= buckets.start) & (corpus.buckets < buckets.stop))
 
 
 def stride(count: int) -> int:
-    """The step from one sequence to the next in an epoch of `count`: about 0.618 of it, and coprime, so each has its turn (Fibonacci
-    hashing: Knuth, The Art of Computer Programming, volume 3, 6.4). Neighbours in the epoch's stream are often pieces of one document, so a
-    batch of them is highly correlated: around step 750 configs/llama.toml had a loss of 2.3 with such batches, and has 1.4."""
+    """Returns the distance between consecutive sequences in an epoch of `count`: about 0.618 * count, and coprime to it, so that each is
+    visited (Fibonacci hashing: Knuth, The Art of Computer Programming, volume 3, 6.4). Neighbours in the stream are often from the same
+    document, and batches of them highly correlated: configs/llama.toml had a loss of 2.3 around step 750 with them, and has 1.4 without."""
     wanted = max(1, round(count * (math.sqrt(5) - 1) / 2))
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
 
 class Order:
-    """Random access to the packed sequences of one split. Safe from any thread; pickles small."""
+    """Random access to the packed sequences of one split. Thread-safe; pickles without its arrays."""
 
     def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
-        """`validation` is never shuffled: every validation sees the same. Raises ValueError when `split` has no sequence."""
+        """`validation` is not shuffled: every validation sees the same sequences. Raises ValueError if `split` has no sequence."""
         self._made_again = partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
@@ -69,14 +69,14 @@ class Order:
         return self._made_again, ()
 
     def sequence(self, position: int) -> np.ndarray:
-        """Tokens [seq_len + 1] int64 at `position` >= 0 of the endless order."""
+        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         index = turn * self._stride % self.sequences_per_epoch
-        with self._lock:  # threads that come at once lay an epoch out once
+        with self._lock:  # concurrent threads compute the layout of an epoch once
             ends, starts = self._layout(epoch if self._shuffles else 0)
         tokens = np.empty(self.seq_len + 1, dtype=np.int64)
-        at, filled = index * self.seq_len, 0  # place in the epoch's stream; tokens written
+        at, filled = index * self.seq_len, 0  # offset in the epoch's stream; tokens written
         document = int(np.searchsorted(ends, at, side="right"))
         while filled < len(tokens):
             end, start = int(ends[document]), int(starts[document])
@@ -86,7 +86,7 @@ class Order:
         return tokens
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Per document: its end in the epoch's stream; the offset from a place in the stream to its place in the corpus."""
+        """Returns for each document its end in the epoch's stream, and the difference of its offsets in the corpus and in the stream."""
         documents = self._documents
         if self._shuffles:
             documents = documents[shuffled(len(documents), self._seed, epoch)]
@@ -101,7 +101,7 @@ def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, 
     if len(documents):
         return (
             f"training.seq_len = {seq_len}: the {split} split has {tokens} tokens ({have} in all), too few for one "
-            f"sequence; legal: 1 to {max(tokens - 1, 1)}, or give more text"
+            f"sequence; legal: 1 to {max(tokens - 1, 1)}, or add text"
         )
     setting = f"training.dataset_held_out = {held_out:g}"
     if split == "train":
@@ -109,9 +109,7 @@ def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, 
             f"{setting}: nothing is left to train on ({have} in all); nearest: {int(corpus.buckets.max()) / BUCKETS:g}"
         )
     if len(corpus.buckets) == 1:
-        return (
-            f"{setting}: the corpus is one document, none can be held out; give more, or set validation.enable = false"
-        )
+        return f"{setting}: the corpus is one document, none can be held out; add documents, or set validation.enable = false"
     return (
         f"{setting}: no document is held out ({have} in all); nearest: {(int(corpus.buckets.min()) + 1) / BUCKETS:g}, "
         "or set validation.enable = false"

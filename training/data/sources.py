@@ -1,4 +1,4 @@
-"""The text that is trained on: this Python's standard library, local text, or token files. Finds files, reads their documents.
+"""Data sources: Python's standard library, local text files, token files. Finds the files and reads their documents.
 
 Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once."""
 
@@ -21,23 +21,23 @@ from training.config import TrainingConfig, need
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".npy", ".bin")
 TOKEN_TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-STDLIB_LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
-# A longer .txt is a collection, not a document. In parts it can be shuffled, held out, tokenised in bounded memory.
+STDLIB_EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+# A longer .txt is split into parts, which can be shuffled, held out, and tokenised in bounded memory.
 LONG_TEXT_BYTES = 1 << 20
 PART_BYTES = 1 << 16
 READ_BYTES = 1 << 20
 PARQUET_ROWS = 1024
-CHECKED_BYTES = 4 << 20  # what check_sources reads of a corpus
+CHECKED_BYTES = 4 << 20  # text that check_sources reads
 CHECKED_IDS = 1 << 16
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One input file. `name`, not its place on this machine, goes into the digest of the corpus."""
+    """One input file. The digest of the corpus depends on `name`, not on `path`."""
 
     path: Path
     name: str
-    stamp: tuple[int, int, int]  # bytes, mtime_ns, ctime_ns: differs when the file was written to
+    stamp: tuple[int, int, int]  # size in bytes, mtime_ns, ctime_ns: changes when the file is written to
 
     @property
     def size(self) -> int:
@@ -52,11 +52,11 @@ def stamp_of(path: Path) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class _Files:
     kind: str
-    setting: str  # 'training.dataset_path = "..."', what an error message begins with
+    setting: str  # 'training.dataset_path = "..."', the beginning of error messages
     files: tuple[SourceFile, ...]
 
     def chunks(self, file: SourceFile) -> Iterator[bytes]:
-        """The bytes of one file, for its digest. Raises ValueError that names the file."""
+        """Yields the bytes of one file, for its digest. Raises ValueError that names the file."""
         try:
             with file.path.open("rb") as stream:
                 while chunk := stream.read(READ_BYTES):
@@ -67,18 +67,18 @@ class _Files:
 
 @dataclass(frozen=True)
 class TextSource(_Files):
-    """Files of text. `skips_bad_files`: a file that is not UTF-8 is left out and told, instead of refused."""
+    """Text files. `skips_bad_files`: a file that is not UTF-8 is skipped and logged instead of rejected."""
 
     text_key: str
     skips_bad_files: bool = False
 
     @property
     def reading(self) -> str:
-        """Changes whenever the same files would be read as other documents."""
+        """A string that differs if the same files would be read as different documents."""
         return f"text, key {self.text_key}, parts of {PART_BYTES} above {LONG_TEXT_BYTES}"
 
     def documents(self, file: SourceFile) -> Iterator[bytes]:
-        """The documents of one file: UTF-8, none empty. Raises ValueError that names file and place."""
+        """Yields the documents of one file: UTF-8, none empty. Raises ValueError that names file and position."""
         read = {".jsonl": self._read_jsonl, ".parquet": self._read_parquet}.get(file.path.suffix, self._read_text)
         try:
             yield from filter(None, read(file))
@@ -92,8 +92,8 @@ class TextSource(_Files):
         at = 0
         with file.path.open("rb") as stream:
             while part := stream.read(PART_BYTES):
-                part += stream.readline(PART_BYTES)  # up to a line end, if one is near
-                for _ in range(3):  # and never through the middle of a character
+                part += stream.readline(PART_BYTES)  # extends the part to a line end, if one is near
+                for _ in range(3):  # extends it to a character boundary
                     if stream.peek(1)[:1] and 0x80 <= stream.peek(1)[0] < 0xC0:
                         part += stream.read(1)
                 yield self._checked(part, file, at=at)
@@ -142,19 +142,19 @@ class TextSource(_Files):
 
 @dataclass(frozen=True)
 class TokenSource(_Files):
-    """Files of token ids, mapped where they lie. A document begins at each BOS and after each EOS; see cache.py."""
+    """Files of token ids, mapped in place. A document begins at each BOS and after each EOS; see cache.py."""
 
-    dtype: str  # what a .bin holds; a .npy says it itself
+    dtype: str  # of .bin files; a .npy has its own
 
     @property
     def reading(self) -> str:
         return f"tokens, {self.dtype}"
 
     def open(self, file: SourceFile) -> np.ndarray:
-        """The ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
+        """Returns the ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
         is_raw, wrong_type = file.path.suffix == ".bin", f"{self.setting}: file {file.path} has {file.size} bytes"
         if is_raw and (file.size == 0 or file.size % TOKEN_TYPES[self.dtype].itemsize):
-            raise ValueError(f"{wrong_type}, no whole number of {self.dtype} ids; see training.dataset_token_dtype")
+            raise ValueError(f"{wrong_type}, not a whole number of {self.dtype} ids; see training.dataset_token_dtype")
         try:
             ids = map_ids(file.path, self.dtype)
         except (ValueError, EOFError) as error:
@@ -164,7 +164,7 @@ class TokenSource(_Files):
                 f"{self.setting}: file {file.path} is {ids.dtype} of shape {list(ids.shape)}; "
                 "legal: one axis of uint16 or uint32, not empty"
             )
-        # uint32 ids of any usual vocabulary, read as uint16, are: id, 0 or 1, id, 0 or 1, ...
+        # uint32 ids of a usual vocabulary, read as uint16, alternate with their high halves, which are small.
         head, may_be_wide = ids[:CHECKED_IDS], is_raw and self.dtype == "uint16" and not file.size % 4
         if may_be_wide and len(head) >= 64 and head[1::2].max() <= 3 < head[::2].max():
             raise ValueError(f'{wrong_type} that look like uint32 ids; set training.dataset_token_dtype = "uint32"')
@@ -175,8 +175,8 @@ Source = TextSource | TokenSource
 
 
 def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
-    """Raises ValueError that begins with the setting, for missing files, wrong suffixes, missing packages, no text at all; and, in the
-    first megabytes, for text that is not UTF-8, bad JSON, a missing text key, or token ids from `vocab_size` on (0: not checked)."""
+    """Raises ValueError, beginning with the setting, for missing files, wrong suffixes, missing packages or no text; and, in the first
+    megabytes, for text that is not UTF-8, invalid JSON, a missing text key, or token ids >= `vocab_size` (0: not checked)."""
     if config.dataset == "huggingface":
         need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
         return
@@ -197,28 +197,28 @@ def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
 
 def no_text(setting: str, files: int) -> ValueError:
     return ValueError(
-        f"{setting}: the corpus is empty: no text in {files} file{'s' * (files != 1)}; give files that hold some"
+        f"{setting}: the corpus is empty: no text in {files} file{'s' * (files != 1)}; name files with text"
     )
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, file: SourceFile, setting: str, *, at: int = 0) -> None:
-    """Raises ValueError that names the first of `ids` (from token `at` on) not below `vocab_size` (0: any will do)."""
+    """Raises ValueError that names the first of `ids` not below `vocab_size` (0: no limit). `at`: position of ids[0] in the file."""
     if not vocab_size or not len(ids) or ids.max() < vocab_size:
         return
     first = int(np.argmax(ids >= vocab_size))
     raise ValueError(
-        f"{setting}: file {file.path} holds id {ids[first]} at token {at + first}, the vocabulary has {vocab_size}; "
+        f"{setting}: file {file.path} has id {ids[first]} at token {at + first}, but the vocabulary has {vocab_size} ids; "
         "set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size"
     )
 
 
 def find_source(config: TrainingConfig) -> Source:
-    """The source that [training] names, its files in a fixed order. Raises ValueError that begins with the setting."""
+    """Returns the source of [training], with its files in a fixed order. Raises ValueError, beginning with the setting."""
     if config.dataset == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         found = list[Path]()
         for folder, subfolders, names in os.walk(root):
-            subfolders[:] = [name for name in subfolders if name not in STDLIB_LEFT_OUT]
+            subfolders[:] = [name for name in subfolders if name not in STDLIB_EXCLUDED]
             found += [Path(folder, name) for name in names if name.endswith(".py")]
         files = tuple(_as_file(path, root) for path in sorted(found) if os.access(path, os.R_OK))
         if not files:
@@ -238,7 +238,7 @@ def find_source(config: TrainingConfig) -> Source:
 
 
 def text_of_record(record: Any, key: str, place: str) -> bytes:
-    """record[key] as UTF-8; raises ValueError that begins with `place` when there is none or it is not text."""
+    """Returns record[key] as UTF-8. Raises ValueError, beginning with `place`, if it is missing or not a string."""
     if not isinstance(record, dict):
         raise ValueError(f'{place} is not an object like {{"{key}": "..."}}')
     if key not in record:
@@ -247,15 +247,15 @@ def text_of_record(record: Any, key: str, place: str) -> bytes:
         raise ValueError(f'{place} has no "{key}", only {", ".join(map(repr, record)) or "nothing"}{hint}')
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f'{place}: "{key}" is {type(text).__name__}, not text')
+        raise ValueError(f'{place}: "{key}" is {type(text).__name__}, not a string')
     try:
         return text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which no text holds
+    except UnicodeEncodeError as error:  # JSON can have half of a surrogate pair, which is not valid Unicode
         raise ValueError(f'{place}: "{key}" is not Unicode at character {error.start}') from error
 
 
 def map_ids(path: Path, dtype: str) -> np.ndarray:
-    """A .npy, or a .bin of `dtype`, as [N] ids, memory-mapped. OSError or ValueError when it is neither."""
+    """Returns the ids [N] of a .npy, or of a .bin of `dtype`, memory-mapped. Raises OSError or ValueError."""
     if path.suffix == ".npy":
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     return np.asarray(np.memmap(path, dtype=TOKEN_TYPES[dtype], mode="r"))
@@ -270,25 +270,25 @@ def _as_file(path: Path, root: Path) -> SourceFile:
 
 
 def _find_files(patterns: str, suffixes: tuple[str, ...], setting: str) -> tuple[SourceFile, ...]:
-    """The files behind comma-separated names, globs and folders: in the order given, sorted within each, none twice."""
+    """Returns the files of comma-separated names, globs and folders: in the given order, sorted within each, none twice."""
     found: dict[Path, SourceFile] = {}
     for pattern in filter(None, (pattern.strip() for pattern in patterns.split(","))):
         for path, root in _matches(pattern, suffixes, setting):
             found.setdefault(path.resolve(), _as_file(path, root))
     if not found:
-        raise ValueError(f"{setting}: names no file; legal: {', '.join(suffixes)} files, globs and folders, by commas")
+        raise ValueError(f"{setting}: is empty; legal: {', '.join(suffixes)} files, globs and folders, comma-separated")
     if not any(file.size for file in found.values()):
         raise no_text(setting, len(found))
     return tuple(found.values())
 
 
 def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tuple[Path, Path]]:
-    """(file, the folder its name in the digest is relative to) for one name, glob or folder."""
+    """Returns (file, folder to which its name in the digest is relative) for one name, glob or folder."""
     path, legal = Path(pattern).expanduser(), ", ".join(suffixes)
     if path.is_dir():
         inside = [file for file in sorted(path.rglob("*")) if file.suffix in suffixes and file.is_file()]
         if not inside:
-            raise ValueError(f"{setting}: folder {pattern} holds no {legal} file")
+            raise ValueError(f"{setting}: folder {pattern} has no {legal} file")
         return [(file, path) for file in inside]
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
     files = [path] if path.is_file() else [file for name in sorted(found) if (file := Path(name)).is_file()]
@@ -303,11 +303,11 @@ def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tupl
 
 
 def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
-    """The path that is nearest to a missing file, for the end of the message."""
+    """Returns the end of the message for a missing file: the existing path with the most similar name, or the legal ones."""
     folder = path.parent
     if not folder.is_dir():
         return f"; there is no folder {folder}"
     names = [file.name for file in folder.iterdir() if file.is_dir() or file.suffix in suffixes]
     near = [] if glob.has_magic(path.name) else difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
-    legal = f"; legal: {', '.join(suffixes)} files, globs and folders, by commas"
+    legal = f"; legal: {', '.join(suffixes)} files, globs and folders, comma-separated"
     return f"; nearest: {folder / near[0]}" if near else legal

@@ -1,7 +1,7 @@
-"""Hugging Face data sets, streamed in their own order, not shuffled, held out by content like all others.
+"""Hugging Face data sets, streamed in their own order without shuffling; documents are held out by content, as for other sources.
 
-The place in the stream is state of each rank and goes into the checkpoint; only as many ranks as wrote it can resume from it, and fault
-tolerance refuses such a source. With num_workers = 0 a rank reads in its step: give a remote stream at least one worker."""
+Each rank's cursor in the stream is saved in the checkpoint; only the same number of data-parallel ranks can resume from it, and fault
+tolerance does not support streams. With num_workers = 0 a rank reads within its step: use at least one worker for a remote stream."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from training.tokenizer import Tokenizer
 
 
 class Stream(Protocol):
-    """The part of a `datasets.IterableDataset` that is used: records, once through, and the place in them. A loaded place is that of every
-    later `iter`; {} is the beginning. `state_dict` is the place of the newest iterator. (`set_epoch` is not used: workers share the epoch,
-    and a place saved in another is ignored.)"""
+    """The used part of `datasets.IterableDataset`: one pass over the records, and a cursor. Later `iter`s start at the loaded cursor; {}
+    is the beginning. `state_dict` returns the cursor of the newest iterator. (`set_epoch` is not used: workers share the epoch, and a
+    cursor of a different epoch is ignored.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -31,7 +31,7 @@ class Stream(Protocol):
 
 
 def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream:
-    """This rank's share of a data set on the hub or in a folder. Raises ValueError that begins with the setting."""
+    """Opens this rank's share of a data set on the hub or in a folder. Raises ValueError, beginning with the setting."""
     path, subset, split = config.dataset_path, config.dataset_subset, config.dataset_split
     setting = f'training.dataset_path = "{path}"'
     need("datasets", extra="hf", setting=setting)
@@ -48,16 +48,16 @@ def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream
 
 
 class PackedStream(IterableDataset[np.ndarray]):
-    """Rows [seq_len + 1] int64 out of a stream, endless; the documents whose bucket is in `buckets`. Its state is the place in the stream,
-    and the tokens that were read but not yet returned."""
+    """Infinite iterator over rows [seq_len + 1] int64, packed from the stream's documents in `buckets`. Its state is the cursor
+    in the stream and the tokens that were read but not yet returned."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, buckets: range) -> None:
         self._stream, self._tokenizer, self._buckets = stream, tokenizer, buckets
         self._text_key, self._seq_len = config.dataset_text_key, config.seq_len
         self._waiting = np.empty(0, dtype=np.int64)
         self._records: Iterator[dict[str, Any]] | None = None
-        self._start: dict[str, Any] = {}  # the place of the next iterator over the records
-        self._found = False  # a document of the split, in this pass over the records or one before
+        self._cursor: dict[str, Any] = {}  # cursor of the next iterator over the records
+        self._found = False  # True once any pass has found a document of the split
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
@@ -72,19 +72,19 @@ class PackedStream(IterableDataset[np.ndarray]):
         return tokens[: self._seq_len + 1]
 
     def state_dict(self) -> dict[str, Any]:
-        place = self._start if self._records is None else self._stream.state_dict()
-        return {"found": self._found, "waiting": self._waiting.tolist(), "stream": place}
+        cursor = self._cursor if self._records is None else self._stream.state_dict()
+        return {"found": self._found, "waiting": self._waiting.tolist(), "stream": cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._found, self._start = state["found"], state["stream"]
+        self._found, self._cursor = state["found"], state["stream"]
         self._waiting = np.array(state["waiting"], dtype=np.int64)
         self._records = None
 
     def _next_document(self) -> np.ndarray:
-        """Tokens of the split's next document. Ends when no record has one (a worker without a shard)."""
+        """Returns the tokens of the split's next document. Raises StopIteration if a whole pass has none (a worker without a shard)."""
         while True:
             if self._records is None:
-                self._stream.load_state_dict(self._start)
+                self._stream.load_state_dict(self._cursor)
                 self._records = iter(self._stream)
             for record in self._records:
                 text = text_of_record(record, self._text_key, "training.dataset_path: a record of the stream")
@@ -93,11 +93,11 @@ class PackedStream(IterableDataset[np.ndarray]):
                     return self._tokenizer.encode_documents([text])[0].astype(np.int64)
             if not self._found:
                 raise StopIteration
-            self._start, self._records = {}, None
+            self._cursor, self._records = {}, None
 
 
 class StreamingLoader(BatchSource):
-    """A loader of a stream. For validation every load gives the same first batches, kept in memory."""
+    """Loads batches from a stream. For validation every load returns the same first batches, which stay in memory."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class StreamingLoader(BatchSource):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         super().__init__(sampler, pin_memory=pin_memory)
-        self._repeats, self._kept = split == "validation", list[np.ndarray]()
+        self._repeats, self._validation_rows = split == "validation", list[np.ndarray]()
         self._key = f"rank {sampler.dp_rank} of {sampler.dp_size}"
         self._rows: Iterator[np.ndarray] | None = None
         workers = config.dataloader.num_workers
@@ -126,27 +126,28 @@ class StreamingLoader(BatchSource):
         )
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        """A slot is only a name here: rows come as the stream has them."""
+        """Rows come in the order of the stream, whichever slots are requested."""
         numbered = iter(enumerate(tasks))
 
         def read() -> Batch:
             index, (slot, _, ends_slot) = next(numbered)
-            while self._repeats and len(self._kept) <= index:
-                self._kept.append(self._next_rows())
-            return make_batch(self._kept[index] if self._repeats else self._next_rows(), (slot, (), ends_slot))
+            while self._repeats and len(self._validation_rows) <= index:
+                self._validation_rows.append(self._next_rows())
+            rows = self._validation_rows[index] if self._repeats else self._next_rows()
+            return make_batch(rows, (slot, (), ends_slot))
 
         return read
 
     def state_dict(self) -> dict[str, Any]:
-        """One JSON text under a key of this rank's own; a checkpoint keeps those of all ranks side by side."""
+        """Returns one JSON string under a key of this rank; a checkpoint has those of all ranks."""
         return {self._key: json.dumps(self._loader.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the state was written by another number of data-parallel ranks."""
+        """Raises ValueError if the state was written by a different number of data-parallel ranks."""
         if self._key not in state:
             raise ValueError(
-                f'training.dataset = "huggingface": the checkpoint holds {", ".join(sorted(state)) or "no place"}, not '
-                f"{self._key}; a stream is taken up again by as many data-parallel ranks as wrote it"
+                f'training.dataset = "huggingface": the checkpoint has {", ".join(sorted(state)) or "no cursor"}, not '
+                f"{self._key}; a stream is resumed by the same number of data-parallel ranks"
             )
         self._rows = None
         self._loader.load_state_dict(json.loads(state[self._key]))
@@ -155,10 +156,10 @@ class StreamingLoader(BatchSource):
         super().close()
         end_workers(self._loader)
         self._rows = None
-        self._kept.clear()
+        self._validation_rows.clear()
 
     def _next_rows(self) -> np.ndarray:
-        """[B, T + 1] int64, the stream's next."""
+        """Returns the next rows of the stream, [B, T + 1] int64."""
         if self._rows is None:
             self._rows = iterate(self._loader)
         return next(self._rows)
