@@ -30,8 +30,8 @@ def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: in
 
 def taken(tracker: MemoryTracker, member: Member) -> int:
     """Bytes that are there at the end, less the model's own."""
-    [stretch] = tracker.stretches(gradients=set(), held=tracker.serials(member.model.parameters()))
-    return stretch.change[0]
+    [segment] = tracker.segments(gradients=set(), resident=tracker.serials(member.model.parameters()))
+    return segment.change[0]
 
 
 @pytest.mark.parametrize(("keep", "slots"), [(True, 0), (False, 0), (True, 3)])

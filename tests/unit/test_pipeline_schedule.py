@@ -64,10 +64,10 @@ def test_1f1b_keeps_few_microbatches_alive() -> None:
 
 def test_pictures() -> None:
     assert picture("1F1B", 2, 2, 3, columns=108) == [
-        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 slots of time",
+        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 time slots",
         "rank 0  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =",
         "rank 1  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .",
-        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = goes on, . idle",
+        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = continues, . idle",
     ]
     assert picture("ZBVZeroBubble", 2, 4, 2, columns=108) == [
         "ZBVZeroBubble: 2 microbatches through 4 stages on 2 ranks, 14 slots of time",
