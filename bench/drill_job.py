@@ -117,7 +117,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
         env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
-        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts, its)
+        group = ReplicaSupervisor.local(name, [*argv, *overrides], env, self.folder, self._restarts, its)
         group.command[:0] = [*(self.network.through(name) if self.network else []), *self._under]
         group.shown = False
         return group
@@ -125,7 +125,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
     def drain(self, name: str) -> None:
         self.gone.add(name)
         self.groups[name].restarts = 0
-        self.groups[name].tell(signal.SIGTERM)
+        self.groups[name].send_signal(signal.SIGTERM)
 
     def processes(self, name: str) -> list[int]:
         """The launcher, its ranks, their server, and whatever else they have started."""
@@ -167,9 +167,9 @@ class DrillJob(AbstractContextManager["DrillJob"]):
     def look(self) -> None:
         """Starts dead groups again, as run_replicas.sh does, and reads the diaries. Raises Failed where a group ended that must not."""
         for name, group in self.groups.items():
-            group.short_lives = 0  # its deaths are ours
+            group.short_runs = 0  # its deaths are ours
             if name in self.away and group.process is None:
-                group.again_at_s = time.monotonic() + 1
+                group.restart_at_s = time.monotonic() + 1
             group.poll(time.monotonic())
             self.diaries[name].read()
             if group.code is not None and (name not in self.gone or group.code != 0):

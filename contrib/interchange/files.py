@@ -261,7 +261,7 @@ def refuse(out: Path) -> None:
     if not out.name or out.name == "..":
         raise ValueError(f"{out}: must be the name of a folder that is not there yet")
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: is there already; remove it, or name another folder")
+        raise ValueError(f"{out}: exists; remove it, or name a different folder")
     for parent in out.absolute().parents:
         if parent.exists():
             if not parent.is_dir():

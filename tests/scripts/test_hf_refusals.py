@@ -233,7 +233,7 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
         assert re.fullmatch(f"hf: {message}", said), said
 
     refused("nowhere: neither a run's folder .* nor a checkpoint .*", "nowhere", "out")
-    refused("outputs/tiny: is there already; remove it, or name another folder", ours, ours)
+    refused("outputs/tiny: exists; remove it, or name a different folder", ours, ours)
     refused("tiny.toml/out: .*/tiny.toml is a file, not a folder", ours, "tiny.toml/out")
     refused("--step 7: outputs/tiny/checkpoint has 0", ours, "out", "--step", "7")
     refused(
@@ -359,7 +359,7 @@ def test_two_at_once_do_not_meet(capsys: pytest.CaptureFixture[str], published: 
         assert "another process is writing it" in refusal(capsys, "import", published / "grouped", "out")
         assert (partial / "file").exists()
     assert Path("out/file").exists()
-    assert "is there already" in refusal(capsys, "import", published / "grouped", "out")
+    assert "exists" in refusal(capsys, "import", published / "grouped", "out")
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(
