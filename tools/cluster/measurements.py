@@ -270,10 +270,7 @@ def _send(comm: Communicator, peer: int) -> dict[str, float]:
         size *= GROWTH
         taken = min(trip(size) for _ in range(TRIES))
     dist.send(header.zero_(), peer, comm.group)
-    return {
-        "latency_s": quickest / 2,
-        "bytes_s": size / taken,
-    }  # includes header and answer, which are short against LONG_S
+    return {"latency_s": quickest / 2, "bytes_s": size / taken}  # `taken` includes header and answer, which are short
 
 
 def _answer(comm: Communicator, peer: int) -> None:
