@@ -145,7 +145,9 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             harm(job, asked, [kind for kind in kinds if kind != FINISH], incidents, began_s)
         except Failed as why:
             failed = str(why)
-    verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
+    verdicts = [
+        Verdict("all groups trained together after every fault", not failed, failed or f"{len(incidents)} faults")
+    ]
     if incidents:
         verdicts += faults.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
     if disk:
@@ -204,7 +206,7 @@ def open_job(
 
 def finish(asked: DrillRequest) -> Verdict:
     """Runs a job whose writer dies in its last save: no group may finish before that checkpoint is complete."""
-    name = "nobody finished before the last checkpoint stood"
+    name = "no group finished before the last checkpoint was complete"
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
@@ -223,7 +225,7 @@ def finish(asked: DrillRequest) -> Verdict:
             job.until("the end of all groups", over)
         except Failed as why:
             return Verdict(name, False, str(why))
-    return Verdict(name, True, f"of step {step}, by another group than the one that was killed in it")
+    return Verdict(name, True, f"of step {step}, by a different group than the killed one")
 
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:

@@ -402,9 +402,9 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
             taken += found.count("")
             problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
             steps.append(len(diaries[name].since(incident.at_s, "commit", to_s=incident.back_s)))
-    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps from a survivor that had all sums; "
+    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps healed from a survivor with complete all-reduces; "
     words += f"at least {min(steps, default=0)} steps while a fault lasted and healed"
-    return Verdict("survivors went on, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
+    return Verdict("survivors continued, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
 
 
 def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
@@ -500,7 +500,7 @@ def figures_complete(run: Path) -> Verdict:
     steps = [int(row["step"]) for row in rows(run) if "loss" in row]
     problems = [f"{after} follows {before}" for before, after in pairwise(steps) if after - before != 1]
     words = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no steps"
-    return Verdict("figures complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
+    return Verdict("metrics complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
 
 
 def looks(run: Path) -> list[tuple[float, float]]:
@@ -573,9 +573,9 @@ def _pair(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
     while_s = [at_s for at_s in commits if incident.at_s <= at_s <= repaired_s]
     before_s = [at_s for at_s in commits if at_s < incident.at_s][-1:]
     waits = [after - before for before, after in pairwise([*before_s, *while_s, repaired_s])]
-    yield "seconds without a step of anybody", max(waits), limit_s
+    yield "seconds without a step of any group", max(waits), limit_s
     quiet = [name for name in incident.live if not diaries[name].since(repaired_s - QUIET_S, "commit", to_s=repaired_s)]
-    yield "groups that sit out", len(quiet), 1
+    yield "excluded groups", len(quiet), 1
     yield "seconds from the repair until all are together", incident.back_s - repaired_s, BACK_S
 
 
@@ -591,7 +591,7 @@ def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
 def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     starts = sorted(x.at_s for name in incident.hit for x in diaries[name].since(incident.repaired_s, "start")[:1])
     enough = starts[settings.min_replica_size - 2]  # with the survivor, min_replica_size groups
-    yield "seconds from the start of who was missing", next_commit_s(diaries, incident, enough), SLACK_S
+    yield "seconds from the start of the missing groups", next_commit_s(diaries, incident, enough), SLACK_S
 
 
 def _joiner(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:

@@ -65,9 +65,9 @@ def main() -> None:
         peer_python=(sys.executable, "interpreter that has the peers"),
         rounds=(7, "measurements of each side"),
         device="cpu",
-        threads=(len(os.sched_getaffinity(0)), "CPUs and threads of every side"),
+        threads=(len(os.sched_getaffinity(0)), "number of CPUs and threads per side"),
     )
-    flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
+    flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables for all sides")
     options = flags.parse_args()
     env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
     env |= dict(pair.split("=", 1) for pair in options.env)

@@ -237,7 +237,11 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
     refused("tiny.toml/out: .*/tiny.toml is a file, not a folder", ours, "tiny.toml/out")
     refused("--step 7: outputs/tiny/checkpoint has 0", ours, "out", "--step", "7")
     refused(
-        "--step 0: outputs/tiny/checkpoint/step-0 is a checkpoint; name the run's folder instead", step, "out", "--step", "0"
+        "--step 0: outputs/tiny/checkpoint/step-0 is a checkpoint; name the run's folder instead",
+        step,
+        "out",
+        "--step",
+        "0",
     )
     for change, message in {
         "hidden_dim = 24|hidden_dim = 25": rf"{step}: layers.0.feed_forward.w1.weight: shape \[24, 16\], expected \[25, 16\] by .*",

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from tools.cluster import verdicts
-from tools.cluster.measurements import ALL_PAIRS, pairs, disjoint_rounds
+from tools.cluster.measurements import ALL_PAIRS, disjoint_rounds, pairs
 from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])

@@ -80,4 +80,4 @@ def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     apart = ["--fault_tolerance.deterministic_reduce=true", "--fault_tolerance.keep_global_batch=true"]
     for more, words in (([], "while it heals: sums of 2 steps, held"), (apart, "alone with all 4 slots")):
         assert main([*ask, "--fault_tolerance.enable=true", *more]) == 0
-        assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, memory of a rank on top")[2]
+        assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, additional memory of a rank")[2]

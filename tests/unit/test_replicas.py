@@ -18,8 +18,8 @@ from ft.config import FaultTolerance
 from scripts.agent import run_ranks
 from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
-    SHORT_RUN_S,
     MAX_SHORT_RUNS,
+    SHORT_RUN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
