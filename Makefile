@@ -1,25 +1,25 @@
-# Each target is one script; `make` alone lists them.
+# `make` without a target lists the targets.
 .PHONY: help one_step check test test_all compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
 
 help:
-	@echo "make check   style, format, types           make test    tests, the first tier"
+	@echo "make check   style, format, types           make test    first tier of the tests"
 	@echo "make test_all  all tests (35 minutes)"
-	@echo "make compat  every Python found here        make size    lines per package"
-	@echo "make one_step  calls of one training step, with replica groups and without; renews docs/one_step.md"
-	@echo "make lock    renew requirements*.lock        make docs    renew docs/config.md"
-	@echo "make resume  killed and resumed, bit for bit  make proto   renew ft/rpc/generated"
-	@echo "make kills   200 deaths while the last sums are on their way: one history (10 minutes)"
-	@echo "make bits    groups that are killed do not change a bit of the weights; renews docs/bits.md (15 minutes)"
-	@echo "make drill   every fault there is, three seeds, each beside its twin (an hour)"
-	@echo "make e2e     every fault on every layout of the groups (an hour)"
-	@echo "make quorum  what the lighthouse costs (20 minutes; PEER=PYTHON: beside torchft's)"
-	@echo "make recovery  what kills, stops and storms cost a job of groups (an hour; PEER=PYTHON: beside torchft)"
-	@echo "make goodput  tokens a second while processes die, beside restarts (two hours; PEER=PYTHON: and torchft); renews docs/goodput.md"
-	@echo "make gpu PART=1|2|3  what only a GPU can say, ten minutes each; goes on where it was; writes docs/gpu.md (PYTHON=python3)"
-	@echo "make starts  fifty starts with loader workers beside a live channel (10 minutes)"
-	@echo "make soak    10,000 membership changes, and what they leave behind; renews docs/soak.md (hours; goes on where it was)"
-	@echo "make sim     10,000 runs of the protocol"
-	@echo "make parity  every layout against one process; renews docs/parity*.md (an hour on two cores)"
+	@echo "make compat  tests that need no torch, with every Python on this machine   make size    lines per package"
+	@echo "make one_step  traces the calls of one training step, with and without replica groups; updates docs/one_step.md"
+	@echo "make lock    update requirements*.lock       make docs    update docs/config.md"
+	@echo "make resume  compares a killed and resumed run with an uninterrupted one, bit for bit   make proto   update ft/rpc/generated"
+	@echo "make kills   kills a group during the last all-reduce, 200 times; checks that survivors agree (10 minutes)"
+	@echo "make bits    checks that kills do not change a bit of the weights; updates docs/bits.md (15 minutes)"
+	@echo "make drill   injects every kind of fault, three seeds, compares each run with a fault-free twin (an hour)"
+	@echo "make e2e     injects every kind of fault in every layout of the groups (an hour)"
+	@echo "make quorum  cost of the lighthouse (20 minutes; PEER=PYTHON: compared with torchft's)"
+	@echo "make recovery  recovery times after kills, stops and repeated kills (an hour; PEER=PYTHON: compared with torchft)"
+	@echo "make goodput  tokens/s while processes are killed, compared with restarts (two hours; PEER=PYTHON: and torchft); updates docs/goodput.md"
+	@echo "make gpu PART=1|2|3  measurements on a GPU, ten minutes each; a repeated call continues; writes docs/gpu.md (PYTHON=python3)"
+	@echo "make starts  starts a program with loader workers and a live gRPC channel, fifty times (10 minutes)"
+	@echo "make soak    10,000 membership changes; checks for leaks; updates docs/soak.md (hours; a repeated call continues)"
+	@echo "make sim     simulates 10,000 runs of the protocol"
+	@echo "make parity  compares every layout with one process; updates docs/parity*.md (an hour on two cores)"
 
 check:
 	@./scripts/run_checks.sh
@@ -91,7 +91,7 @@ gpu:
 starts:
 	@.venv/bin/python bench/starts.py
 
-soak: # in a /dev/shm of its own where it may have one, for what lies in the machine's is counted
+soak: # with a private /dev/shm if permitted, as its files are counted
 	@if [ "$$(id -u)" = 0 ] && unshare --mount true 2>/dev/null; \
 	  then exec unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm && exec .venv/bin/python bench/soak.py --write docs/soak.md'; \
 	  else exec .venv/bin/python bench/soak.py --write docs/soak.md; fi

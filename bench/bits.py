@@ -1,17 +1,17 @@
-"""Shows that deaths do not reach the weights: a job of groups that were killed ends with the bits of a job without faults.
+"""Checks that killed replica groups do not change the weights: the job ends with the same bits as a job without faults.
 
-    python bench/bits.py                   without the options and with them; groups of one process and of two (FSDP); up to four kills
-    python bench/bits.py --quick           two groups, one kill: for every change
-    python bench/bits.py --write FILE      renews the table of that page
+    python bench/bits.py                   with and without the options; groups of one process and of two (FSDP); up to four kills
+    python bench/bits.py --quick           two groups, one kill; quick enough for every commit
+    python bench/bits.py --write FILE      updates the table in that page
 
-With keep_global_batch and deterministic_reduce each step trains on the same slots, and adds their gradients in the same order,
-whichever group computed them. In a job of real processes, once all groups take part, a random group gets SIGKILL, comes back and heals, so
-many times. The checkpoint that follows is compared with that of a job without faults: SHA-256 of every tensor of weights and of the
-optimizer, gradient norm, rate and tokens of every step, position and holes of the ledger. The same kills without the options, or with
-keep_global_batch alone, must give other bits, else this proof says nothing.
+With keep_global_batch and deterministic_reduce each step trains on the same slots and reduces their gradients in the same order, whichever
+group computed them. In a job of real processes, once all groups take part, a random group gets SIGKILL, is restarted and heals, several
+times. The next checkpoint is compared with that of a job without faults: SHA-256 of every tensor of weights and of the optimizer; gradient
+norm, learning rate and tokens of every step; position and holes of the ledger. The same kills without the options, or only with
+keep_global_batch, must give different bits, as otherwise the comparison shows nothing.
 
-float32 on the CPU, one thread a process: sums inside one process are the same bits only with the same threads. The loss that is logged is
-not compared: its last bits depend on which of a group's losses were added first. Exit code 0 if all is as it must be, 1 if not.
+float32 on the CPU, one thread per process, as sums have the same bits only with the same number of threads. The logged loss is not
+compared: its last bits depend on the order in which a group's losses were added. Exit code: 0 if all results are as expected, else 1.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from bench.resume import LOGGED, TINY, apart, asked, checkpoint, checkpoint_valu
 from bench.resume import compare as compare_runs
 
 INTERVAL = 20  # steps between checkpoints: one follows the last kill
-WRONG = "WRONG"  # a result
+WRONG = "WRONG"  # marks a result that differs from the expected one
 KEEP, REDUCE = "--fault_tolerance.keep_global_batch=true", "--fault_tolerance.deterministic_reduce=true"
 
 
 class BitsCase(NamedTuple):
-    """A job that is run with kills and without. `equal`: what must come of it."""
+    """A job that is run with kills and without. `equal`: whether the bits must be equal."""
 
     what: str
     groups: int
@@ -48,10 +48,10 @@ class BitsCase(NamedTuple):
     kills: int
     options: tuple[str, ...]
     equal: bool = True
-    quick: bool = False  # it ends before the last one that was killed is back
+    quick: bool = False  # end the job before the last killed group is back
 
 
-THREE_SLOTS = "--fault_tolerance.slots_per_step=3"  # of two groups one has two, and adds them before it sends
+THREE_SLOTS = "--fault_tolerance.slots_per_step=3"  # of two groups one has two slots, and adds their gradients before the all-reduce
 CASES = (
     BitsCase("neither", 3, 1, 1, (), equal=False, quick=True),
     BitsCase("keep_global_batch", 3, 1, 1, (KEEP,), equal=False, quick=True),
@@ -63,7 +63,7 @@ QUICK = (BitsCase("both", 2, 1, 1, (KEEP, REDUCE), quick=True),)
 
 
 def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
-    """Kills all processes of a group, a few steps from now or from the first checkpoint; returns when the others have gone on."""
+    """Kills all processes of a group, a few steps from now or after the first checkpoint; returns when the others have continued."""
     job.together()
     at_step = max(job.step, INTERVAL) + dice.randrange(8)
     job.until(f"step {at_step}", lambda: job.step >= at_step)
@@ -74,7 +74,7 @@ def kill(job: DrillJob, victim: str, dice: random.Random) -> str:
 
 
 def prove(case: BitsCase, folder: Path) -> tuple[str, str, str]:
-    """Returns the history, how much was compared, and the result, marked where it is not the one that must come of the case."""
+    """Returns the history, how much was compared, and the result, marked WRONG if it is not the expected one."""
     dice, name = random.Random(0), case.what.replace(" ", "-").replace(",", "")
     os.environ.update(NPROC=str(case.ranks), OMP_NUM_THREADS="1")
     argv = [str(ROOT / "configs" / "llama.toml"), f"--job.dump_folder={folder}", *TINY.split(), *case.options]
@@ -104,7 +104,7 @@ def prove(case: BitsCase, folder: Path) -> tuple[str, str, str]:
 
 
 def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
-    """The comparison of two runs at that step, but for their losses: how much was compared, and the names that differ."""
+    """Compares two runs at that step, without their losses. Returns how much was compared, and the names that differ."""
     compared, differing = compare_runs(one, other, step, ("model.", "optimizer."), LOGGED[1:])
     mine, others = (json.loads(checkpoint_values(checkpoint(run, step))["ledger.ledger"]) for run in (one, other))
     differing += [f"ledger.{key}" for key in ("position", "holes", "skipped") if mine[key] != others[key]]
@@ -113,7 +113,7 @@ def compare(one: Path, other: Path, step: int) -> tuple[str, list[str]]:
 
 def main(argv: Sequence[str]) -> int:
     rows = []
-    flags = {"quick": (False, "two groups, one kill, both options alone"), "write": (Path, "the page of the table")}
+    flags = {"quick": (False, "two groups, one kill, only with both options"), "write": (Path, "page to update")}
     with asked(__doc__ or "", argv, **flags) as (options, folder):
         for case in QUICK if options.quick else CASES:
             rows.append((case.what, f"{case.groups} x {case.ranks}", *prove(case, folder)))

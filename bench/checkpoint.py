@@ -1,10 +1,10 @@
-"""The cost of checkpoints: digests while saving, verification while loading, and how long an async save holds up training.
+"""Measures the cost of checkpoints: digests while saving, verification while loading, and the stall of training by an async save.
 
     python bench/checkpoint.py [--megabytes 300] [--rounds 7]      in the system's temporary folder (TMPDIR)
 
-One process of one thread, a model with AdamW. The sides of a comparison take turns, and ratios are taken inside a round. "without digests"
-is our own writer with the digests taken out; "DCP alone" is torch.distributed.checkpoint.save as it comes, which publishes
-nothing and hashes nothing but computes the zip format's CRC-32, which ours leaves out as no reader looks at it.
+One process with one thread, a model with AdamW. The sides of a comparison alternate, and ratios are computed per round. "without digests"
+is the writer of training/ without digests; "DCP alone" is torch.distributed.checkpoint.save, which has no digests and no manifest, but
+computes the zip format's CRC-32, which the writer of training/ omits as no reader checks it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMPARED = (
 
 
 def main() -> None:
-    options = parser(__doc__, megabytes=(300, "size of the state"), rounds=(7, "turns of every side")).parse_args()
+    options = parser(__doc__, megabytes=(300, "size of the state"), rounds=(7, "per side")).parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory() as folder:
@@ -62,10 +62,10 @@ def main() -> None:
 
 
 class Bench:
-    """A model with AdamW, and everything that is measured, each to be called by `turn`. Seconds."""
+    """A model with AdamW, and the measured operations, which return seconds and are called by `turn`."""
 
     def __init__(self, folder: Path, megabytes: int, device: str = "cpu") -> None:
-        """On "cuda" the copies, also the checkpoint's, are into pinned memory."""
+        """On "cuda" all copies, including the checkpoint's, are into pinned memory."""
         self.folder = folder
         width = 4096 if device == "cuda" else 1024
         layers = max(1, round(megabytes * 1e6 / 3 / 4 / width**2))  # weights and two moments, four bytes each
@@ -83,11 +83,11 @@ class Bench:
         self.step = 0
 
     def checkpointer(self, **settings: Any) -> Checkpointer:
-        log = Log(global_rank=1)  # prints nothing of each checkpoint
+        log = Log(global_rank=1)  # a rank other than 0 does not print
         return Checkpointer(CheckpointConfig(**settings), self.folder / "run", self.states, log=log)
 
     def turn(self, call: Callable[[], float]) -> float:
-        """Cleans up after the call, outside its time."""
+        """Calls an operation, and removes its files outside the measured time."""
         os.sync()
         seconds = call()
         shutil.rmtree(self.folder / "run", ignore_errors=True)
@@ -126,7 +126,7 @@ class Bench:
 
 
 class NoDigest:
-    """Takes the place of checkpoint_files.Digest, and computes nothing."""
+    """Replaces checkpoint_files.Digest, and computes nothing."""
 
     def update(self, data: memoryview) -> None:
         pass

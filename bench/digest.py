@@ -1,9 +1,9 @@
-"""The cost per training step of comparing weights between groups: the digest beside a step of the same model, in turns.
+"""Measures the cost of comparing weights between replica groups: time of the digest relative to a step of the same model.
 
     python bench/digest.py
 
-A round is some steps (forward, backward, clipping, AdamW; one process, no other groups) and as many digests as fit in a tenth of that time.
-The share is that of a step at fault_tolerance.digest_interval = 100: what is promised is at most one percent.
+A round is some steps (forward, backward, clipping, AdamW; one process, no other groups) and as many digests as fit into a tenth of that
+time. The share is per step with fault_tolerance.digest_interval = 100; the bound is one percent.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> None:
             parameters: list[torch.nn.Parameter] = []
             step = pharos(sizes, "bf16", torch.device("cpu"), cleanup, parameters.extend)
             tokens = torch.randint(0, sizes["vocab"], (sizes["batch"], sizes["seq"] + 1))
-            train, look = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
-            timeit(train, number=2), timeit(look, number=2)
+            train, compute_digest = partial(step, tokens[:, :-1], tokens[:, 1:]), partial(digest, parameters)
+            timeit(train, number=2), timeit(compute_digest, number=2)
             steps_s, digests_s = [], []
             for _ in range(ROUNDS):
                 steps_s.append(timeit(train, number=STEPS) / STEPS)
-                looks = max(1, int(0.1 * STEPS * steps_s[-1] / timeit(look, number=1)))
-                digests_s.append(timeit(look, number=looks) / looks)
+                count = max(1, int(0.1 * STEPS * steps_s[-1] / timeit(compute_digest, number=1)))
+                digests_s.append(timeit(compute_digest, number=count) / count)
         share = ratio(digests_s, [INTERVAL * seconds for seconds in steps_s])
         megabytes = sum(parameter.nbytes for parameter in parameters) / 1e6
         figures = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in (steps_s, digests_s)]

@@ -1,14 +1,14 @@
-"""Training that does not stop: a real job of replica groups is harmed in every way there is, and must come out as if nothing had been.
+"""Injects faults into a real job of replica groups, and checks that it trains on as a job without faults does.
 
     python bench/drill.py CONFIG [--groups 4] [--minutes 3] [--faults kill,stop,...] [--seed 1] [--brief] [--no-twin] [overrides]
     NPROC=4 python bench/drill.py CONFIG --groups 2 --parallelism.tensor_parallel_degree 2        each group has four ranks
 
-Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py) in an order and on
-targets that the seed alone decides; the next one comes when all groups are together again. Rounds follow each other until the time is
-over. Then the job is judged, and its loss compared with that of a twin that nothing happened to.
+Starts a lighthouse and the groups, as run_replicas.sh does, and injects each fault of each kind (drill_faults.py); the seed determines
+order and targets. The next fault comes when all groups train together again. Rounds are repeated until the time is over. Then the event
+logs are checked, and the loss is compared with that of a twin: the same job without faults.
 
-Exit code: 0 all holds; 2 bad input; 1 the rest. Leaves <run>/drill.svg, the loss with the faults on it, and <run>/drill.json. Kinds that
-need a network of their own are left out, and named, where there is no root.
+Exit code: 0 all checks pass; 2 bad input; 1 other errors. Writes <run>/drill.svg, the loss with the faults marked, and <run>/drill.json.
+Fault kinds that require network namespaces are left out, and named, if the user is not root.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from scripts.plan import say
 from scripts.plot_loss import draw, read
 
 FOR_EVER = 1_000_000  # steps
-FINISH, LAST = "finish", 60  # a job of its own; steps of a job whose writer dies in its last save
-UNDER = {  # commands that become the one behind them
+FINISH, LAST = "finish", 60  # a kind with a separate job, whose writer dies in its last save; the steps of that job
+UNDER = {  # command prefixes that limit a resource
     "files": ["sh", "-c", 'ulimit -n 256; exec "$0" "$@"'],
     "shm": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" "$@"'],
 }
 LOOK_STEPS = 50
 DEFAULTS = {  # overrides on the command line come after these
     "training.steps": FOR_EVER,
-    "lr_scheduler.total_steps": FOR_EVER,  # the same for the twin, which ends
+    "lr_scheduler.total_steps": FOR_EVER,  # also of the twin, which has fewer steps
     "validation.enable": "true",
     "validation.freq": LOOK_STEPS,
     "checkpoint.interval": 50,
     "fault_tolerance.digest_interval": 10,
     "metrics.enable_tensorboard": "false",
 }
-KEEP = "fault_tolerance.keep_global_batch"  # the run and its twin make the same steps, whichever groups are there
+KEEP = "fault_tolerance.keep_global_batch"  # makes steps of the run and of its twin equal, whichever groups are alive
 
 
 class DrillRequest(argparse.Namespace):
-    """The command line, and `overrides`, `kinds`, `under`: a command that becomes the one behind it."""
+    """The command line, and `overrides`, `kinds`, and `under`, a command prefix."""
 
     def argv(self, name: str, **last: int) -> list[str]:
-        """Arguments of a job: our defaults, unless something else was asked for; no key may be given twice."""
+        """Returns the arguments of a job: DEFAULTS and `last`, except keys that the user has given, as no key may be given twice."""
         asked = {word.partition("=")[0].removeprefix("--") for word in self.overrides}
         fewest = {"fault_tolerance.min_replica_size": 2} if "capacity" in self.kinds else {}
         ours = DEFAULTS | fewest | {key.replace("__", "."): value for key, value in last.items()}
         if KEEP not in asked:
-            most = self.groups + ("add" in self.kinds)  # groups that there are at any time: a slot for each
+            most = self.groups + ("add" in self.kinds)  # maximum number of groups at any time, a slot for each
             ours |= {KEEP: "true", "fault_tolerance.slots_per_step": most}
         defaults = [f"--{key}={value}" for key, value in ours.items() if key not in asked]
         return [self.config, *defaults, *self.overrides, f"--job.name={Path(self.config).stem}-{name}-{self.seed}"]
@@ -72,7 +72,7 @@ class DrillRequest(argparse.Namespace):
 def main(argv: Sequence[str]) -> int:
     try:
         asked = read_arguments(argv)
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # cleanup ends all processes
         with ExitStack() as cleanup:
             return drill(asked, cleanup)
     except ValueError as error:
@@ -89,26 +89,26 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
     flags = parser(
         __doc__,
         groups=4,
-        minutes=(3.0, "rounds of faults are begun for so long; one round at least"),
+        minutes=(3.0, "new rounds of faults begin within this time; at least one round"),
         faults=(",".join(all_kinds), f"default: {','.join(all_kinds)}"),
         seed=1,
-        brief=(False, "one fault of each kind, where there are several"),
-        no_twin=(False, "no job without faults to compare the loss with"),
-        away=(AWAY_S, "seconds without a lighthouse, or capacity"),
-        full=(FULL_S, "seconds that a disk is full"),
-        pair=(PAIR_S, "seconds that two groups lose each other's packets"),
+        brief=(False, "only the first variant of each kind"),
+        no_twin=(False, "no twin: do not compare the loss with a job without faults"),
+        away=(AWAY_S, "seconds without lighthouse, or below min_replica_size"),
+        full=(FULL_S, "seconds with a full disk"),
+        pair=(PAIR_S, "seconds in which packets between two groups are dropped"),
     )
     flags.allow_abbrev = False
     flags.add_argument("config")
-    words = "groups and lighthouse have 256 descriptors; groups of child processes share 64 MB"
-    flags.add_argument("--under", choices=UNDER, help=words)
+    text = "files: 256 file descriptors per process; shm: baby_gloo with 64 MB of shared memory per group"
+    flags.add_argument("--under", choices=UNDER, help=text)
     asked, overrides = flags.parse_known_args(argv, DrillRequest())
     asked.overrides = overrides
     asked.kinds = asked.faults.split(",")
     if unknown := [kind for kind in asked.kinds if kind not in all_kinds]:
-        raise ValueError(f"--faults {','.join(unknown)}: there are {', '.join(all_kinds)}")
+        raise ValueError(f"--faults {','.join(unknown)}: must be among {', '.join(all_kinds)}")
     if asked.groups < 1:
-        raise ValueError(f"--groups {asked.groups}: a whole number from 1")
+        raise ValueError(f"--groups {asked.groups}: must be a whole number from 1")
     if asked.under == "shm":
         asked.overrides.append("--fault_tolerance.process_group=baby_gloo")
     asked.under = UNDER.get(asked.under, [])
@@ -116,7 +116,7 @@ def read_arguments(argv: Sequence[str]) -> DrillRequest:
 
 
 def leave_out(asked: DrillRequest, cleanup: ExitStack) -> tuple[Network | None, bool, dict[str, str]]:
-    """A network, where one is asked for and can be had; whether a disk is; the kinds that cannot be injected here, and why."""
+    """Returns a network (None: not needed, or not possible), whether disks are needed, and kinds that cannot be injected, with reasons."""
     kinds = {kind: KINDS[kind] for kind in asked.kinds if kind != FINISH}
     out = {name: f"needs {kind.least} groups" for name, kind in kinds.items() if asked.groups < kind.least}
     wanting = [name for name, kind in kinds.items() if kind.network and name not in out]
@@ -135,7 +135,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
     network, disk, left_out = leave_out(asked, cleanup)
     kinds = [kind for kind in asked.kinds if kind not in left_out]
     if not kinds:
-        raise ValueError(f"no fault is left: {'; '.join(f'{kind}, {why}' for kind, why in left_out.items())}")
+        raise ValueError(f"no fault can be injected: {'; '.join(f'{kind}, {why}' for kind, why in left_out.items())}")
     if kinds == [FINISH]:
         print(verdict := finish(asked))
         return 0 if verdict.holds else 1
@@ -145,7 +145,9 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             harm(job, asked, [kind for kind in kinds if kind != FINISH], incidents, began_s)
         except Failed as why:
             failed = str(why)
-    verdicts = [Verdict("all groups came together after every fault", not failed, failed or f"{len(incidents)} faults")]
+    verdicts = [
+        Verdict("all groups trained together after every fault", not failed, failed or f"{len(incidents)} faults")
+    ]
     if incidents:
         verdicts += faults.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
     if disk:
@@ -166,7 +168,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
 
 
 def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: list[Incident], began_s: float) -> None:
-    """One fault after the other, then the end. Raises Failed; `incidents` are those until then."""
+    """Injects one fault after the other, then ends the job. Appends to `incidents`, also if it raises Failed."""
     dice = random.Random(asked.seed)
     job.together(began_s)
     say(f"{len(job.live)} groups of {job.ranks} train together after {time.monotonic() - began_s:.0f} s")
@@ -184,7 +186,7 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
             variants = plan(kinds, dice, first=False, brief=asked.brief)
     if job.config.validation.enable:
         before = len(faults.looks(job.run))
-        job.until("a look at held-out text after the last fault", lambda: len(faults.looks(job.run)) > before)
+        job.until("a validation after the last fault", lambda: len(faults.looks(job.run)) > before)
     job.end()
     job.look()
 
@@ -192,7 +194,7 @@ def harm(job: DrillJob, asked: DrillRequest, kinds: Sequence[str], incidents: li
 def open_job(
     asked: DrillRequest, name: str, network: Network | None = None, disk: ExitStack | None = None, **last: int
 ) -> DrillJob:
-    """A job in a new, empty run folder. `disk`: closes the job's own disks. Raises ValueError."""
+    """Starts a job in an empty run folder. `disk`: the stack that closes the job's disks; None: no disks. Raises ValueError."""
     argv = asked.argv(name, **last)
     run = load(argv).run_folder
     shutil.rmtree(run, ignore_errors=True)
@@ -203,8 +205,8 @@ def open_job(
 
 
 def finish(asked: DrillRequest) -> Verdict:
-    """A job whose writer dies in its last save: nobody says that it has finished before that checkpoint stands."""
-    name = "nobody finished before the last checkpoint stood"
+    """Runs a job whose writer dies in its last save: no group may finish before that checkpoint is complete."""
+    name = "no group finished before the last checkpoint was complete"
     with open_job(asked, FINISH, training__steps=LAST, checkpoint__interval=LAST) as job:
         job.together()
         _, _, step = killed_in_a_save(job)
@@ -213,21 +215,21 @@ def finish(asked: DrillRequest) -> Verdict:
             for group, one in job.groups.items():
                 finished = one.code == 0 or "finished" in one.log.read_text(errors="replace")
                 if finished and not job.has(step):
-                    raise Failed(f"group {group} says that it has finished, and there is no checkpoint of step {step}")
+                    raise Failed(f"group {group} reports that it has finished, without a checkpoint of step {step}")
             return job.over
 
         try:
-            if job.has(step):  # it was too late, and shows nothing
-                raise Failed("the checkpoint stood before its writer was killed: try again")
-            job.gone |= set(job.groups)  # they may end
+            if job.has(step):  # the kill was too late
+                raise Failed("the checkpoint was complete before its writer was killed: try again")
+            job.gone |= set(job.groups)  # groups that may end
             job.until("the end of all groups", over)
         except Failed as why:
             return Verdict(name, False, str(why))
-    return Verdict(name, True, f"of step {step}, by another group than the one that was killed in it")
+    return Verdict(name, True, f"of step {step}, by a different group than the killed one")
 
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:
-    """Cells of its row, seconds but for the first two and the step."""
+    """Returns the cells of the incident's row: kind, target and step, otherwise seconds."""
     next_s, gap_s = faults.next_commit_s(job.diaries, incident), faults.longest_gap_s(job.diaries, incident)
     at_s, back_s = f"{incident.at_s - began_s:.1f}", f"{incident.back_s - incident.at_s:.1f}"
     return [incident.kind, incident.target, at_s, str(incident.step), f"{next_s:.2f}", f"{gap_s:.2f}", back_s]
@@ -246,8 +248,8 @@ def report(
     print(f"{asked.groups} groups of {job.ranks}, seed {asked.seed}: {seen}")
     for verdict in verdicts:
         print(verdict)
-    told = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
-    (job.run / "drill.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+    result = {"rows": [dict(zip(header, line, strict=True)) for line in lines], "verdicts": [vars(v) for v in verdicts]}
+    (job.run / "drill.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     if len(rows(job.run)) > 1:
         marks = [(incident.step, incident.kind) for incident in incidents]
         curve = draw(f"{job.run.name}: {len(incidents)} faults", *read(job.run / "metrics.jsonl"), marks)

@@ -1,9 +1,8 @@
-"""The faults of the drill: each is done to a running job, lasts, and is taken back. And the pass rule: what must hold of a job that was
-harmed, each with its figure, and how long a fault may hold the others up.
+"""The faults of the drill, and the checks of a job after faults: what must hold, and how long a fault may delay the other groups.
 
-Flow: drill.py asks `plan` what comes in which order, and `inject` one after the other, each until all groups are together again; what the
-harm itself shows to be wrong is told at once (Failed). When the job has ended, the diaries and the incidents are judged: pure, but for the
-run's files.
+Flow: drill.py gets the order of faults from `plan`, and calls `inject` for each, which returns when all groups train together again, and
+raises Failed for errors that show at once. When the job has ended, the event logs (`Diary`) and the incidents are checked; these functions
+are pure except for reading the run's files.
 """
 
 from __future__ import annotations
@@ -29,37 +28,37 @@ from training.drill import CORRUPT, HANG
 
 STOP_S, SLOW_S, LIGHTHOUSE_AWAY_S, LIGHTHOUSE_STOPPED_S = 12.0, 6.0, 2.0, 8.0
 PARTITION_S, LINK_S = 10.0, 6.0
-BEAT_S = 1.0  # of a slow group: three quarters of it stopped
+BEAT_S = 1.0  # period of a slow group, which is stopped for three quarters of it
 LINK_MEGABITS = 8.0
-QUIET_S = 10.0  # a group that has committed nothing for so long sits out
-SAVE_S = 60.0  # for what a dead writer was about to save
-JOINERS = 3  # deaths of one group, each while it heals
-WRONG_S, BAD_INPUT = 60.0, 2  # for a start that is refused; its exit code
+QUIET_S = 10.0  # a group without a commit for this long does not take part
+SAVE_S = 60.0  # for the checkpoint that a dead writer was to save
+JOINERS = 3  # deaths of one joiner while it heals
+WRONG_S, BAD_INPUT = 60.0, 2  # for a launch with a bad model to fail; its exit code
 
 
 @dataclass
 class Incident:
-    """One fault. `hit`: the groups that may lose their place by it; all others must lose nothing. Seconds, of the machine's clock. A harm
-    fills in the first four fields; `at_s` may be nan: it counts as soon as it was asked for."""
+    """One injected fault. `hit`: the groups that may drop out of the quorum; all others must lose no step. Times are seconds of
+    time.monotonic(). A fault function sets the first four fields; `at_s` nan: the time at which it was called."""
 
-    target: str  # in words
+    target: str  # description
     hit: Collection[str] = frozenset()
     at_s: float = math.nan
-    repaired_s: float = math.nan  # when it was taken back, where that was on purpose
+    repaired_s: float = math.nan  # when the fault was removed, if the drill removes it
     kind: str = ""
     survivors: frozenset[str] = frozenset()
-    step: int = 0  # the newest at that time
-    back_s: float = math.nan  # when the last steps were of all groups
-    live: frozenset[str] = frozenset()  # those groups
+    step: int = 0  # highest committed step at that time
+    back_s: float = math.nan  # when all groups had committed together again
+    live: frozenset[str] = frozenset()  # the groups at that time
 
 
-Harm = Callable[[DrillJob, random.Random], Incident]  # does it and takes it back
+Harm = Callable[[DrillJob, random.Random], Incident]  # injects the fault and removes it
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`variants`: each is one fault; the first is the one that tells most. `least`: groups that there must be. `network`, `disk`: what the
-    job must have of its own. `once`: it takes minutes, and is in the first round alone."""
+    """A kind of fault. `variants`: by name, the most important first. `least`: minimum number of groups. `network`, `disk`: requires
+    network namespaces, or mounted disks. `once`: takes minutes, so only in the first round."""
 
     variants: dict[str, Harm]
     least: int = 2
@@ -69,7 +68,7 @@ class Kind:
 
 
 def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *, lost: bool = True) -> Harm:
-    """Makes a fault of what is done to one group. `words`: the target; `lost`: the group may lose its place in the quorum."""
+    """Returns a fault function that harms one random group. `words`: describes the target; `lost`: the group may drop out of the quorum."""
 
     def on_one(job: DrillJob, dice: random.Random) -> Incident:
         name = job.pick(dice)
@@ -83,27 +82,27 @@ def on_group(harm: Callable[[DrillJob, str], object], words: str = "group {}", *
 
 
 def kill_rank(job: DrillJob, dice: random.Random) -> Incident:
-    """SIGKILL of one rank: the others of its group have to notice."""
+    """Kills one rank: the other ranks of its group have to notice."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     signal_all([job.ranks_of(name)[rank]], signal.SIGKILL)
     return Incident(f"rank {rank} of group {name}", {name})
 
 
 def kill_all(job: DrillJob, dice: random.Random) -> Incident:
-    """All state is lost but the newest checkpoint."""
+    """Kills all groups: only the newest checkpoint survives."""
     job.until("a checkpoint", lambda: any(job.checkpoints.glob("step-*/manifest.json")))
     return Incident("all groups", set(job.live), job.kill(*job.live))
 
 
 def half(job: DrillJob, dice: random.Random) -> Incident:
-    """A switch fails, with all machines behind it."""
+    """Kills half of the groups, as when a switch fails."""
     names = sorted(dice.sample(sorted(job.live, key=int), len(job.live) // 2), key=int)
     job.kill(*names)
     return Incident(f"groups {', '.join(names)}", set(names))
 
 
 def hang(job: DrillJob, dice: random.Random) -> Incident:
-    """The main thread of one rank sleeps for ever; until the others go on without it, and it is killed."""
+    """Lets the main thread of one rank sleep forever; kills it when the other groups have continued without it."""
     name, rank, count = job.pick(dice), dice.randrange(job.ranks), len(job.live)
     _order(job, name, HANG, rank)
     at_s = time.monotonic()
@@ -117,7 +116,7 @@ def hang(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
-    """Gives an order to a trainer, which obeys at the next step's boundary (training/drill.py)."""
+    """Makes a trainer inject a fault at the next step boundary (training/drill.py)."""
     order = job.diaries[name].folder / what
     order.with_suffix(".new").write_text(str(rank))
     order.with_suffix(".new").replace(order)
@@ -125,7 +124,7 @@ def _order(job: DrillJob, name: str, what: str, rank: int) -> None:
 
 
 def joiner(job: DrillJob, name: str) -> None:
-    """The group dies, and again each time that its state begins to arrive."""
+    """Kills a group, and kills it again each time that it begins to heal."""
     since_s = job.kill(name)
     for _ in range(JOINERS):
         job.until(f"a heal of group {name}", lambda: any(x.heals for x in job.diaries[name].since(since_s, "quorum")))  # noqa: B023
@@ -133,9 +132,9 @@ def joiner(job: DrillJob, name: str) -> None:
 
 
 def writer(job: DrillJob, dice: random.Random) -> Incident:
-    """The group that saves dies while it does. The next writer has to save the checkpoint that was due."""
+    """Kills the group that saves, during a save. The next writer has to save a checkpoint in its place."""
     name, at_s, step = killed_in_a_save(job)
-    while job.has(step):  # it was too late: the checkpoint stood
+    while job.has(step):  # too late: the checkpoint is complete
         job.together()
         name, at_s, step = killed_in_a_save(job)
     before_the_next = range(step, step + job.config.checkpoint.interval)
@@ -145,14 +144,14 @@ def writer(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
-    """Kills the group that saves, the first of those that held the newest state, as it writes a checkpoint. Its name, when, which step."""
+    """Kills the group that saves, the first participant of the quorum, during a save. Returns its name, the time and the step."""
     name = job.quorum.participants[0]
-    pids, stands = job.processes(name), {path.name for path in job.checkpoints.glob("step-*")}
+    pids, existing = job.processes(name), {path.name for path in job.checkpoints.glob("step-*")}
     while True:
         job.look()
-        for _ in range(20):  # a look takes longer than a small checkpoint
+        for _ in range(20):  # job.look() takes longer than writing a small checkpoint
             for path in job.checkpoints.glob("step-*.partial-*"):
-                if path.name not in stands:
+                if path.name not in existing:
                     signal_all(pids, signal.SIGKILL)
                     return name, time.monotonic(), int(path.name.partition(".")[0].removeprefix("step-"))
             time.sleep(0.001)
@@ -162,14 +161,14 @@ def killed_in_a_save(job: DrillJob) -> tuple[str, float, int]:
 
 
 def _stopped(job: DrillJob, pids: Collection[int], seconds: float = STOP_S) -> None:
-    """SIGSTOP; by default for longer than the heartbeat timeout."""
+    """Stops processes with SIGSTOP, by default for longer than the heartbeat timeout."""
     signal_all(pids, signal.SIGSTOP)
     job.hold(seconds)
     signal_all(pids, signal.SIGCONT)
 
 
 def slow(job: DrillJob, name: str) -> None:
-    """A machine with a quarter of its speed: nobody is lost."""
+    """Slows a group down to a quarter of its speed: no group may drop out."""
     pids, end_s = job.processes(name), time.monotonic() + SLOW_S
     while time.monotonic() < end_s:
         _stopped(job, pids, 0.75 * BEAT_S)
@@ -193,7 +192,7 @@ def lighthouse_away(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def capacity(job: DrillJob, dice: random.Random) -> Incident:
-    """All groups but one are gone, and fewer are left than min_replica_size."""
+    """Kills all groups but one for job.away_s, so that fewer than min_replica_size are left."""
     stays = job.pick(dice)
     names = sorted(set(job.live) - {stays}, key=int)
     job.away |= set(names)
@@ -204,7 +203,7 @@ def capacity(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def full(job: DrillJob, dice: random.Random, *, state: bool) -> Incident:
-    """Fills the disk of figures, samples and checkpoints, or that of the lighthouse's state, the groups' logs and TMPDIR."""
+    """Fills the disk of metrics, samples and checkpoints, or that of the lighthouse's state, the groups' logs and TMPDIR."""
     assert job.disk
     place, what = (job.disk.groups, "state, logs, TMPDIR") if state else (job.disk.run, "the run's folder")
     at_s = time.monotonic()
@@ -219,7 +218,7 @@ def full(job: DrillJob, dice: random.Random, *, state: bool) -> Incident:
 
 
 def parted(job: DrillJob, name: str, *, part: Callable[[Network, str, bool], None]) -> None:
-    """Nothing gets through, either way (Network.cut), or from the group (Network.blind), and nobody is told."""
+    """Drops all packets of a group, in both directions (Network.cut) or only those that it sends (Network.blind), without an error."""
     assert job.network
     part(job.network, name, True)
     job.hold(PARTITION_S)
@@ -227,7 +226,7 @@ def parted(job: DrillJob, name: str, *, part: Callable[[Network, str, bool], Non
 
 
 def link(job: DrillJob, name: str) -> None:
-    """A bad cable: slower for all, and nobody is lost."""
+    """Limits a group's link: all are slower, but no group may drop out."""
     assert job.network
     job.network.narrow(name, LINK_MEGABITS)
     job.hold(LINK_S)
@@ -235,9 +234,8 @@ def link(job: DrillJob, name: str) -> None:
 
 
 def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -> Incident:
-    """Two groups lose each other's packets, and hear nothing of it, for job.pair_s. `forming`: just before a third one comes back, so that
-    they connect anew; else in the steps that they make. `at_store`: one of the two is where the others meet first; else the next
-    rendezvous is at a third group, which both of them reach."""
+    """Drops packets between two groups, without an error, for job.pair_s. `forming`: before a third group rejoins, so that connections are
+    being made; else during steps. `at_store`: one of the two hosts the next rendezvous store; else a third group, which both reach."""
     assert job.network
     names, hit, quorum = sorted(job.live, key=int), set[str](), job.quorum
     holders, number = list(quorum.participants), quorum.quorum_id + 1
@@ -246,7 +244,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
         holders, number, hit = [name for name in holders if name != comes], number + 1, {comes}
         killed_s = job.kill(comes)
         job.until(f"a start of group {comes}", lambda: job.diaries[comes].since(killed_s, "start"))
-    store = holders[number % len(holders)]  # as ft/protocol/group.py has it for rank 0
+    store = holders[number % len(holders)]  # the rule of ft/protocol/group.py for rank 0
     others = [name for name in names if name != store]
     one, other = (store, job.pick(dice, others)) if at_store else sorted(dice.sample(others, 2), key=int)
     at_s = time.monotonic()
@@ -262,7 +260,7 @@ def pair(job: DrillJob, dice: random.Random, *, forming: bool, at_store: bool) -
 
 
 def corrupt(job: DrillJob, dice: random.Random) -> Incident:
-    """A bit of a weight flips, which only a comparison with the others shows. The group must heal, or end and come back."""
+    """Flips a bit of a weight, which only the comparison of digests detects. The group must heal, or end and rejoin."""
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, CORRUPT, rank)
     flipped_s = time.monotonic()
@@ -281,16 +279,16 @@ def add(job: DrillJob, dice: random.Random) -> Incident:
 
 
 def wrong(job: DrillJob, dice: random.Random) -> Incident:
-    """The lighthouse starts again, and then a group comes whose model has other layers. It must be refused, without an effect on others."""
+    """Restarts the lighthouse, then starts a group with a different model, which must be refused without an effect on others."""
     job.kill_lighthouse()
     other = vars(job.config.model)["hidden_dim"] * 2 or 96
     stray = job.group("wrong", f"--model.hidden_dim={other}", f"--job.dump_folder={Path(job.folder, 'wrong')}")
     at_s = time.monotonic()
     stray.start()
     try:
-        job.until("the end of a group with another model", lambda: stray.ended() is not None, WRONG_S)
+        job.until("the end of a group with a different model", lambda: stray.ended() is not None, WRONG_S)
         if stray.ended() != BAD_INPUT:
-            raise job.failure(f"a group with another model ended with exit code {stray.ended()}, not {BAD_INPUT}")
+            raise job.failure(f"a group with a different model ended with exit code {stray.ended()}, not {BAD_INPUT}")
     finally:
         stray.end()
     return Incident(f"hidden_dim {other}", at_s=at_s)
@@ -304,10 +302,10 @@ PAIRS: dict[str, Harm] = {
     "pair, forming, store at an end": partial(pair, forming=True, at_store=True),
 }
 KINDS = {
-    "kill": Kind({"kill": on_group(DrillJob.kill)}),  # a machine is lost: launcher, ranks and server at once
+    "kill": Kind({"kill": on_group(DrillJob.kill)}),  # loss of a machine: launcher, ranks and server at once
     "kill_rank": Kind({"kill_rank": kill_rank}),
     "all": Kind({"all": kill_all}, least=1),
-    "stop": Kind({  # in one case the group's server still sends heartbeats
+    "stop": Kind({  # with "stop trainer" the group's server still sends heartbeats
         "stop": on_group(lambda job, name: _stopped(job, job.processes(name))),
         "stop trainer": on_group(lambda job, name: _stopped(job, job.ranks_of(name)), "the ranks of group {}"),
     }),
@@ -339,8 +337,8 @@ HARMS = {name: harm for kind in KINDS.values() for name, harm in kind.variants.i
 
 
 def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief: bool = False) -> list[str]:
-    """Every variant of these kinds once, shuffled; a group comes before one goes. After the first round `add` alone, or `drain` alone, is
-    left out: there would be ever more groups, or none. brief: of each kind its first variant alone."""
+    """Returns every variant of these kinds once, shuffled, with `add` before `drain`. If only one of `add` and `drain` is given, it is in
+    the first round only, as the number of groups would grow or fall without end. `brief`: only the first variant of each kind."""
     if not first:
         kinds = [kind for kind in kinds if not KINDS[kind].once]
     if not first and ("add" in kinds) != ("drain" in kinds):
@@ -348,14 +346,14 @@ def plan(kinds: Sequence[str], dice: random.Random, *, first: bool = True, brief
     variants = sorted(variant for kind in kinds for variant in list(KINDS[kind].variants)[: 1 if brief else None])
     dice.shuffle(variants)
     if "drain" in variants:
-        came, went = variants.index("add") if "add" in variants else len(variants) - 1, variants.index("drain")
-        if went < came:
-            variants[came], variants[went] = variants[went], variants[came]
+        add, drain = variants.index("add") if "add" in variants else len(variants) - 1, variants.index("drain")
+        if drain < add:
+            variants[add], variants[drain] = variants[drain], variants[add]
     return variants
 
 
 def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
-    """One fault, until all groups are together again. Raises Failed."""
+    """Injects one fault, and returns when all groups train together again. Raises Failed."""
     if variant == "corrupt":
         job.compared()
     before, at_s = frozenset(job.live), time.monotonic()
@@ -368,7 +366,7 @@ def inject(job: DrillJob, variant: str, dice: random.Random) -> Incident:
     )  # fmt: skip
 
 
-LOSS_NATS = 0.02  # from the twin, at most
+LOSS_NATS = 0.02  # maximum difference from the twin
 EVENTS = ("start", "commit", "refused", "healed", "restored")
 
 
@@ -383,11 +381,11 @@ class Verdict:
 
 
 Diaries = Mapping[str, Diary]
-Trained = Mapping[int, set[str]]  # step -> the groups whose gradients are in it
+Trained = Mapping[int, set[str]]  # step -> the groups that contributed
 
 
 def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> list[Verdict]:
-    """Verdicts that must hold for any job that was harmed."""
+    """Returns the verdicts that must hold for any job with faults."""
     rows = samples.read(run / samples.FILE_NAME)
     trained = {row.step: {owner.partition(":")[0] for owner in row.slots.values()} for row in rows}
     history = [survivors_went_on(diaries, incidents, trained), bitwise_equal(diaries, incidents)]
@@ -395,8 +393,8 @@ def judge(run: Path, diaries: Diaries, incidents: Sequence[Incident], settings: 
 
 
 def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: Trained) -> Verdict:
-    """No survivor of a fault died, threw a step away, passed over one, or came to a halt. A collective may end in one survivor and break in
-    another: this one then has the step from that one, with its own gradients in it, and nothing is lost."""
+    """Checks that no survivor of a fault died, discarded or skipped a step, or stopped. An all-reduce may complete in one survivor and fail
+    in a second one, which then gets the committed step from the first, with its own gradients in it: that is not a loss."""
     problems, steps, taken = list[str](), list[int](), 0
     for incident in incidents:
         for name in sorted(incident.survivors):
@@ -404,16 +402,16 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
             taken += found.count("")
             problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
             steps.append(len(diaries[name].since(incident.at_s, "commit", to_s=incident.back_s)))
-    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps from a survivor that had all sums; "
+    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps healed from a survivor with complete all-reduces; "
     words += f"at least {min(steps, default=0)} steps while a fault lasted and healed"
-    return Verdict("survivors went on, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
+    return Verdict("survivors continued, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
 
 
 def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
-    """Lost steps in words; "" for a step that a survivor has from another group, with its own gradients."""
+    """Yields descriptions of lost steps; "" for a step that a survivor healed from a different group, with its own gradients in it."""
     lines = diary.since(incident.at_s, *EVENTS, to_s=incident.back_s)
     before = [line.step for line in diary.since(0.0, "commit") if line.at_s < incident.at_s]
-    step = before[-1] if before else 0  # not the highest: when all had died, they went back to a checkpoint
+    step = before[-1] if before else 0  # not the highest: after the death of all groups they resume from a checkpoint
     for line in lines:
         if line.event == "healed" and line.step == step + 1 and diary.name in trained.get(line.step, ()):
             yield ""
@@ -427,7 +425,7 @@ def _lost(diary: Diary, incident: Incident, trained: Trained) -> Iterator[str]:
 
 
 def next_commit_s(diaries: Diaries, incident: Incident, from_s: float | None = None) -> float:
-    """Seconds from the fault, or from `from_s`, to the job's next commit: of a survivor, or of a new life, if there is none. inf: none."""
+    """Returns the seconds from the fault, or from `from_s`, to the next commit of a survivor, or of a restarted group if none survives."""
     from_s = since_s = incident.at_s if from_s is None else from_s
     if not incident.survivors:
         since_s = min(diaries[name].since(from_s, "start")[0].at_s for name in incident.hit)
@@ -436,49 +434,49 @@ def next_commit_s(diaries: Diaries, incident: Incident, from_s: float | None = N
 
 
 def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
-    """Seconds of the longest gap between two commits of a survivor, from the fault until all were back."""
+    """Returns the longest time between two commits of a survivor, from the fault until all were back."""
     return longest_gap([diaries[n] for n in incident.survivors or incident.hit], incident.at_s, incident.back_s)
 
 
 def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
-    """Checks that each rank has the same commit, the same weights; and of each step one commit that anybody went on from, until all state
+    """Checks that equal commits of a rank have equal weights, and that of each step all groups continued from one commit, until all state
     was lost."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
-    gone_on: dict[tuple[int, int, int], str] = {}  # era, rank, step
+    continued: dict[tuple[int, int, int], str] = {}  # (era, rank, step) -> commit
     for name, diary in diaries.items():
         for rank in range(len(diary.ranks)):
-            lines, wiped = _trusted(diary, rank, incidents), [x.at_s for x in incidents if x.kind == "all"]
-            # New histories begin with the first life after all had been killed; until it dies a group goes on in the old one.
-            eras = [lives[0].at_s for at_s in wiped if (lives := diary.since(at_s, "start", rank=rank))]
+            lines, all_died = _trusted(diary, rank, incidents), [x.at_s for x in incidents if x.kind == "all"]
+            # An era begins with a group's first start after all were killed; until it dies, the group is in the old one.
+            eras = [starts[0].at_s for at_s in all_died if (starts := diary.since(at_s, "start", rank=rank))]
             for line in lines:
                 compared += (state := (rank, line.step, line.commit_id)) in weights
                 if weights.setdefault(state, line.digest) != line.digest:
-                    problems.append(f"group {name}, rank {rank}, step {line.step}: other weights")
+                    problems.append(f"group {name}, rank {rank}, step {line.step}: different weights")
             for line, after in pairwise(lines):
                 era = bisect(eras, line.at_s)
                 went_on = after.step == line.step + 1 and after.pid == line.pid
-                if went_on and gone_on.setdefault((era, rank, line.step), line.commit_id) != line.commit_id:
-                    problems.append(f"group {name}, rank {rank} went on from another commit of step {line.step}")
+                if went_on and continued.setdefault((era, rank, line.step), line.commit_id) != line.commit_id:
+                    problems.append(f"group {name}, rank {rank} continued from a different commit of step {line.step}")
     least = min((_steps_of_all(diaries, incident) for incident in incidents), default=0)
     if incidents and least == 0:
-        problems.append("after a fault no step was everybody's")
-    words = f"{compared} digests beside another group's, {len(problems)} problems; {least} or more steps of all groups after each fault"
+        problems.append("after a fault no step was committed by all groups")
+    words = f"{compared} digests compared, {len(problems)} problems; {least} or more steps of all groups after a fault"
     return Verdict("replicas bitwise equal", compared > 0 and not problems, "; ".join([words, *problems[:10]]))
 
 
 def _trusted(diary: Diary, rank: int, incidents: Sequence[Incident]) -> list[DiaryLine]:
-    """Commits of this group, but for those between a bit that was flipped on purpose and the heal or new life that mends it."""
+    """Returns the commits of a group, except those between an injected bit flip and the heal or restart that repairs it."""
     commits = diary.since(0.0, "commit", rank=rank)
     for incident in incidents:
         if incident.kind == "corrupt" and diary.name in incident.hit:
-            flipped_s = max((line.at_s for line in commits if line.at_s < incident.at_s), default=0.0)  # told after it
-            mended_s = diary.since(incident.at_s, "healed", "start", rank=rank)[0].at_s
-            commits = [line for line in commits if not flipped_s <= line.at_s < mended_s]
+            flipped_s = max((line.at_s for line in commits if line.at_s < incident.at_s), default=0.0)
+            repaired_s = diary.since(incident.at_s, "healed", "start", rank=rank)[0].at_s
+            commits = [line for line in commits if not flipped_s <= line.at_s < repaired_s]
     return commits
 
 
 def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
-    """Number of steps that all live groups have in common until `back_s`, with equal weights, on the rank that has fewest."""
+    """Returns the number of steps that all groups committed with equal weights until `back_s`; of ranks, the minimum."""
     seen: dict[tuple[int, int, str, str], set[str]] = defaultdict(set)
     ranks = range(len(next(iter(diaries.values())).ranks))
     for name in incident.live:
@@ -490,7 +488,7 @@ def _steps_of_all(diaries: Diaries, incident: Incident) -> int:
 
 
 def ledger_exact(run: Path) -> Verdict:
-    """Checks that every sample below the highest was trained on once, but for the holes of the last step."""
+    """Checks that every sample below the highest was trained on once, except the holes of the last step."""
     found = samples.prove(samples.read(run / samples.FILE_NAME))
     words = f"{found.sequences:,} sequences in {found.steps} steps; missing {samples.listed(found.missing) or 'none'}, "
     words += f"doubled {samples.listed(found.doubled) or 'none'}, open {samples.listed(found.open) or 'none'}"
@@ -498,15 +496,15 @@ def ledger_exact(run: Path) -> Verdict:
 
 
 def figures_complete(run: Path) -> Verdict:
-    """No step between the first and the last that the journal tells of is missing in it, and none is there twice."""
+    """Checks that metrics.jsonl has each step between its first and last exactly once."""
     steps = [int(row["step"]) for row in rows(run) if "loss" in row]
     problems = [f"{after} follows {before}" for before, after in pairwise(steps) if after - before != 1]
     words = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if steps else "no steps"
-    return Verdict("figures complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
+    return Verdict("metrics complete", bool(steps) and not problems, "; ".join([words, *problems[:10]]))
 
 
 def looks(run: Path) -> list[tuple[float, float]]:
-    """Validations of a run: (tokens trained on, loss on held-out text in nats per token)."""
+    """Returns the validations of a run: (tokens trained on, loss in nats per token)."""
     tokens, found = 0.0, []
     for row in rows(run):
         tokens = row.get("tokens", tokens)
@@ -516,7 +514,7 @@ def looks(run: Path) -> list[tuple[float, float]]:
 
 
 def steps_for(run: Path, tokens: float, slots: int) -> int:
-    """Steps after which a run with so many slots a step has seen as many tokens, by the tokens of the other run's sequences."""
+    """Returns the steps in which a run with `slots` slots per step trains on `tokens` tokens, by the mean sequence length of `run`."""
     trained = samples.read(run / samples.FILE_NAME)
     seen = max(row.get("tokens", 0.0) for row in rows(run))
     a_sequence = seen / samples.prove(trained).sequences
@@ -527,37 +525,37 @@ AS_GOOD = f"validation loss within {LOSS_NATS} nats of the twin's"
 
 
 def loss_of_twin(run: Path, twin: Path) -> Verdict:
-    """The last look of the run beside the twin's after as many tokens: on the line between the looks before and after."""
+    """Compares the last validation of the run with the twin's at the same tokens, by linear interpolation between two validations."""
     name, (tokens, loss) = AS_GOOD, looks(run)[-1]
-    there = looks(twin)
-    for (few, before), (many, after) in pairwise(there):
+    of_twin = looks(twin)
+    for (few, before), (many, after) in pairwise(of_twin):
         if few <= tokens <= many:
             other = before + (after - before) * (tokens - few) / (many - few)
             words = f"{loss:.4f} after {tokens:,.0f} tokens, {other:.4f} without faults: {loss - other:+.4f}"
             return Verdict(name, abs(loss - other) <= LOSS_NATS, words)
-    return Verdict(name, False, f"the twin has no looks around {tokens:,.0f} tokens, from {there[0]} to {there[-1]}")
+    return Verdict(name, False, f"no validation of the twin near {tokens:,.0f} tokens: {of_twin[0]} to {of_twin[-1]}")
 
 
-SLACK_S = 5.0  # to come together, once it is known what to do
-BACK_S = 60.0  # after a cable is whole again
+SLACK_S = 5.0  # to form a quorum and commit, once the fault is detected
+BACK_S = 60.0  # after a link is repaired
 STEADY_STEPS = 20
-HUNG_LEAST_S, HUNG_ALONE_S = 10.0, 60.0  # that a majority, or any group, waits at least for one that hangs
+HUNG_LEAST_S, HUNG_ALONE_S = 10.0, 60.0  # minimum wait for a stalled group, by a majority and by fewer groups
 HUNG_MEDIANS = 5
-Figure = tuple[str, float, float]  # words, what it is, what it may be at most
+Figure = tuple[str, float, float]  # description, value, bound
 
 
 def in_time(diaries: Diaries, incidents: Sequence[Incident], settings: FaultTolerance) -> Verdict:
-    told, missed = list[str](), list[str]()
+    met, missed = list[str](), list[str]()
     for incident in incidents:
         bound = BOUNDS.get(incident.kind, lambda *_: ())
-        for words, is_, at_most in bound(diaries, incident, settings):
-            (told if is_ <= at_most else missed).append(f"{incident.kind}: {words} {is_:.2f}, at most {at_most:.2f}")
-    words = "; ".join([*(f"NOT {miss}" for miss in missed), *told]) or "no fault that has a bound"
+        for words, value, at_most in bound(diaries, incident, settings):
+            (met if value <= at_most else missed).append(f"{incident.kind}: {words} {value:.2f}, at most {at_most:.2f}")
+    words = "; ".join([*(f"NOT {miss}" for miss in missed), *met]) or "no fault that has a bound"
     return Verdict("in time", not missed, words)
 
 
 def steady_s(diaries: Diaries, incident: Incident) -> float:
-    """Seconds of a step of the survivors before the fault."""
+    """Returns the median step time of the survivors before the fault, in seconds."""
     before = ([x for x in diaries[n].since(0.0, "commit") if x.at_s < incident.at_s] for n in incident.survivors)
     found = [gap for commits in before for gap in gaps(commits[-STEADY_STEPS:])]
     return median(found) if found else math.nan
@@ -570,20 +568,19 @@ def _hang(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
 
 
 def _pair(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
-    mended_s, limit_s = incident.repaired_s, settings.heartbeat_timeout_s + settings.rendezvous_s + SLACK_S
+    repaired_s, limit_s = incident.repaired_s, settings.heartbeat_timeout_s + settings.rendezvous_s + SLACK_S
     commits = sorted(line.at_s for diary in diaries.values() for line in diary.since(0.0, "commit"))
-    while_s = [at_s for at_s in commits if incident.at_s <= at_s <= mended_s]
+    while_s = [at_s for at_s in commits if incident.at_s <= at_s <= repaired_s]
     before_s = [at_s for at_s in commits if at_s < incident.at_s][-1:]
-    waits = [after - before for before, after in pairwise([*before_s, *while_s, mended_s])]
-    yield "seconds without a step of anybody", max(waits), limit_s
-    quiet = [name for name in incident.live if not diaries[name].since(mended_s - QUIET_S, "commit", to_s=mended_s)]
-    yield "groups that sit out", len(quiet), 1
-    yield "seconds from the repair until all are together", incident.back_s - mended_s, BACK_S
+    waits = [after - before for before, after in pairwise([*before_s, *while_s, repaired_s])]
+    yield "seconds without a step of any group", max(waits), limit_s
+    quiet = [name for name in incident.live if not diaries[name].since(repaired_s - QUIET_S, "commit", to_s=repaired_s)]
+    yield "excluded groups", len(quiet), 1
+    yield "seconds from the repair until all are together", incident.back_s - repaired_s, BACK_S
 
 
 def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
-    """Without a limit after which others may take the job over, nobody needs the lighthouse to commit: no step waits for it. A look at
-    held-out text and a save are among the steps."""
+    """Without a takeover limit no commit needs the lighthouse, so no step waits for it. Validations and saves count as part of a step."""
     if settings.takeover_s == 0:
         yield "seconds without a step", longest_gap_s(diaries, incident), 2 * steady_s(diaries, incident) + SLACK_S
     else:
@@ -593,12 +590,12 @@ def _away(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Ite
 
 def _capacity(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
     starts = sorted(x.at_s for name in incident.hit for x in diaries[name].since(incident.repaired_s, "start")[:1])
-    enough = starts[settings.min_replica_size - 2]  # the survivor, and as many of these
-    yield "seconds from the start of who was missing", next_commit_s(diaries, incident, enough), SLACK_S
+    enough = starts[settings.min_replica_size - 2]  # with the survivor, min_replica_size groups
+    yield "seconds from the start of the missing groups", next_commit_s(diaries, incident, enough), SLACK_S
 
 
 def _joiner(diaries: Diaries, incident: Incident, settings: FaultTolerance) -> Iterator[Figure]:
-    """Its first death is that of a member; the bound is for those that follow."""
+    """Bounds the deaths after the first one, which is that of a member, not of a joiner."""
     [name] = incident.hit
     first_s = diaries[name].since(incident.at_s, "start")[0].at_s
     longest_s = longest_gap([diaries[other] for other in incident.survivors], first_s, incident.back_s)

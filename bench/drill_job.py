@@ -1,8 +1,8 @@
-"""A job of replica groups as run_replicas.sh starts one, whose groups and lighthouse can be harmed. Leaving the context ends all processes.
-And machines for it (Linux, root), parts of which can be taken away: a network namespace for each group, joined by one bridge, whose cables
-can be cut; and disks that can be full, one for the run, one for what belongs to its groups and its lighthouse.
+"""A job of replica groups as run_replicas.sh starts it, with methods to harm groups and lighthouse; leaving the context ends all processes.
+Optionally (Linux, root) a network namespace per group, connected by a bridge with links that can be cut, and disks that can be filled: one
+for the run, one for the files of its groups and its lighthouse.
 
-Flow: drill.py makes one; drill_faults.py does the harm; what the groups did is in their diaries (job.py).
+Flow: drill.py creates the job; drill_faults.py injects faults; the event logs of the groups (`Diary` in job.py) record what they did.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from scripts.launch import LaunchSettings, ranks_here, threads_per_rank
 from scripts.replicas import ENABLED, ReplicaSupervisor, devices_of_groups, environment, prepare, start_lighthouse
 
 T = TypeVar("T")
-STEADY = 5  # steps of all together, after which the next fault may come
-LIMIT_S = 300.0  # for what must come
-AWAY_S, FULL_S = 180.0, 60.0  # a lighthouse, or capacity; a disk
-PAIR_S = 40.0  # a cut cable between two groups: longer than it takes to go on without one of them
-SUBNET = "10.77.0"  # seen by nobody outside these namespaces
-NOBODY = "02:00:00:00:00:01"  # a card that is nowhere
+STEADY = 5  # steps of all groups together before the next fault
+LIMIT_S = 300.0  # for an expected event
+AWAY_S, FULL_S = 180.0, 60.0  # without lighthouse, or below min_replica_size; with a full disk
+PAIR_S = 40.0  # without packets between two groups: longer than it takes to exclude one of them
+SUBNET = "10.77.0"  # only in these namespaces
+NOBODY = "02:00:00:00:00:01"  # MAC address of no interface
 HUB, HUB_ADDRESS = "hub", f"{SUBNET}.254"
 DISK_MB = 256  # of each, in memory
 
@@ -39,20 +39,20 @@ DISK_MB = 256  # of each, in memory
 class DevicePool:
     def __init__(self, devices: Sequence[list[str]]) -> None:
         self._devices = devices
-        self._dealt: dict[str, int] = {}  # which of them a group has
+        self._assigned: dict[str, int] = {}  # group -> index into devices
 
     def of(self, name: str, gone: Collection[str] = ()) -> list[str]:
-        """A group's own devices. One that comes later takes those of a group that has left; where none has, the first's, which
-        NCCL allows if groups share them (SHARE_GPUS=1)."""
-        if name not in self._dealt:
-            held = {place for other, place in self._dealt.items() if other not in gone}
-            self._dealt[name] = min(set(range(len(self._devices))) - held, default=0)
-        return self._devices[self._dealt[name]]
+        """Returns a group's devices. An added group gets those of a group that has left, else the first ones, which requires
+        SHARE_GPUS=1."""
+        if name not in self._assigned:
+            held = {place for other, place in self._assigned.items() if other not in gone}
+            self._assigned[name] = min(set(range(len(self._devices))) - held, default=0)
+        return self._devices[self._assigned[name]]
 
 
 class DrillJob(AbstractContextManager["DrillJob"]):
-    """`argv`: a configuration and overrides. `network`: where groups are machines of their own. `disk`: that the run lies on. `under`: a
-    command that becomes the one behind it, with less of something. Raises ValueError for bad settings."""
+    """`argv`: a configuration and overrides. `network`: gives each group a namespace. `disk`: that of the run. `under`: a command prefix
+    that limits a resource. Raises ValueError for bad settings."""
 
     def __init__(
         self, argv: Sequence[str], groups: int, *, network: Network | None = None, disk: Disk | None = None,
@@ -71,10 +71,10 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         if disk:
             self._env["TMPDIR"] = str(disk.temporary)
         self._env.setdefault("OMP_NUM_THREADS", threads_per_rank(groups))
-        self.groups: dict[str, ReplicaSupervisor] = {}  # all that ever were
+        self.groups: dict[str, ReplicaSupervisor] = {}  # including those that have left
         self.diaries: dict[str, Diary] = {}
-        self.gone: set[str] = set()  # on purpose
-        self.away: set[str] = set()  # not to be started again for now
+        self.gone: set[str] = set()  # drained, or finished
+        self.away: set[str] = set()  # not restarted while in this set
         self.away_s, self.full_s, self.pair_s = AWAY_S, FULL_S, PAIR_S
         self._bind = f"{HUB_ADDRESS if network else '127.0.0.1'}:0"
         self.start_lighthouse()
@@ -83,21 +83,21 @@ class DrillJob(AbstractContextManager["DrillJob"]):
 
     @property
     def live(self) -> list[str]:
-        """The groups that are to be there; one of them may be between two lives."""
+        """The groups of the job that have not left; they may be waiting for a restart."""
         return [name for name in self.groups if name not in self.gone]
 
     def pick(self, dice: random.Random, names: Collection[str] | None = None) -> str:
-        """Draws one of the live groups, or of `names`, by the seed alone."""
+        """Draws one of the live groups, or of `names`; depends only on the seed."""
         return dice.choice(sorted(self.live if names is None else names, key=int))
 
     def start_lighthouse(self) -> None:
-        """Starts the lighthouse; the next time at the same address, with the state that the last one left."""
+        """Starts the lighthouse, or restarts it at the same address with its state file."""
         through = [*(self.network.through(HUB) if self.network else []), *self._under]
         self.lighthouse, self.address = start_lighthouse(self.config, self._env, bind=self._bind, through=through)
         self._bind = self.address.partition("//")[2]
 
     def kill_lighthouse(self, away_s: float = 0.0) -> None:
-        """Kills the lighthouse, and starts it again after that time."""
+        """Kills the lighthouse and restarts it after `away_s`."""
         self.lighthouse.kill()
         self.lighthouse.communicate()
         self.hold(away_s)
@@ -113,11 +113,11 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         return name
 
     def group(self, name: str, *overrides: str) -> ReplicaSupervisor:
-        """Makes a group without starting it; it is not one of the job's yet."""
+        """Creates a group without starting it or adding it to the job."""
         asked = {word.partition("=")[0] for word in overrides}
         argv = [word for word in self._argv if word.partition("=")[0] not in asked]
         env, its = {**self._env, "TORCHFT_LIGHTHOUSE": self.address}, self._devices.of(name, self.gone)
-        group = ReplicaSupervisor.here(name, [*argv, *overrides], env, self.folder, self._restarts, its)
+        group = ReplicaSupervisor.local(name, [*argv, *overrides], env, self.folder, self._restarts, its)
         group.command[:0] = [*(self.network.through(name) if self.network else []), *self._under]
         group.shown = False
         return group
@@ -125,15 +125,15 @@ class DrillJob(AbstractContextManager["DrillJob"]):
     def drain(self, name: str) -> None:
         self.gone.add(name)
         self.groups[name].restarts = 0
-        self.groups[name].tell(signal.SIGTERM)
+        self.groups[name].send_signal(signal.SIGTERM)
 
     def processes(self, name: str) -> list[int]:
-        """The launcher, its ranks, their server, and whatever else they have started."""
+        """Returns the pids of the launcher and of all its descendants: ranks, server, and their children."""
         process = self.groups[name].process
         return [process.pid, *descendants(process.pid)] if process else []
 
     def ranks_of(self, name: str) -> list[int]:
-        """The ranks' processes: of their latest lives that have begun."""
+        """Returns the pids of the ranks, by their latest start."""
         starts = [[line.pid for line in lines if line.event == "start"] for lines in self.diaries[name].ranks]
         return [pids[-1] for pids in starts if pids]
 
@@ -157,19 +157,19 @@ class DrillJob(AbstractContextManager["DrillJob"]):
 
     @property
     def over(self) -> bool:
-        """True when all groups have ended as they should."""
+        """True when all groups have exited with code 0."""
         return all(group.code == 0 for group in self.groups.values())
 
     def has(self, step: int) -> bool:
-        """True when that checkpoint is whole."""
+        """True when that checkpoint is complete."""
         return (self.checkpoints / f"step-{step}" / "manifest.json").exists()
 
     def look(self) -> None:
-        """Starts dead groups again, as run_replicas.sh does, and reads the diaries. Raises Failed where a group ended that must not."""
+        """Restarts dead groups, as run_replicas.sh does, and reads the event logs. Raises Failed if a group has ended unexpectedly."""
         for name, group in self.groups.items():
-            group.short_lives = 0  # its deaths are ours
+            group.short_runs = 0  # its deaths are injected
             if name in self.away and group.process is None:
-                group.again_at_s = time.monotonic() + 1
+                group.restart_at_s = time.monotonic() + 1
             group.poll(time.monotonic())
             self.diaries[name].read()
             if group.code is not None and (name not in self.gone or group.code != 0):
@@ -179,12 +179,12 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         return until(what, holds, limit_s, look=self.look, failure=self.failure, poll_s=0.02)
 
     def hold(self, seconds: float) -> None:
-        """Waits so long, for a fault that lasts."""
+        """Waits for the duration of a fault."""
         end_s = time.monotonic() + seconds
         self.until("the end of a fault", lambda: time.monotonic() >= end_s, seconds + LIMIT_S)
 
     def together(self, since_s: float = 0.0) -> None:
-        """Waits until the last steps, since then or from now on, are of all groups that are to be there, on all their ranks."""
+        """Waits until the last STEADY steps, since `since_s` or now, are of all live groups, on all ranks."""
         since_s = since_s or time.monotonic()
 
         def holds() -> bool:
@@ -195,8 +195,8 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
     def compared(self) -> None:
-        """Waits until all groups have compared their weights since the latest life, and heal, of each began: of three groups of which
-        one has just healed nobody can tell which has other weights."""
+        """Waits until all groups have compared weights since the latest start or heal of each. Before that, a majority cannot be determined
+        among three groups."""
         interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
 
         def is_compared(lines: Sequence[DiaryLine]) -> bool:
@@ -213,12 +213,12 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self.ended()
 
     def ended(self) -> None:
-        """Waits until all groups have finished by themselves, however many steps that takes: each has its time."""
+        """Waits until all groups have finished; the timeout is per step."""
         self.gone |= set(self.groups)
         while not self.over:
             before = [diary.step for diary in self.diaries.values()]
-            news = "another step, or the end of all groups"
-            self.until(news, lambda: self.over or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
+            event = "a further step, or the end of all groups"
+            self.until(event, lambda: self.over or before != [diary.step for diary in self.diaries.values()])  # noqa: B023
 
     def failure(self, what: str) -> Failed:
         logs = {f"{name} at step {self.diaries[name].step}": group.log for name, group in self.groups.items()}
@@ -226,7 +226,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
 
     def __exit__(self, *_: object) -> None:
         for name, group in self.groups.items():
-            self.kill(name)  # a stopped one, too; what it has started has other sessions
+            self.kill(name)  # also a stopped group; its children have other sessions
             group.end()
         self.lighthouse.kill()
         self.lighthouse.communicate()
@@ -244,23 +244,23 @@ def _run(*command: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise RuntimeError(f"there is no {command[0]} (iproute2)") from None
+        raise RuntimeError(f"{command[0]} is not installed (iproute2)") from None
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 class Network:
-    """Raises RuntimeError where this machine makes no namespaces, or cannot narrow a link. To be closed when no process of it lives."""
+    """Network namespaces. Raises RuntimeError if they or traffic control are not supported. Close it when its processes have ended."""
 
     def __init__(self) -> None:
         self._prefix = f"pharos-{os.getpid()}-"
-        self.addresses: dict[str, str] = {}  # of those that have a cable
+        self.addresses: dict[str, str] = {}  # of groups that have a link
         self._spaces: list[str] = []
         try:
             self._make(HUB)
             self._at(
                 HUB,
-                "ip link add try0 type veth peer name try1",  # that this kernel has all that is asked of it later
+                "ip link add try0 type veth peer name try1",  # checks that the kernel supports what is used later
                 f"tc qdisc add dev try0 root {_shape(1.0)}",
                 "ip link del try0",
                 "ip link add bridge type bridge",
@@ -272,30 +272,29 @@ class Network:
             raise
 
     def through(self, name: str) -> list[str]:
-        """Words that become the command behind them, as the same process, on that machine: the hub or a group, which gets a cable first."""
+        """Returns a command prefix that runs in the namespace of the hub or of a group, whose link is created first."""
         if name != HUB and name not in self.addresses:
             self._plug(name)
         return ["ip", "netns", "exec", self._prefix + name]
 
     def cut(self, name: str, down: bool) -> None:
-        """Cuts its cable: nothing gets to it or from it."""
+        """Cuts a group's link in both directions."""
         self._at(HUB, f"ip link set to-{name} {'down' if down else 'up'}")
 
     def blind(self, name: str, on: bool) -> None:
-        """Cuts one direction: all that it sends is lost, what others send arrives."""
+        """Drops all packets that a group sends; it still receives."""
         for address in [HUB_ADDRESS, *(other for who, other in self.addresses.items() if who != name)]:
             self._at(name, f"ip route {'add' if on else 'del'} blackhole {address}/32")
 
     def part(self, one: str, other: str, on: bool) -> None:
-        """Packets between these two are lost, and the sender is not told; all others arrive. Each has a wrong address of the
-        other's card, which the bridge delivers to nobody."""
-        for here, there in ((one, other), (other, one)):
-            neighbour = f"{self.addresses[there]} dev eth0"
+        """Drops packets between two groups without an error: each gets a wrong MAC address of the other."""
+        for source, target in ((one, other), (other, one)):
+            neighbour = f"{self.addresses[target]} dev eth0"
             how = f"replace {neighbour} lladdr {NOBODY} nud permanent" if on else f"del {neighbour}"
-            self._at(here, f"ip neigh {how}")
+            self._at(source, f"ip neigh {how}")
 
     def narrow(self, name: str, megabits: float | None) -> None:
-        """Limits a cable, in megabits per second each way; None: no limit."""
+        """Limits a group's link, in megabits per second in each direction; None: no limit."""
         for space, device in ((HUB, f"to-{name}"), (name, "eth0")):
             what = f"del dev {device} root" if megabits is None else f"add dev {device} root {_shape(megabits)}"
             self._at(space, f"tc qdisc {what}")
@@ -331,7 +330,7 @@ def _shape(megabits: float) -> str:
 
 
 def no_disk() -> str:
-    """The reason why this machine mounts nothing; "": it does."""
+    """Returns the reason why this process cannot mount a disk, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             _mount(Path(folder))
@@ -346,7 +345,7 @@ def _mount(place: Path) -> None:
 
 
 class Disk:
-    """Two disks of a run. Raises RuntimeError. To be closed when no process of the job lives."""
+    """Two disks of a run, in memory. Raises RuntimeError. Close it when the job's processes have ended."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.groups = run.absolute(), run.absolute() / "groups"
@@ -364,14 +363,14 @@ class Disk:
         self.temporary.mkdir()
 
     def keep_diaries(self, folder: Path, ranks: int) -> None:
-        """Keeps a group's diaries on another disk: their words on a full one must not be lost to it."""
+        """Keeps a group's event logs on a different disk, as a full disk must not lose their lines."""
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(ranks):
             (folder / f"diary.{rank}.jsonl").symlink_to(self._elsewhere / f"{folder.name}.{rank}.jsonl")
 
     @staticmethod
     def fill(place: Path) -> None:
-        """Fills a disk to the last byte. To be repeated, since files that are removed there make room."""
+        """Fills a disk to the last byte. Call it repeatedly, as removed files free space."""
         with (place / "filler").open("ab", buffering=0) as file:
             for piece in (1 << 20, 1 << 12, 1):
                 with suppress(OSError):

@@ -1,14 +1,14 @@
-"""Seconds that groups take to form, by members and kind, also when they start in any order; and the limits of one machine.
+"""Measures the time to form a process group by size and kind, also with staggered starts, and the largest size on one machine.
 
     python bench/forming.py [--sizes 2,4,8,16,32,64] [--write docs/forming.svg]
 
-All members live on this machine and meet at one store. In-process gloo: each member is a process of its own, forked from one that has
-imported torch. Baby gloo: each member is a thread of one process, its group a child; one fork server forks all of them. "form" is the
-first generation, "anew" the median of the next ones, each after `abandon` of the last, whose end goes on meanwhile. A figure is the
-slowest member's `configure`; all begin within a millisecond or so of each other.
+All members run on this machine and use one store. In-process gloo: each member is a process, forked from one that has imported torch. Baby
+gloo: each member is a thread of one process, and its process group is a child; one fork server forks all children. "form" is the first
+generation, "anew" the median of the following ones, each after `abandon` of the previous one, which shuts down in the background. A value
+is the time of the slowest member's `configure`; all members begin within about a millisecond.
 
-Starts: 3 to 5 members in an order and at times by seed, spread over a second; the figure is from the last one's start until all have formed
-the group, and its sum is right. A size that does not form has a row with the reason, and larger ones are left out.
+Starts: 3 to 5 members in a random order (by seed), spread over a second; the time is from the last start until all have formed the process
+group and an all-reduce has completed. A size that does not form has a row with the reason, and larger sizes are skipped.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import Forked, memory_bytes, obey
 from bench.pairs import parser, spread, table
 
-FORMS, STARTS = 5, 20  # times that each size is formed anew; starts of each kind, by seed
+FORMS, STARTS = 5, 20  # repetitions per size; staggered starts per kind
 RENDEZVOUS_S = 120.0
-WITHIN_S = 2.0  # of the last start
-Team = Sequence[Callable[..., Any]]  # members, each called with an order
+WITHIN_S = 2.0  # bound, from the last start
+Members = Sequence[Callable[..., Any]]  # each is called with an order
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
 
     server, rows, curves, good = serve(), list[list[str]](), dict[str, list[tuple[float, float]]](), True
     store = f"127.0.0.1:{server.port}"
-    teams = {kind: team(kind, max(*sizes, 5)) for kind in ("gloo", "baby_gloo")}
-    for kind, members in teams.items():
+    all_members = {kind: make_members(kind, max(*sizes, 5)) for kind in ("gloo", "baby_gloo")}
+    for kind, members in all_members.items():
         for size in sizes:
             places = [f"{store}/{kind}/{size}/{index}" for index in range(FORMS + 1)]
             try:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             for name, s in (("first", first), ("anew", statistics.median(anew))):
                 curves.setdefault(f"{kind.replace('_', ' ')}, {name}", []).append((size, s))
     print(table(["kind", "members", "form, s", "anew, s", "descriptors", "RSS of a child, MiB"], rows), flush=True)
-    for kind, members in teams.items():
+    for kind, members in all_members.items():
         good &= stagger(members, kind, f"{store}/{kind}/starts")
     if options.write:
         from scripts.plot_loss import Panel, drawing
@@ -74,14 +74,14 @@ def main(argv: Sequence[str]) -> int:
     return int(not good)
 
 
-def team(kind: str, count: int) -> Team:
+def make_members(kind: str, count: int) -> Members:
     if kind == "gloo":
         return [Forked(("ft.process_groups.gloo",), serve_member).ask for _ in range(count)]
     return [FormingMember("baby_gloo").do for _ in range(count)]
 
 
-def stagger(members: Team, kind: str, store: str) -> bool:
-    """Prints the seconds after the last start; False when any start took longer than it may. Raises RuntimeError."""
+def stagger(members: Members, kind: str, store: str) -> bool:
+    """Prints the seconds after the last start. Returns False if one exceeds WITHIN_S. Raises RuntimeError."""
     after_s = []
     for seed in range(STARTS):
         chance = random.Random(seed)
@@ -91,13 +91,13 @@ def stagger(members: Team, kind: str, store: str) -> bool:
         after_s.append(max(d + answer["s"] for d, answer in zip(delays_s, answers, strict=True)) - max(delays_s))
         drop(here)
     median, low, high = (f"{of(after_s):.3f}" for of in (statistics.median, min, max))
-    when = f"{median} s after the last start ({low}-{high}); at most {WITHIN_S:g} is asked for"
-    print(f"\n{kind}: {STARTS} starts of 3 to 5 members in any order: all have formed their group {when}")
+    when = f"{median} s after the last start ({low}-{high}); bound {WITHIN_S:g} s"
+    print(f"\n{kind}: {STARTS} starts of 3 to 5 members in any order: all have formed the process group {when}")
     return max(after_s) <= WITHIN_S
 
 
-def form(members: Team, store: str, delays_s: Sequence[float]) -> list[dict[str, float]]:
-    """Answers of members that start after these delays. Raises RuntimeError with the reason of one that did not form the group."""
+def form(members: Members, store: str, delays_s: Sequence[float]) -> list[dict[str, float]]:
+    """Returns the answers of members that start after these delays. Raises RuntimeError with the reason of a member that failed."""
     gate = threading.Barrier(len(members))
 
     def start(member: Callable[..., Any], rank: int, delay_s: float) -> Any:
@@ -111,14 +111,14 @@ def form(members: Team, store: str, delays_s: Sequence[float]) -> list[dict[str,
     return answers
 
 
-def drop(members: Team) -> None:
+def drop(members: Members) -> None:
     with ThreadPoolExecutor(len(members)) as threads:
         for member in members:
-            threads.submit(member, "drop")  # of one whose process has ended nothing is left
+            threads.submit(member, "drop")  # does nothing if the process has ended
 
 
 class FormingMember:
-    """One member, in whatever thread or process."""
+    """A member of a process group."""
 
     def __init__(self, kind: str) -> None:
         from ft.process_groups.baby import ProcessGroupBabyGloo
@@ -129,7 +129,7 @@ class FormingMember:
         self.group.prepare()
 
     def do(self, what: str, *about: Any) -> Any:
-        """The result, or the reason why no group forms."""
+        """Returns the result, or the reason of a failure."""
         try:
             return self.form(*about) if what == "form" else self.group.shutdown(RENDEZVOUS_S)
         except Exception as error:  # noqa: BLE001 (a row has the reason)
@@ -143,7 +143,7 @@ class FormingMember:
         self.group.configure(store, rank, size)
         spent_s = time.perf_counter() - start_s
         value = torch.full((10,), rank + 1.0)
-        self.group.allreduce([value]).wait()  # and nobody gives up while others connect
+        self.group.allreduce([value]).wait()  # all members are connected
         assert value.eq(size * (size + 1) / 2).all()
         child = getattr(self.group, "child", None)
         process = child.pid if child else os.getpid()

@@ -1,18 +1,18 @@
-"""The work that a job of three processes gets done while one of them is killed every now and then: tokens committed per second, three ways.
+"""Measures committed tokens per second of a job of three processes while processes are killed regularly, for three ways of recovery.
 
-    make goodput PEER=PYTHON                                    all of it (1 hour 20 minutes); renews docs/goodput.md
+    make goodput PEER=PYTHON                                    all (1 hour 20 minutes); updates docs/goodput.md
     python bench/goodput.py [--mb 4,100] [--minutes 2] [--rounds 2] [--startup-s 0] [--peer PYTHON] [--write FILE]
-    python bench/goodput.py --no-kills [--rounds 9]        a step of configs/llama.toml with fault tolerance, beside one without
+    python bench/goodput.py --no-kills [--rounds 9]        step time of configs/llama.toml with and without fault tolerance
 
-Ways: ours, replica groups that go on; restart, DistributedDataParallel whose ranks all start again from the last checkpoint when one dies,
-with a checkpoint every 1, 2, 5 or 10 seconds (after the first round, the two best of these); torchft, where PEER has torchft-nightly.
-Each step "computes" for 50 ms on TOKENS tokens a process and sums a gradient as large as the model. The ways take turns, with the same
-kills: one SIGKILL every 20 seconds (the first after half of it, so that a turn has its share) of a process that runs, unless it is alone.
+Ways: ours, replica groups that continue; restart, DistributedDataParallel whose ranks all restart from the last checkpoint when one dies,
+with a checkpoint every 1, 2, 5 or 10 seconds (after the first round only the two best of these); torchft, if PEER has torchft-nightly. Each
+step "computes" for 50 ms on TOKENS tokens per process and all-reduces a gradient of the model's size. The ways alternate and get the same
+kills: one SIGKILL every 20 seconds (the first after 10) of a process that has committed, unless it is the only one.
 
-A restart is charged only for what it takes: the other ranks are killed at once, as if they knew. In every way a killed process is
-started again at once, or after --startup-s: what a cluster takes to find a machine and start a container. So is one that ends by itself.
-The clock starts when all have committed some steps together. Steps that a restart took back do not count. Everything runs on this machine,
-to be idle otherwise (Linux).
+A restart is charged only for its own time: the other ranks are killed at once, without a failure detection. In all ways a killed process,
+or one that exits by itself, is restarted at once, or after --startup-s, the time of a cluster to find a machine and start a container. The
+clock starts when all have committed some steps together. Steps that a restart repeats count once. Everything runs on this machine, which
+should be idle otherwise (Linux).
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from bench.job import LOOPBACK, ROOT, JobSide, RecoveryJob, ReplicaGroup, rows
 from bench.pairs import Failed, in_turns, machine, parser, ratio, renew, spread, table
 
 PROCESSES, STEADY = 3, 20
-EVERY_S, SEED = 20.0, 1  # between kills; of the victims
-WARM, STEPS = 5, 40  # steps of a turn without kills: that do not count, and that do
-TOKENS = 1000  # of a process in a step
+EVERY_S, SEED = 20.0, 1  # seconds between kills; seed of the victims
+WARM, STEPS = 5, 40  # steps of a turn without kills: warmup, and measured
+TOKENS = 1000  # per process and step
 CHECKPOINTS_S = (1, 2, 5, 10)
 SETTINGS = {
     "ft": [f"--fault_tolerance.min_replica_size={PROCESSES}"],
     "ddp": [f"--parallelism.data_parallel_replicate_degree={PROCESSES}", "--parallelism.data_parallel_shard_degree=1"],
 }
-GOALS = {"restart": {4.0: 1.3, 100.0: 2.0}, "torchft": {4.0: 1.35, 100.0: 2.0}}  # ours by theirs, by megabytes
+GOALS = {"restart": {4.0: 1.3, 100.0: 2.0}, "torchft": {4.0: 1.35, 100.0: 2.0}}  # ours / theirs, by megabytes
 STARTUP_GOAL, CALM_GOAL = 2.0, 1.02
 
-Ways = dict[str, JobSide]  # how the job goes on after a kill
-Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # of all groups those that a kill may take
+Ways = dict[str, JobSide]  # by name: ways of recovery
+Victims = Callable[[list[ReplicaGroup]], list[ReplicaGroup]]  # returns the groups that may be killed
 
 
 @dataclass
 class GoodputRun:
-    """The outcome of a time of kills."""
+    """Result of one turn."""
 
     seconds: float
     tokens: float
     kills: int
-    ended: int = 0  # processes that ended by themselves
-    redone: int = 0  # steps that were taken back, or whose gradients were dropped
+    ended: int = 0  # processes that exited by themselves
+    redone: int = 0  # steps that a restart repeats, or whose gradients were dropped
     steps: int = field(default=0, repr=False)
-    began_s: float = field(default=0.0, repr=False)  # when all have committed some steps together
+    began_s: float = field(default=0.0, repr=False)  # when all had committed some steps together
 
     @property
     def rate(self) -> float:
@@ -72,8 +72,8 @@ class GoodputRun:
 
 @dataclass
 class Storm:
-    """A job that runs, and those of its processes that are to be started again. With checkpoints, every `checkpoint_s`, all of them end
-    with one that is killed, and start again from the last; without, the others go on."""
+    """A running job whose processes are killed and restarted. With `checkpoint_s` all processes are killed with the victim, and restart
+    from the last checkpoint; without it the others continue. `due`: group -> time of its restart."""
 
     job: RecoveryJob
     startup_s: float = 0.0
@@ -86,7 +86,7 @@ class Storm:
         self.restart()
 
     def rage(self, seconds: float, every_s: float, first_s: float, victims: Victims) -> GoodputRun:
-        """Starts all; then kills one of the victims every so often, the first after `first_s`, the last half such a time before the end."""
+        """Starts all groups; kills a victim every `every_s`, the first after `first_s`, the last at least `every_s` / 2 before the end."""
         self.start()
         groups = self.job.groups
         self.job.steps(STEADY, len(groups))
@@ -95,10 +95,10 @@ class Storm:
         while (now_s := time.monotonic() - began_s) < seconds:
             if due_s <= min(now_s, seconds - every_s / 2):
                 due_s += every_s
-                if may := victims(groups):
-                    self.kill(draw.choice(may))
+                if candidates := victims(groups):
+                    self.kill(draw.choice(candidates))
                     kills += 1
-            for group in self.ended()[:1]:  # of a restart all begin again
+            for group in self.ended()[:1]:  # with checkpoints all are restarted
                 self.kill(group)
                 ended += 1
             self.restart()
@@ -113,11 +113,11 @@ class Storm:
         self.due |= dict.fromkeys(killed, time.monotonic() + self.startup_s)
 
     def ended(self) -> list[ReplicaGroup]:
-        """Processes that were not killed, and that do not run."""
+        """Returns the groups whose process has exited by itself."""
         return [group for group in self.job.groups if group not in self.due and group.ended]
 
     def restart(self) -> None:
-        """Starts again the groups whose time has come."""
+        """Restarts the groups whose time has come."""
         env, folder = dict[str, str](), self.job.folder
         ready = [group for group, due_s in self.due.items() if due_s <= time.monotonic()]
         if ready and self.checkpoint_s:
@@ -129,25 +129,25 @@ class Storm:
             group.start(**env)
 
     def tokens(self, step: int) -> float:
-        """Tokens of the steps after this one; each once, however many have logged it, and however often."""
+        """Returns the tokens of all steps after `step`; each step counts once, however often it was committed."""
         steps = {line.step: line.contributors for group in self.job.groups for line in group.since(0.0, "commit")}
         return TOKENS * sum(groups for number, groups in steps.items() if number > step)
 
     def redone(self, from_s: float) -> int:
-        """Steps whose gradients were dropped, or that the rank that saves has committed more than once."""
+        """Returns the number of steps whose gradients were dropped, or that the saving rank committed more than once."""
         steps = [line.step for line in self.job.groups[0].since(from_s, "commit")]
         aborts = (len(group.since(from_s, "abort")) for group in self.job.groups)
         return len(steps) - len(set(steps)) if self.checkpoint_s else max(aborts)
 
 
 def running(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Returns the groups that run; none where only one does."""
+    """Returns the groups that have committed since their start; [] if there is only one."""
     runs = [group for group in groups if group.runs]
     return runs if len(runs) > 1 else []
 
 
 def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[list[list[str]], list[str]]:
-    """Rows of a table, and the goals in words. Every other round runs backwards; of the restarts, the two best of the first go on."""
+    """Returns table rows and verdicts. Every other round is in reverse order; after the first only the two best restart ways are run."""
     runs: dict[str, list[GoodputRun]] = {name: [] for name in ways}
     turns = list(ways)
     for _ in range(options.rounds):
@@ -156,10 +156,10 @@ def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[l
                 with RecoveryJob(ways[name], PROCESSES, megabytes=megabytes) as job:
                     storm = Storm(job, options.startup_s, ways[name].checkpoint_s)
                     runs[name].append(storm.rage(60 * options.minutes, EVERY_S, EVERY_S / 2, running))
-                said = str(runs[name][-1])
+                text = str(runs[name][-1])
             except Failed as error:
-                said = str(error)
-            print(f"{megabytes:g} MB, {name}: {said}", file=sys.stderr)
+                text = str(error)
+            print(f"{megabytes:g} MB, {name}: {text}", file=sys.stderr)
         rates = {name: max((run.rate for run in of), default=0.0) for name, of in runs.items()}
         best = sorted((name for name in turns if ways[name].checkpoint_s), key=rates.__getitem__, reverse=True)[:2]
         turns = [name for name in reversed(turns) if not ways[name].checkpoint_s or name in best]
@@ -169,7 +169,7 @@ def storms(ways: Ways, megabytes: float, options: argparse.Namespace) -> tuple[l
 
 
 def figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
-    """Cells of a way's row."""
+    """Returns the cells of a way's row."""
     if not runs:
         return ["", "", "", "", f"{rounds} failed"]
     counts = ["/".join(str(getattr(run, what)) for run in runs) for what in ("kills", "ended", "redone")]
@@ -178,7 +178,7 @@ def figures(runs: Sequence[GoodputRun], rounds: int) -> list[str]:
 
 
 def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bool) -> list[str]:
-    """Ours beside the best restart and torchft, round by round, and whether it is as much as was to be reached."""
+    """Compares ours with the best restart and with torchft, round by round, and with the goals."""
     rates = {name: [run.rate for run in of] for name, of in runs.items()}
     whole = len(rates["ours"])
     restarts = [name for name in rates if name.startswith("restart") and len(rates[name]) == whole > 0]
@@ -189,19 +189,19 @@ def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bo
     for name, goal in goals.items():
         if rates.get(name) and len(rates[name]) == whole:
             seen = ratio(rates["ours"], rates[name])
-            words = f"; at least {goal:g}x was to be reached: " if goal else ""
+            words = f"; goal: at least {goal:g}x, " if goal else ""
             verdict = reached(goal / seen.low, goal / seen.median) if goal else ""
             said.append(f"{megabytes:g} MB, ours by {name}: {seen}{words}{verdict}")
     return said
 
 
 def reached(worst: float, median: float) -> str:
-    """The verdict on the bound: at most 1 is to be. One that lies inside the range of the rounds is not shown to be reached."""
-    return "reached" if worst <= 1 else "not shown, for it lies within the range" if median <= 1 else "missed"
+    """Returns the verdict on a ratio with the bound 1. A bound inside the range of the rounds is not shown to be reached."""
+    return "reached" if worst <= 1 else "not shown (within the range)" if median <= 1 else "missed"
 
 
 def calm_step_s(way: str) -> float:
-    """Seconds of a step of the default job in three processes: three groups of one rank, or one group without fault tolerance."""
+    """Returns the step time of the default job in three processes, seconds: three groups of one rank, or one without fault tolerance."""
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         argv = [str(ROOT / "configs" / "llama.toml"), f"--job.dump_folder={folder}", f"--training.steps={WARM + STEPS}"]
         argv += ["--validation.enable=false", "--checkpoint.enable=false", "--sample.tokens=0", *SETTINGS[way]]
@@ -216,16 +216,14 @@ def calm_step_s(way: str) -> float:
 
 
 def calm(rounds: int) -> str:
-    """Steps of the default job with and without fault tolerance, in turns."""
+    """Compares steps of the default job with and without fault tolerance, alternating."""
     os.environ.update(LOOPBACK, NPROC="1", CUDA_VISIBLE_DEVICES="")
     seconds = in_turns({way: partial(calm_step_s, way) for way in SETTINGS}, rounds)
     seen = ratio(seconds["ft"], seconds["ddp"])
     steps = ", ".join(f"{name} {1e3 * statistics.median(of):.1f} ms" for name, of in seconds.items())
     verdict = reached(seen.high / CALM_GOAL, seen.median / CALM_GOAL)
     text = f"{seen.median:.3f}x ({seen.low:.3f}-{seen.high:.3f})"
-    return (
-        f"a step: {steps}\nwith fault tolerance by without: {text}; at most {CALM_GOAL}x was to be reached: {verdict}"
-    )
+    return f"a step: {steps}\nwith fault tolerance by without: {text}; goal: at most {CALM_GOAL}x, {verdict}"
 
 
 def main() -> None:
@@ -234,12 +232,12 @@ def main() -> None:
         peer=(str, "a Python that has torchft"),
         mb=("4,100", "sizes of the model"),
         minutes=(2.0, "of each turn"),
-        rounds=(int, "turns of each way, default 2; --no-kills: 9"),
-        startup_s=(0.0, "until a killed process is started again"),
+        rounds=(int, "measurements of each way; default 2, with --no-kills 9"),
+        startup_s=(0.0, "seconds until a killed process is restarted"),
         no_kills=False,
-        write=(Path, "adds the figures to this page"),
+        write=(Path, "page to update"),
     ).parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # cleanup ends all processes
     options.rounds = options.rounds or (9 if options.no_kills else 2)
     print(here := machine(), file=sys.stderr)
     if options.no_kills:

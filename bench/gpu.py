@@ -1,18 +1,18 @@
-"""Measurements that only a GPU can give, in three parts of at most ten minutes each, none of which needs a network.
+"""Runs measurements that require a GPU, in three parts of at most ten minutes each, without a network.
 
     python bench/gpu.py --part 1|2|3 [--minutes 9.5] [--only PATTERN] [--again] [--write docs/gpu.md]
-    python bench/gpu.py --part 1 --device cpu --sizes tiny --write FILE      the same path without a device
+    python bench/gpu.py --part 1 --device cpu --sizes tiny --write FILE      the same code without a GPU
 
-Part 1: versions; tests/gpu with and without expandable segments; 15 steps of train.py to the very end, eager and compiled. Part 2: tokens
-per second, MFU and peak memory of Llama 1B and 8B here and in peers, interleaved. Part 3: two members on one GPU (NCCL_HOSTID tells NCCL
-that they are two machines), which are killed inside sums; steady steps; healing; the stall of a checkpoint.
+Part 1: versions; tests/gpu with and without expandable segments; 15 steps of train.py and its exit, eager and compiled. Part 2: tokens per
+second, MFU and peak memory of Llama 1B and 8B, alternating with other frameworks. Part 3: two replica groups on one GPU (NCCL_HOSTID makes
+NCCL take them for two machines), killed inside all-reduces; steady steps; healing; the stall of a checkpoint.
 
-A part is a list of turns, each a process with a time limit. What a turn gave is appended to outputs/gpu/<device>-<sizes>/results.jsonl at
-once, and the page is written anew; the next call goes on with the turns that are missing (--again: also with those that failed). A side
-that is not installed has a row that says so.
+A part is a list of turns, each a process with a time limit. The result of a turn is appended to outputs/gpu/<device>-<sizes>/results.jsonl
+at once, and the page is rewritten; the next call runs the missing turns (--again: also those that failed). A framework that is not
+installed has a row with the reason.
 
-A turn of a measurement is this file again: `--worker versions|kill|healing|stall JSON`, which answers with JSON, and `--worker train
-ARGUMENTS`: train.py, whose weights are drawn on the device.
+Workers are processes of this file: `--worker versions|kill|healing|stall JSON`, which answers with JSON, and `--worker train ARGUMENTS`,
+which runs train.py with weights initialized on the device.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from bench.pairs import Failed, Worker, in_turns, parser, ratio, table
 from bench.step import draw_on_device, our_llama, start
 
 WORKER = (__file__, "--worker")
-KILL_STEPS, KILL_LIMIT_S = 6, 100.0  # steps of both, before the kill; for what must come
+KILL_STEPS, KILL_LIMIT_S = 6, 100.0  # steps of both groups before the kill; timeout of an event
 SIZES = {
     "8b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab": 128256, "batch": 1, "seq": 8192},
     "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "hidden": 8192, "vocab": 128256, "batch": 2, "seq": 8192},
     "tiny": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 192, "vocab": 512, "batch": 1, "seq": 64},
 }  # fmt: skip
-# All bf16, weights and optimizer included: so 8B fits on every side. BEST are those that the bounds compare, in PAIRS rounds; of 1B
-# both live through the rounds. Of 8B, and of MORE_SIDES, each turn has a process of its own.
+# bf16 for weights and optimizer state, too, so that 8B fits for every framework. The bounds compare BEST, in PAIRS rounds; for 1B both
+# processes run through all rounds. For 8B, and for MORE_SIDES, each turn has its own process.
 BEST = {"pharos": "bf16 weights chunked=8192 compile", "torchtitan": "bf16 weights compile"}
 MORE_SIDES = {
     "1b": (
@@ -69,14 +69,14 @@ MORE_SIDES = {
     "8b": (("pharos", "bf16 weights chunked=2048 compile"), ("pharos", "bf16 weights chunked=8192 compile float8")),
 }
 MORE_SIDES["tiny"], PAIRS = MORE_SIDES["1b"], {"1b": 5, "8b": 3, "tiny": 1}
-# Of torch.compile: on a CPU inductor's C++ takes 40 s more, and says nothing of a GPU
+# Of torch.compile. On a CPU, inductor's C++ compilation takes 40 s more, and is not comparable with a GPU's
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
-MODEL = {  # our keys and those of SIZES
+MODEL = {  # keys of [model] -> keys of SIZES
     "vocab_size": "vocab", "dim": "dim", "n_layers": "layers", "n_heads": "heads", "n_kv_heads": "kv_heads", "hidden_dim": "hidden"
 }  # fmt: skip
 ON_A_CPU = (
-    " compile=aot_eager: torch.compile traces and differentiates as on a GPU, and torch's own kernels run the graphs. gloo stands "
-    "for NCCL. What a CPU cannot run is listed at the end."
+    " compile=aot_eager: torch.compile traces and differentiates as on a GPU, and eager kernels run the graphs. gloo replaces "
+    "NCCL. Turns that a CPU cannot run are listed at the end."
 )
 NOT_RUN = "not run"
 Figures = dict[str, Any]  # by the columns of the page
@@ -84,7 +84,7 @@ Rows = Mapping[str, Figures]  # by key
 
 
 class GpuTurn(NamedTuple):
-    key: str  # names it in the results
+    key: str  # name in the results
     limit_s: float
     do: Callable[[float], Figures]  # gets its limit; raises Failed
 
@@ -102,12 +102,12 @@ def main(argv: Sequence[str]) -> int:
     env |= {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
     with patch.dict(os.environ, env):
         whole = run(turns, options.folder / "results.jsonl", options)
-    print("all turns of this part have been taken" if whole else "time is up: the same command goes on", flush=True)
+    print("all turns of this part are done" if whole else "out of time: repeat the command to continue", flush=True)
     return 0
 
 
 def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) -> bool:
-    """Takes the turns that `results` lacks, as far as the time goes; whether none is missing now."""
+    """Runs the turns that `results` lacks within the time. Returns True if none is missing now."""
     until_s = time.monotonic() + 60 * options.minutes
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     taken = {row["key"] for row in rows if "failed" not in row or not options.again}
@@ -123,7 +123,7 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
             row |= turn.do(min(turn.limit_s, left_s))
         except Failed as failure:
             if time.monotonic() > until_s and left_s < turn.limit_s:
-                return False  # it had less time than it may take
+                return False  # its limit was shortened
             row["failed"] = str(failure)[:300]
         row["took_s"] = round(time.monotonic() - began_s, 1)
         rows.append(row)
@@ -140,7 +140,7 @@ def part_1(options: argparse.Namespace) -> Iterator[GpuTurn]:
     files = sorted(ROOT.glob("tests/gpu/test_*.py")) if options.device == "cuda" else [ROOT / "tests" / "gpu"]
     for expandable in ("True", "False"):
         how = f"expandable_segments:{expandable}"
-        for file in files:  # each in a process of its own: an illegal address ends one of them
+        for file in files:  # one process per file: an illegal address ends only one of them
             yield GpuTurn(f"1 tests {file.stem} {how}", 240, partial(_tests, file, how))
     eager = ("--activation_checkpoint.mode=selective",)
     compiled = (*eager, "--compile.enable=true", f"--compile.backend={BACKENDS[options.device]}")
@@ -163,7 +163,7 @@ def _train(
     options: argparse.Namespace, name: str, settings: Sequence[str], limit_s: float, *, steps: int,
     program: Sequence[str] = ("train.py",), **env: str,
 ) -> Figures:  # fmt: skip
-    """train.py to its very end, the sample included: medians of its later steps."""
+    """Runs train.py to its exit, including the sample. Returns medians of the second half of its steps."""
     sizes, folder = SIZES[options.sizes[0]], options.folder / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     command = [
@@ -196,7 +196,7 @@ def part_2(options: argparse.Namespace) -> Iterator[GpuTurn]:
     compared = [(size, tuple(BEST.items()), PAIRS[size]) for size in options.sizes]
     for size, sides, rounds in [*compared, *((size, MORE_SIDES[size], 1) for size in options.sizes)]:
         with ExitStack() as cleanup:
-            workers = dict[str, Worker]() if rounds == 5 else None  # of 8B two would not fit
+            workers = dict[str, Worker]() if rounds == 5 else None  # two processes of 8B would not fit
             for round_ in range(rounds):
                 for side, setting in sides[:: -1 if round_ % 2 else 1]:
                     do = partial(_speed, options, size, side, setting.replace(" compile", backend), workers, cleanup)
@@ -207,10 +207,10 @@ def _speed(
     options: argparse.Namespace, size: str, side: str, setting: str, workers: dict[str, Worker] | None, cleanup: ExitStack,
     limit_s: float,
 ) -> Figures:  # fmt: skip
-    """`workers`: take turn after turn, until `cleanup`; None: each turn has a process of its own."""
+    """Measures one turn. `workers`: processes that are kept for further turns, until `cleanup`; None: one process per turn."""
     sizes, name = SIZES[size], f"{side} {setting}"
     with ExitStack() as own:
-        worker = (workers or {}).pop(name, None)  # it comes back unless it fails
+        worker = (workers or {}).pop(name, None)  # put back below unless it fails
         if worker is None:
             limit_s = limit_s if workers is None else 60 * options.minutes
             worker = start(side, setting, sizes, options.device, peer_python=options.peer_python, limit_s=limit_s)
@@ -241,7 +241,7 @@ def part_3(options: argparse.Namespace) -> Iterator[GpuTurn]:
 
 
 def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) -> Figures:
-    """A step of train.py without replica groups, or as the only group."""
+    """Measures a step of train.py without replica groups, or as the only group."""
     train = partial(_train, options, "steady", limit_s=limit_s, steps=steps, program=(*WORKER, "train"))
     if kind == "none":
         return train(())
@@ -252,14 +252,14 @@ def _steady(options: argparse.Namespace, kind: str, steps: int, limit_s: float) 
 
 
 def _worker(what: str, arguments: Figures, limit_s: float) -> Figures:
-    """The one answer of a measurement in a process of its own."""
+    """Runs a measurement in a separate process. Returns its answer."""
     command = [sys.executable, *WORKER, what, json.dumps(arguments)]
     with closing(Worker(what, command, {"OMP_NUM_THREADS": "1"}, limit_s=limit_s)) as worker:
         return dict(worker.answer())
 
 
 def _output(command: Sequence[str], limit_s: float, **env: str) -> tuple[int, str]:
-    """Exit code, and stdout and stderr. Raises Failed when the time is up; whatever the command started ends with it."""
+    """Returns exit code and output (stdout and stderr). Raises Failed after `limit_s`; kills the command with its children."""
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **env}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -283,15 +283,15 @@ def _last_line(text: str, code: int) -> str:
 def _options(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser(
         __doc__,
-        minutes=(9.5, "a turn that may not fit any more is left to the next call"),
-        steps=(5, "of a turn of part 2 that count"),
-        only=("*", "turns whose key fits this pattern, such as '2 1b *'"),
-        again=(False, "take turns that failed once more"),
-        peer_python=(sys.executable, "interpreter in which the peers are installed"),
-        folder=(Path, "of the results; default: outputs/gpu/<device>-<sizes>"),
-        write=(Path, "the page"),
+        minutes=(9.5, "a turn that may not fit is left to the next call"),
+        steps=(5, "measured steps per turn of part 2"),
+        only=("*", "run only turns whose key matches this pattern, such as '2 1b *'"),
+        again=(False, "repeat failed turns"),
+        peer_python=(sys.executable, "interpreter that has the other frameworks"),
+        folder=(Path, "folder of the results; default: outputs/gpu/<device>-<sizes>"),
+        write=(Path, "page to write"),
     )
-    text = "the first is trained in parts 1 and 3"
+    text = "model sizes; parts 1 and 3 use the first"
     flags.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
     flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=text)
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -299,14 +299,14 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def page(rows: Sequence[Figures], device: str) -> str:
-    """Markdown: every turn's figures, dated, and each bound as reached, not or not run. Of `rows`, as in results.jsonl, the last of
-    a key counts."""
+    """Returns the page in Markdown: values of each turn, and a verdict per bound. `rows`: of results.jsonl; the last row of a key
+    counts."""
     newest, about = {row["key"]: row for row in rows}, ("key", "day", "took_s")
     whole = {key: row for key, row in newest.items() if "failed" not in row}
     good = {key: {name: value for name, value in row.items() if name not in about} for key, row in whole.items()}
     versions = good.get("1 versions", {})
     days = sorted({row["day"] for row in newest.values()})
-    where = versions.get("device", "a CPU: no figure here says anything of a GPU" if device == "cpu" else "a GPU")
+    where = versions.get("device", "a CPU: these values say nothing about a GPU" if device == "cpu" else "a GPU")
     speeds = _speeds(good, str(versions.get("device", "")))
 
     def columns(*begins: str) -> tuple[list[str], list[list[str]]]:
@@ -322,7 +322,7 @@ def page(rows: Sequence[Figures], device: str) -> str:
     others = [(f"{of}: {name}", str(x)) for of in ("healing", "stall") for name, x in good.get(f"3 {of}", {}).items()]
     left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
     measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
-    how = "Ranges are over rounds or repetitions. MFU counts 6 flops a weight and token, and the causal half of attention as a whole."
+    how = "Ranges are over rounds or repetitions. MFU counts 6 flops a weight and token, and attention in full, without a causal discount."
     blocks = ["# One GPU", f"{measured} {how}{ON_A_CPU if device == 'cpu' else ''}"]
     for title, header, found in (
         ("Bounds", ("bound", "seen", "verdict"), verdicts(good, speeds, device)),
@@ -339,11 +339,11 @@ def page(rows: Sequence[Figures], device: str) -> str:
 
 
 def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tuple[str, str, str]]:
-    """Each bound once, what was seen, and the verdict: one inside a range is not reached. A CPU reaches none, whatever the figure."""
+    """Returns per bound: name, measured value, verdict. A bound within the range is not reached. A CPU gets no verdict."""
     found: list[tuple[str, str, str]] = []
 
     def bound(name: str, seen: Any, holds: Callable[[Any], bool], form: Callable[[Any], str] = str) -> None:
-        """`seen`: None where a turn is missing."""
+        """Adds a bound. `seen`: the value; None if a turn is missing."""
         verdict = NOT_RUN if seen is None else "no verdict" if device == "cpu" else "reached" if holds(seen) else "not"
         found.append((name, "" if seen is None else form(seen), verdict))
 
@@ -360,7 +360,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
     percent = 100 * speeds.get(f"8b pharos: {BEST['pharos']}", {}).get("mfu", 0) or None
     bound("8b: 45 % MFU", percent, lambda percent: percent >= 45, "{:.1f} %".format)
     for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
-        names = (kind, kind.replace("nccl", "gloo"))  # gloo stands for it on a CPU
+        names = (kind, kind.replace("nccl", "gloo"))  # on a CPU gloo replaces NCCL
         both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
         pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
@@ -385,7 +385,7 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
 
 
 def _speeds(good: Rows, device: str) -> dict[str, Figures]:
-    """By "size side: setting": tokens/s by round, the most memory in MiB, and MFU (0: the device's peak is unknown). MFU counts 6 flops
+    """Returns, by "size side: setting": tokens/s by round, peak memory in MiB, and MFU (0: unknown device peak). MFU counts 6 flops
     per weight and token and 12 * layers * width * length for attention (PaLM, arXiv 2204.02311, appendix B), for every side."""
     from training.metrics import known_peak_tflops
 
@@ -403,7 +403,7 @@ def _speeds(good: Rows, device: str) -> dict[str, Figures]:
 
 
 def versions(device: str) -> Figures:
-    """Versions of everything that a figure may depend on, and the operator that attention runs."""
+    """Returns the versions that results may depend on, and the operator that attention uses."""
     from models import ops
 
     found: Figures = {"python": sys.version.split()[0], "torch": torch.__version__}
@@ -427,22 +427,22 @@ def versions(device: str) -> Figures:
 
 
 def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int, deaths: int = 2) -> Figures:
-    """Groups on one device. `victim`: "child" or "group", of the others; it dies in the middle of a sum. "MiB lost": from the first of
-    two deaths on, since a process's first sum loads NCCL's kernels, which stay."""
+    """Runs replica groups on one device and kills one inside an all-reduce. `victim`: "group", or "child" (the process of its process
+    group). "MiB lost": after the first of two deaths, since a process's first all-reduce loads NCCL's kernels, which stay in memory."""
     count = 2 if victim == "child" else 1 + deaths
     with RecoveryJob(JobSide("ours"), count, megabytes=megabytes, step_ms=20, kind=kind, device=device) as job:
         a, *others = job.groups
         nccl = {"NCCL_SOCKET_IFNAME": "lo", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "30"}
 
         def seen(group: ReplicaGroup, event: str, count: int = 1, of: int = 0, after_s: float = 0.0) -> DiaryLine:
-            """The count-th such line since then, of so many groups."""
+            """Waits for the count-th such line after `after_s`, with `of` contributors (0: any)."""
 
-            def there() -> list[DiaryLine]:
+            def matching() -> list[DiaryLine]:
                 found = [line for line in group.since(after_s, event) if of in (0, line.contributors)]
                 return found[count - 1 : count]
 
             limit_s = KILL_LIMIT_S + max(0.0, after_s - time.monotonic())
-            return job.until(f"{event} of group {group.name}", there, limit_s, lives=[a])[0]
+            return job.until(f"{event} of group {group.name}", matching, limit_s, lives=[a])[0]
 
         a.start(NCCL_HOSTID=a.name, **nccl)
         seen(a, "commit", 5, of=1)
@@ -471,7 +471,7 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int, de
 
 
 def healing(device: str, gb: float) -> Figures:
-    """GB/s of a joiner that heals over HTTP, beside a bare socket into (pinned) memory and on to the device."""
+    """Measures GB/s of a joiner that heals over HTTP, and of a bare socket into (pinned) memory and on to the device."""
     from bench.healing import measure
 
     figures = measure(("raw", "http"), 5, gb, device)
@@ -479,7 +479,7 @@ def healing(device: str, gb: float) -> Figures:
 
 
 def stall(device: str, megabytes: int) -> Figures:
-    """Seconds that an async checkpoint holds the step up, by those of one copy of the state into (pinned) host memory."""
+    """Measures the seconds that an async checkpoint stalls training, and those of a copy of the state into (pinned) host memory."""
     from bench.checkpoint import Bench
 
     with tempfile.TemporaryDirectory() as folder:
@@ -490,7 +490,7 @@ def stall(device: str, megabytes: int) -> Figures:
 
 
 def train(*argv: str) -> None:
-    """train.py draws weights on the CPU, with the same bits for every layout: a minute for 1B, before each of a part's many runs."""
+    """Runs train.py with weights initialized on the device. By default they are drawn on the CPU, which takes a minute for 1B per run."""
     sys.argv = ["train.py", *argv]
     with patch("models.llama.normal_", draw_on_device):
         runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

@@ -1,11 +1,11 @@
-"""Measures the cost of one group's ranks to their server: CPU of its process for a steady step, and for what ranks report.
+"""Measures the CPU time of a replica group's server by number of ranks: for a steady step, and for the ranks' reports.
 
-    python bench/group_votes.py             1, 64, 256 and 512 ranks: one of them asks for all, as ft/agreement.py has it
-    python bench/group_votes.py --each      each rank casts its vote, and reports once a beat
+    python bench/group_votes.py             1, 64, 256 and 512 ranks: rank 0 votes for all, as in ft/agreement.py
+    python bench/group_votes.py --each      each rank votes, and reports once per heartbeat interval
 
-The ranks are stubs, connections without a trainer, in this process; the server and a lighthouse are real. A step is what reaches the
-server: one vote, or one of each rank, with its answer. Steps follow each other at once, and what the server takes at rest is not counted.
-Then there are reports alone, as ft/telemetry.py sends them: rank 0 once a beat, the others every SELDOM_S; or all once a beat.
+The ranks are stubs (connections without a trainer) in this process; the server and a lighthouse are real. A step is one vote, or one of
+each rank, with its answer. Steps follow each other without a pause; the server's CPU time at rest is subtracted. Then only reports are
+sent, as by ft/telemetry.py: by rank 0 every second, by the others every SELDOM_S; with --each by all every second.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ft.rpc.group_server import Settings
 from ft.telemetry import SELDOM_S
 
 STEP_BOUND_MS, REPORTS_BOUND = 1.0, 0.01  # of a core
-STEPS, VOTES = 1000, 20_000  # of one vote each; of each rank, in all
-SECONDS = 30.0  # of reports, and of rest before
+STEPS, VOTES = 1000, 20_000  # steps with one vote each; with --each the total number of votes
+SECONDS = 30.0  # duration of reports, and of rest
 
 
 async def call(ranks: Sequence[LoadStream], method: str, request: Callable[[int], Any]) -> list[bytes]:
-    """Answers to the requests that these ranks, from 0, send at once."""
+    """Sends a request from each rank at the same time. Returns the answers. `request`: of a rank's number."""
     requests = (codec.to_message(request(rank)).SerializeToString() for rank in range(len(ranks)))
     return await asyncio.gather(*(one.call(method, data) for one, data in zip(ranks, requests, strict=True)))
 
 
 async def report(ranks: Sequence[LoadStream], *, each: bool) -> None:
-    """Reports for SECONDS, spread over each beat, as ranks are that began at different times."""
+    """Sends reports for SECONDS, spread over each second, as from ranks that started at different times."""
     until_s, beat = time.monotonic() + SECONDS, 0
     figures = pharos_pb2.Report(step=7, median_step_s=0.3, phase="forward", mean_loss=2.5)
     while (began_s := time.monotonic()) < until_s:
@@ -56,7 +56,7 @@ async def report(ranks: Sequence[LoadStream], *, each: bool) -> None:
 
 
 async def measure(count: int, *, each: bool) -> tuple[float, float, float, float]:
-    """Seconds of CPU and of the clock a step; of CPU a second without reports, and with them."""
+    """Returns CPU and wall seconds per step, and CPU seconds per second at rest and with reports."""
     lighthouse = LighthouseServer("127.0.0.1:0", 1)
     server = GroupServerProcess(Settings("a:1", count, lighthouse.address(), "a:1"))
     service = ("pharos.Group", pharos_pb2.RankUp, pharos_pb2.RankDown)
@@ -93,7 +93,7 @@ async def measure(count: int, *, each: bool) -> tuple[float, float, float, float
 
 
 def main(argv: Sequence[str]) -> int:
-    flags = parser(__doc__, ranks="1,64,256,512", each=(False, "each rank votes, and reports once a beat"))
+    flags = parser(__doc__, ranks="1,64,256,512", each=(False, "each rank votes, and reports every second"))
     options, rows, good = flags.parse_args(argv), list[list[str]](), True
     for count in map(int, options.ranks.split(",")):
         a_step, wall, idle, reports = asyncio.run(measure(count, each=options.each))

@@ -1,11 +1,11 @@
-"""Healing a group's rank on this machine: both transports beside a bare socket that does nothing but recv_into.
+"""Measures healing of a rank on this machine: both transports compared with a bare socket.
 
     python bench/healing.py [--gb 2] [--pairs 5]
 
-Two processes, a source and a joiner, hold states of the same size whose memory has been touched. They take turns: raw, HTTP, process
-group, bare gloo (torch's own, messages as large: what a transport over gloo could reach), the same with our digests, and again; ratios
-are taken inside a turn. Seconds are the joiner's, from its call to the verified state (the process group's
-forming included). Peak memory is each side's, above what it held before that turn.
+Two processes, a source and a joiner, have states of the same size in resident memory. The kinds alternate: raw socket, HTTP, process group,
+bare gloo (torch's gloo with messages of the same size, an upper bound for a transport over gloo), bare gloo with digests; ratios are
+computed per round. The time is the joiner's, from its call to the verified state, including the forming of the process group. Peak memory
+is that of each side above its memory before the turn.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ LAYERS = 16
 
 
 class HealingSide:
-    """A state, a transport of each kind, a bare socket, and torch's own gloo."""
+    """Source or joiner: a state, and a way to transfer it for each kind."""
 
     def __init__(self, role: str, gb: float, device: str) -> None:
         numbers = int(gb * 1e9 / 4 / LAYERS)
         fill = 1.0 if role == "source" else 0.0
         self.tensors = [torch.full((numbers,), fill, device=device) for _ in range(LAYERS)]  # touches every page
         self.gb, self.device = LAYERS * numbers * 4 / 1e9, device
-        # the best that a bare socket can do for a device: one pinned buffer, copied to or from while nothing else runs
+        # for the raw socket with a device: one pinned buffer, copied without overlap
         self.pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device == "cuda" else None
         self.state = StateRegistry()
         self.state.register_state("model", lambda: {str(i): x for i, x in enumerate(self.tensors)}, lambda _: None)
@@ -118,7 +118,7 @@ class HealingSide:
                     part.copy_(into)
 
     def _bare_gloo(self, rank: int, port: int, kind: str, turn: int) -> None:
-        """Messages of the same size, as many under way: what a transport over gloo could reach at best, with the same digests or none."""
+        """Transfers with the transport's message size and window, with or without digests: an upper bound for a transport over gloo."""
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         group: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{kind}/{turn}", store), rank, 2, timedelta(seconds=60))
         under_way = deque[tuple[dist.Work, torch.Tensor]]()
@@ -127,7 +127,7 @@ class HealingSide:
             for number, chunk in enumerate(message.split(CHUNK_BYTES) if "digests" in kind else ()):
                 digest(number, chunk.numpy().data)
 
-        def arrive() -> None:
+        def complete() -> None:
             work, message = under_way.popleft()
             work.wait()
             if rank:
@@ -135,17 +135,17 @@ class HealingSide:
 
         for tag, message in enumerate(self._messages(MESSAGE_CHUNKS * CHUNK_BYTES)):
             if len(under_way) == WINDOW:
-                arrive()
+                complete()
             work = group.recv([message], 0, tag) if rank else group.send([message], 1, tag)
             under_way.append((work, message))
             if not rank:
                 compare(message)
         while under_way:
-            arrive()
+            complete()
 
 
 def measure(kinds: Sequence[str], turns: int, gb: float, device: str = "cpu") -> dict[str, list[dict[str, float]]]:
-    """By kind, of each turn: "speed" in GB/s, and MB above steady of "source" and "joiner"."""
+    """Returns, by kind and turn: "speed" in GB/s, and peak MB above steady of "source" and "joiner"."""
     commands = {role: [sys.executable, __file__, "--worker", role, str(gb), device] for role in ("source", "joiner")}
     numbers = itertools.count(1)
     with workers(commands, OMP_NUM_THREADS="1") as (source, joiner):
@@ -153,9 +153,9 @@ def measure(kinds: Sequence[str], turns: int, gb: float, device: str = "cpu") ->
         def turn(kind: str) -> dict[str, float]:
             what = {"kind": kind, "turn": next(numbers)}
             got = joiner.ask({"do": "fetch", **what, **source.ask({"do": "offer", **what})})
-            gave = source.ask({"do": "end", "kind": kind})
+            sent = source.ask({"do": "end", "kind": kind})
             assert got["right"], f"{kind}: the joiner's state is not the source's"
-            return {"speed": got["speed"], "source": gave["peak_mb"], "joiner": got["peak_mb"]}
+            return {"speed": got["speed"], "source": sent["peak_mb"], "joiner": got["peak_mb"]}
 
         return in_turns({kind: partial(turn, kind) for kind in kinds}, turns, warm=1)
 

@@ -1,5 +1,5 @@
-"""Processes that the benchmarks start and harm: a lighthouse, replica groups, members forked from one that has imported torch; and what
-groups write down of each step (ft/recording.py, replica.py). Everything listens on loopback, on ports of its own choice.
+"""Processes that benchmarks start and harm: lighthouses, replica groups, forks of a process that has imported torch; and the event logs of
+replica groups (`Diary`), which ft/recording.py and replica.py write. Everything listens on free ports of the loopback interface.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import sys, time
 import importlib.machinery, importlib.util
 from pathlib import Path
 folder = Path(importlib.util.find_spec("torchft").origin).parent
-path = str(next(folder.glob("_torchft*.so")))  # the server alone: the package would load torch
+path = str(next(folder.glob("_torchft*.so")))  # only the server: the package imports torch
 loader = importlib.machinery.ExtensionFileLoader("_torchft", path)
 module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_torchft", loader))
 loader.exec_module(module)
@@ -49,7 +49,7 @@ def until(
     what: str, holds: Callable[[], T], limit_s: float, *, look: Callable[[], object] = int,
     failure: Callable[[str], Exception] = Failed, poll_s: float = POLL_S,
 ) -> T:  # fmt: skip
-    """Waits until `holds` gives a true value; `look` is called before each try, and may raise. Raises `failure` where it is late."""
+    """Polls until `holds` returns a true value, and returns it; calls `look` before each poll. Raises `failure(what)` after `limit_s`."""
     end_s = time.monotonic() + limit_s
     while True:
         look()
@@ -61,7 +61,7 @@ def until(
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on (Linux)."""
+    """Returns the pids of all descendants of a process (Linux)."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
@@ -71,17 +71,17 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process since its start. The clock of another process (Linux: clock_getcpuclockid)."""
+    """Returns the CPU seconds of all threads of a process since its start (Linux: clock_getcpuclockid)."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
-    """Memory of a process (Linux). `field`: VmRSS, the memory that it has now, or VmHWM, its peak."""
+    """Returns memory of a process (Linux). `field`: VmRSS, resident now, or VmHWM, its peak."""
     return 1024 * int(re.findall(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))[0])
 
 
 def reset_peak() -> int:
-    """Returns the memory that this process holds now, and counts its peak from here on (Linux; proc(5), clear_refs)."""
+    """Returns the resident memory of this process, and resets its peak to that (Linux; proc(5), clear_refs)."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return memory_bytes("VmRSS")
 
@@ -93,32 +93,32 @@ def signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def our_lighthouse(min_replicas: int, **flags: object) -> list[str]:
-    """The command of our lighthouse: on a free port, without page and state file, unless `flags` say otherwise."""
+    """Returns the command of ft's lighthouse: on a free port, without dashboard and state file, unless `flags` set them."""
     given = {"min_replicas": min_replicas, "bind": "127.0.0.1:0", "http": "none", "state_file": "none"} | flags
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-m", "ft.rpc.lighthouse_main", *words]
 
 
 def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") -> list[str]:
-    """The command of torchft's lighthouse, with the defaults of its command line."""
+    """Returns the command of torchft's lighthouse, with the defaults of its command line."""
     return [python, "-c", TORCHFT, bind, str(min_replicas)]
 
 
 class LighthouseProcess(Worker):
-    """A lighthouse in a process of its own, at "host:port". Raises Failed where it does not start. The next line of its output is the
-    address of its page, where it has one."""
+    """A lighthouse in a separate process, at `address` "host:port". Raises Failed if it does not start. The next line of its output is the
+    address of its dashboard, if it has one."""
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__("lighthouse", command, {}, cwd=ROOT)
         self.address = self.line().strip().removeprefix("http://")
         if not self.address:
-            words = self.last_words(lines=5)
+            output = self.last_words(lines=5)
             self.close()
-            raise Failed(f"the lighthouse did not start: {words}")
+            raise Failed(f"the lighthouse did not start: {output}")
 
 
 class Forked:
-    """`target(*arguments, pipe)` in a process of its own, forked where `preload` is imported already. Raises Failed where nothing comes."""
+    """Runs `target(*arguments, pipe)` in a fork of a server that has imported `preload`. Methods raise Failed if it is gone or silent."""
 
     def __init__(self, preload: Sequence[str], target: Callable[..., object], *arguments: object) -> None:
         from ft.children import unsignalled
@@ -126,9 +126,9 @@ class Forked:
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
         with unsignalled():
-            resource_tracker.ensure_running()  # by itself: at its start it unblocks SIGTERM and SIGINT in the thread that starts it
+            resource_tracker.ensure_running()  # separately: its start unblocks SIGTERM and SIGINT in the calling thread
         with unsignalled():
-            forkserver.ensure_running()  # its first user decides for all
+            forkserver.ensure_running()  # the first user's signal mask is inherited by all forks
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         self.process.start()
@@ -150,7 +150,7 @@ class Forked:
                 return self.pipe.recv()
         except (EOFError, OSError) as error:
             raise Failed(f"process {self.process.pid} is gone ({error})") from None
-        raise Failed(f"process {self.process.pid} says nothing for {FORKED_S:g} s")
+        raise Failed(f"process {self.process.pid} does not answer for {FORKED_S:g} s")
 
     def kill(self) -> None:
         self.process.kill()
@@ -159,7 +159,7 @@ class Forked:
 
 
 def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
-    """Obeys orders in a forked process, until the process that gives them is gone."""
+    """Executes orders in a forked process until the process at the other end of the pipe is gone."""
     with suppress(EOFError, OSError):
         while True:
             order, *about = pipe.recv()
@@ -168,7 +168,7 @@ def obey(pipe: Any, orders: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; a line that is not whole yet, or never will be, is none."""
+    """Returns the rows of metrics.jsonl, without an incomplete last line."""
     journal = run / "metrics.jsonl"
     lines = journal.read_text(encoding="utf-8").splitlines(keepends=True) if journal.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -176,7 +176,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class DiaryLine:
-    """A line of ft/recording.py; of replica.py from `digest` on: `weight` is that of all, and nan where they differ."""
+    """A line of an event log (ft/recording.py; from `digest` on also replica.py). `weight`: value of all weights, nan if they differ."""
 
     event: str
     at_s: float
@@ -184,13 +184,13 @@ class DiaryLine:
     step: int = 0
     commit_id: str = ""
     quorum_id: int = 0
-    participants: Sequence[str] = ()  # names of groups
+    participants: Sequence[str] = ()  # names of replica groups
     heals: bool = False
     digest: str = ""
     contributors: int = 0
     weight: float = math.nan
     sum_s: float = 0.0
-    free: int = 0  # bytes of the device
+    free: int = 0  # free bytes of the device
 
     @property
     def state(self) -> tuple[int, float, str]:
@@ -198,7 +198,7 @@ class DiaryLine:
 
 
 class Diary:
-    """The record of one group over all its lives: the lines of each rank, oldest first."""
+    """The event log of one replica group over all its incarnations: the lines of each rank, oldest first."""
 
     def __init__(self, name: str, folder: Path, ranks: int = 1) -> None:
         self.name, self.folder = name, folder
@@ -206,7 +206,7 @@ class Diary:
         self._read_to = [0] * ranks
 
     def read(self) -> None:
-        """Reads what is there by now; a line that is not whole yet comes with the next call."""
+        """Reads new lines; an incomplete last line is left to the next call."""
         for rank, lines in enumerate(self.ranks):
             path = self.folder / f"diary.{rank}.jsonl"
             if not path.exists():
@@ -223,23 +223,23 @@ class Diary:
 
     @property
     def step(self) -> int:
-        """The step that it has committed last, or that it began its present life with."""
+        """The step of the last commit, or that of the last start if there was no commit since."""
         return next((line.step for line in reversed(self.ranks[0]) if line.event in ("commit", "start")), 0)
 
 
 def gaps(commits: Sequence[DiaryLine], from_s: float = 0.0, to_s: float = math.inf) -> list[float]:
-    """Seconds between two commits that follow each other; only gaps that end between `from_s` and `to_s`."""
+    """Returns the seconds between consecutive commits, for gaps that end between `from_s` and `to_s`."""
     return [b.at_s - a.at_s for a, b in pairwise(commits) if from_s <= b.at_s <= to_s]
 
 
 def longest_gap(diaries: Iterable[Diary], from_s: float, to_s: float = math.inf) -> float:
-    """Seconds of the longest gap of any group; nan where no group commits any more."""
+    """Returns the longest gap between commits of any group, in seconds; nan without a gap."""
     found = [gap for diary in diaries for gap in gaps(diary.since(0.0, "commit"), from_s, to_s)]
     return max(found, default=math.nan)
 
 
 def failure(what: str, groups: Mapping[str, Path]) -> Failed:
-    """An error with the last output of each group, from the file that it prints to."""
+    """Returns an error with the last output of each group, from its output file."""
     words = [what]
     for name, out in groups.items():
         said = out.read_text(errors="replace").strip().splitlines() if out.exists() else []
@@ -249,8 +249,8 @@ def failure(what: str, groups: Mapping[str, Path]) -> Failed:
 
 @dataclass(frozen=True)
 class JobSide:
-    """The implementation under test: "ours", "torchft"'s run by `python`, or "restart": all ranks start again from a checkpoint, which
-    is made every `checkpoint_s`, when one dies."""
+    """The implementation under test: "ours" (ft), "torchft" run by `python`, or "restart": when a rank dies, all ranks restart from a
+    checkpoint, which is saved every `checkpoint_s`."""
 
     name: str
     python: str = sys.executable
@@ -258,15 +258,15 @@ class JobSide:
     program: Path = REPLICA
 
     def lighthouse(self, folder: Path, bind: str) -> list[str]:
-        """Its command, with default times. One group is enough for a quorum: a killed one must not block the others. Empty: none."""
+        """Returns the command of its lighthouse; empty: none. min_replicas is 1, so that a killed group does not block the others."""
         if self.name == "torchft":
             return their_lighthouse(1, self.python, bind)
         return our_lighthouse(1, bind=bind, state_file=folder / "lighthouse.json") if self.name == "ours" else []
 
 
 class ReplicaGroup(Diary):
-    """One group of replica.py over all its lives: the process that lives now, and the log that they share. `command`: but for the group's
-    name and folder."""
+    """A replica group that runs replica.py, over all its incarnations: the current process, and the event log. `command`: without the
+    group's name and folder, which are appended."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         super().__init__(name, folder / name)
@@ -286,7 +286,7 @@ class ReplicaGroup(Diary):
 
     @property
     def runs(self) -> bool:
-        """True when the group lives, and has committed in its present life."""
+        """True when the process runs and has committed since its start."""
         return bool(self.process and self.process.poll() is None and self.since(self.started_s, "commit"))
 
     @property
@@ -297,30 +297,30 @@ class ReplicaGroup(Diary):
         return True
 
     def kill(self) -> float:
-        """SIGKILL of the trainer: its children have to notice. Returns when, on the logs' clock."""
+        """Kills the trainer's process group; other children have to notice. Returns the time (time.monotonic())."""
         assert self.process
         at_s = time.monotonic()
-        with suppress(ProcessLookupError):  # it has ended by itself
+        with suppress(ProcessLookupError):  # it has exited already
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate()
         self.read()
         return at_s
 
     def signal(self, number: signal.Signals, whole: bool) -> float:
-        """Sends it to the trainer alone, or to it and all that it has started."""
+        """Sends a signal to the trainer, with `whole` also to its descendants. Returns the time (time.monotonic())."""
         assert self.process
         at_s = time.monotonic()
         signal_all([self.process.pid, *(descendants(self.process.pid) if whole else ())], number)
         return at_s
 
     def tell(self, **order: object) -> None:
-        """end=STEP: it ends after that step. kill="child" or "group": it dies in its next sum."""
+        """Sends an order. end=STEP: exit after that step. kill="child" or "group": die in the next all-reduce."""
         assert self.process and self.process.stdin
         print(json.dumps(order), file=self.process.stdin, flush=True)
 
 
 class RecoveryJob(AbstractContextManager["RecoveryJob"]):
-    """A lighthouse and its groups, none of them started. Leaving the context ends all processes."""
+    """A lighthouse, and replica groups, which are not started yet. Leaving the context ends all processes."""
 
     def __init__(
         self, side: JobSide, groups: int, *, megabytes: float = 4, step_ms: float = 50, kind: str = "gloo", device: str = "cpu"
@@ -338,7 +338,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
         self.groups = [ReplicaGroup(str(number), self.folder, command, env) for number in range(groups)]
 
     def start_lighthouse(self) -> None:
-        """Starts the lighthouse; the next time at the same address and with the state file that it left, if it leaves one."""
+        """Starts the lighthouse, or restarts it at the same address with its state file."""
         if command := self._side.lighthouse(self.folder, self._bind):
             self._lighthouse = LighthouseProcess(command)
             self._bind = self._lighthouse.address
@@ -354,7 +354,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
     def until(
         self, what: str, holds: Callable[[], T], limit_s: float = 120.0, lives: Iterable[ReplicaGroup] | None = None
     ) -> T:
-        """Waits, reading the logs. Raises Failed when it takes too long, or when one of `lives` (all, unless said) ends."""
+        """Waits, reading the event logs. Raises Failed after `limit_s`, or if one of `lives` (default: all groups) ends."""
         watched = list(self.groups if lives is None else lives)
 
         def look() -> None:
@@ -366,7 +366,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
         return until(what, holds, limit_s, look=look, failure=self.failure)
 
     def wait(self, seconds: float) -> None:
-        """Waits, reading the logs."""
+        """Waits, reading the event logs."""
         end_s = time.monotonic() + seconds
         self.until("", lambda: time.monotonic() >= end_s, seconds + 1, lives=())
 
@@ -381,7 +381,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
     def steps(
         self, count: int, contributors: int, groups: Sequence[ReplicaGroup] | None = None, limit_s: float = 120.0
     ) -> None:
-        """Waits until each of `groups` (all) has committed so many more steps, of so many groups each."""
+        """Waits until each of `groups` (default: all) has committed `count` more steps with `contributors` groups each."""
         since_s, watched = time.monotonic(), self.groups if groups is None else groups
 
         def done() -> bool:
@@ -391,7 +391,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
         self.until(f"{count} steps of {contributors} groups", done, limit_s, lives=watched)
 
     def finish(self, groups: Sequence[ReplicaGroup] | None = None) -> list[DiaryLine]:
-        """Lets `groups` (all) train to one and the same step and end. Returns their last lines."""
+        """Lets `groups` (default: all) train to the same step and exit. Returns the last line of each."""
         finishing = self.groups if groups is None else groups
         last = max(group.step for group in finishing) + 20
         for group in finishing:
@@ -407,6 +407,6 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
             children = descendants(process.pid) if process.poll() is None else []
             process.kill()
             process.communicate()
-            signal_all(children, signal.SIGKILL)  # that were stopped, or outlive their trainer
+            signal_all(children, signal.SIGKILL)  # children that are stopped, or outlive their trainer
         self.kill_lighthouse()
         self._folder.cleanup()

@@ -1,11 +1,11 @@
-"""A death while the last sums are on their way may leave some survivors with all of them and others without. They end with one history.
+"""Checks that survivors stay consistent when a group dies during the last all-reduce, which may complete in only some of them.
 
     python bench/last_bucket.py
 
-Three groups train over gloo, each in a process of its own; a group that has just launched its last bucket gets SIGKILL a random moment
-later, and another takes its place, again and again. Each records its steps (ft/recording.py); they are judged as the drill judges them
-(drill_faults.py): the survivors lose no step, and of each step there is one commit that anybody went on from, with the same weights. Also
-printed: how many steps a survivor had from the other, which had all sums: the case that this is about.
+Three replica groups train over gloo, each in a process; a group that has launched its last bucket gets SIGKILL a random time later and is
+replaced, repeatedly. Each records its steps (ft/recording.py), which are checked as in the drill (drill_faults.py): the survivors lose no
+step, and of each step all groups continue from one commit, with the same weights. Also prints how many steps a survivor healed from the
+other one, whose all-reduces had completed: the case under test.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bench.job import Diary, Forked, until
 from bench.pairs import parser
 
 PARAMETERS, BUCKET_BYTES = (64, 8192), 256 << 10  # 2 MiB in 8 buckets: a reduction takes milliseconds
-MOMENT_S = 0.006  # the latest moment of a kill, from the launch of the last bucket
+MOMENT_S = 0.006  # maximum delay of a kill after the launch of the last bucket
 LIMIT_S = 60.0
 
 
 def train(folder: Path, lighthouse: str, talk: Any) -> None:
-    """Trains the group of that name until it is told anything; says when it launches the last bucket of a step, if it is to be killed."""
+    """Trains group `folder.name` until a message comes. Group c sends a message when it launches the last bucket of a step."""
     import torch
 
     from ft.gradients import Gradients
@@ -41,7 +41,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     from ft.recording import RecordingManager
     from ft.rpc.access import Access
 
-    class Told(Gradients):
+    class NotifyingGradients(Gradients):
         def launch_tail(self, tail: Sequence[float], *, zeros: bool = False) -> None:
             super().launch_tail(tail, zeros=zeros)
             talk.send("launched")
@@ -49,7 +49,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     torch.set_num_threads(1)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(PARAMETERS[1])) for _ in range(PARAMETERS[0])])
     config = ReplicaGroupConfig(folder.name, 0, 1, lighthouse, "127.0.0.1", Access(), Timeouts())
-    gradients = (Told if folder.name == "c" else Gradients)(bucket_bytes=BUCKET_BYTES)
+    gradients = (NotifyingGradients if folder.name == "c" else Gradients)(bucket_bytes=BUCKET_BYTES)
     manager = RecordingManager(folder, ProcessGroupGloo(), config, ManagerOptions(init_sync=False), gradients=gradients)
     manager.register_state("model", model.state_dict, model.load_state_dict)
     manager.attach([model])
@@ -68,7 +68,7 @@ def train(folder: Path, lighthouse: str, talk: Any) -> None:
     manager.close()
 
 
-def prove(kills: int) -> int:
+def check(kills: int) -> int:
     from bench.drill_faults import Incident, Verdict, bitwise_equal, survivors_went_on
     from ft.compat.lighthouse import LighthouseServer
 
@@ -96,7 +96,7 @@ def prove(kills: int) -> int:
         survivors = [start(name) for name in "ab"]
         for _ in range(kills):
             victim = start("c")
-            wait("the newcomer takes part", partial(together, time.monotonic()))
+            wait("the new group takes part", partial(together, time.monotonic()))
             while victim.pipe.poll():
                 victim.hear()
             victim.hear()  # the next launch
@@ -104,7 +104,7 @@ def prove(kills: int) -> int:
             at_s, step = time.monotonic(), max(diaries[name].step for name in both)
             victim.kill()
             if incidents:
-                incidents[-1].back_s = at_s  # no step may be lost as the next one joins, either
+                incidents[-1].back_s = at_s  # includes the join of the next group, at which no step may be lost either
             wait("the survivors go on", partial(go_on, at_s))
             incidents.append(Incident("group c", "c", at_s, kind="kill", survivors=both, step=step, live=both))
             incidents[-1].back_s = time.monotonic()
@@ -127,4 +127,4 @@ def prove(kills: int) -> int:
 
 if __name__ == "__main__":
     parser(__doc__).parse_args()
-    sys.exit(prove(200))
+    sys.exit(check(200))

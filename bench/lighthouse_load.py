@@ -1,7 +1,7 @@
-"""For bench/quorum.py, group_votes.py, page.py and tests/dashboard: groups and ranks that send messages and never train.
+"""Simulates replica groups and ranks that send messages without training, for bench/quorum.py, group_votes.py, page.py, tests/dashboard.
 
-Requests and answers of a LoadSide stay bytes on this side, so that the load costs the same whichever lighthouse it speaks to. What it costs
-is measured as well: on few cores a load that is busy all the time sets the pace, and not the lighthouse.
+A LoadSide does not decode answers, so that the load costs the same CPU time with any lighthouse. That CPU time is measured, too: on few
+cores a fully busy load, not the lighthouse, determines the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 
 R = TypeVar("R")
 
-# The least that grpc.aio costs: a server that joins the calls of a round and answers all of them with the same bytes, of a given length.
+# Minimum cost of grpc.aio: a server that collects the calls of a round and answers all of them with the same bytes of a given length.
 BARE = """
 import asyncio, sys
 import grpc, grpc.aio
@@ -56,40 +56,40 @@ async def main():
 
 asyncio.run(main())
 """
-BEAT_S = 0.1  # how often groups of torchft beat
-# Of a turn, per round: the median time, CPU time of both, and CPU seconds of the load per second of a round (1.0 is a core)
+BEAT_S = 0.1  # heartbeat interval of torchft's groups
+# Per round of a turn: median time, CPU time of server and load, and CPU seconds of the load per second of a round (1.0: one core)
 FIGURES = ("median ms", "server CPU ms", "load CPU ms", "load busy")
-NUMBERS = itertools.count(1)  # of the calls of all LoadGroups
-BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)  # a stream that is just lost
-# Of a Herd, which only says that it trains
+NUMBERS = itertools.count(1)  # of quorum requests of all LoadGroups
+BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)  # errors of a stream that was lost
+# Reported by a Herd
 PHASES = ("computes and reduces gradients", "waits for the outcome of the commit vote")
 STEP_S = 0.5
 CONNECTIONS = 16
-STATE_BYTES = 3 << 30  # that a healing group fetches
+STATE_BYTES = 3 << 30  # state of a healing group
 
 
 def ours(min_replicas: int, **flags: object) -> LighthouseProcess:
-    """Our lighthouse, with a heartbeat timeout that never passes, unless `flags` say otherwise."""
+    """Starts ft's lighthouse, with a heartbeat timeout of an hour unless `flags` set it."""
     return LighthouseProcess(our_lighthouse(min_replicas, **{"heartbeat_timeout_ms": 3_600_000, **flags}))
 
 
 def connect(address: str) -> Any:
-    """A channel of one connection to "host:port" or "http://host:port"."""
+    """Returns a channel with its own connection to "host:port" or "http://host:port"."""
     options = {"max_receive_message_length": 1 << 30, "use_local_subchannel_pool": 1, "enable_http_proxy": 0}
     given = [(f"grpc.{name}", value) for name, value in options.items()]
     return grpc.aio.insecure_channel(address.removeprefix("http://"), options=given)
 
 
 class LoadSide:
-    """A lighthouse and its groups, of which each asks for a quorum once a round. `requests(n)` makes those of round n beforehand."""
+    """A lighthouse, and groups that each send a quorum request per round. `requests(n)` returns those of round n."""
 
     def __init__(self, server: LighthouseProcess, path: str, requests: Callable[[int], list[bytes]]) -> None:
         self.server, self.path, self.requests = server, path, requests
-        self.answer = b""  # the last one of the first group
+        self.answer = b""  # the last answer to the first group
         self._channels, self._rounds = [connect(server.address) for _ in range(8)], 0
 
     async def round(self) -> float:
-        """Seconds until everybody has the answer."""
+        """Runs a round. Returns the seconds until all groups have the answer."""
         self._rounds += 1
         requests = self.requests(self._rounds)
         calls = [channel.unary_unary(self.path) for channel in self._channels]
@@ -100,7 +100,7 @@ class LoadSide:
         return took_s
 
     async def turn(self, rounds: int) -> tuple[float, ...]:
-        """Some rounds: FIGURES."""
+        """Runs `rounds` rounds. Returns the values of FIGURES, in seconds."""
         server_s, load_s, took_s = cpu_s(self.server.pid), 0.0, []
         for _ in range(rounds):
             load_began_s = time.process_time()
@@ -123,7 +123,7 @@ def torchft_side(server: LighthouseProcess, groups: int) -> LoadSide:
 
 
 async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
-    """Ours, where everybody holds the roster: two quorums (the first, and one that says so) have been answered."""
+    """Returns a side of ft's protocol whose groups know the roster, after two quorums: the full one, and a short answer."""
     roster, quorum_id = "", 0
 
     def requests(step: int) -> list[bytes]:
@@ -140,7 +140,7 @@ async def known_side(server: LighthouseProcess, groups: int) -> LoadSide:
 
 
 async def bare_side(groups: int, like: LoadSide) -> LoadSide:
-    """The same calls, and answers as long, to a server that does nothing."""
+    """Returns a side with the same requests and answers of the same length, from the BARE server."""
     if not like.answer:
         await like.round()
     service = like.path.split("/")[1]
@@ -153,7 +153,7 @@ def pharos_call(call: m.Call, roster: str = "") -> bytes:
 
 
 def members_at(groups: int, step: int, commit_quorum_id: int = 0) -> list[m.Member]:
-    """Groups of 8 ranks that have all committed `step`."""
+    """Returns members (groups of 8 ranks) that have all committed `step`."""
     state: Any = {"commit_quorum_id": commit_quorum_id, "commit_id": f"{step:016x}" if step else ""}
     return [m.Member(replica_id(i), *addresses(i), step, 8, **state) for i in range(groups)]
 
@@ -169,7 +169,7 @@ def addresses(i: int) -> tuple[str, str]:
 
 @contextmanager
 def beside(target: Callable[..., None], *arguments: object) -> Iterator[Callable[[], Any]]:
-    """`target(*arguments, pipe)` in a process of its own, which says when it is under way, and answers what this gives to call."""
+    """Runs `target(*arguments, pipe)` in a separate process. Enters when it is ready; yields a function that sends it an order."""
     process = Forked((), target, *arguments)
     try:
         process.hear()
@@ -179,7 +179,7 @@ def beside(target: Callable[..., None], *arguments: object) -> Iterator[Callable
 
 
 def read_events(page: str, watchers: int, pipe: Any) -> None:
-    """So many readers of /events, as browsers would be. Tells the updates and bytes that they have had so far, all together."""
+    """Reads /events with `watchers` clients, as browsers do. On each order sends the total of updates and bytes so far."""
     had = [[0, 0] for _ in range(watchers)]
 
     def read(count: list[int]) -> None:
@@ -192,14 +192,14 @@ def read_events(page: str, watchers: int, pipe: Any) -> None:
         threading.Thread(target=read, args=(count,), daemon=True).start()
     while not all(count[0] for count in had):
         time.sleep(0.01)
-    pipe.send("each has had its first update")
+    pipe.send("ready")
     while True:
         pipe.recv()
         pipe.send([sum(figures) for figures in zip(*had, (0, 0), strict=True)])
 
 
 def beat(address: str, groups: int, pipe: Any) -> None:
-    """Sends heartbeats of each group as torchft does: 100 ms after the last answer. Answers once, and stops: beats that were answered."""
+    """Sends heartbeats of each group as torchft does, 100 ms after the last answer. On an order sends the number of answers, and ends."""
     asyncio.run(_beat(address, groups, pipe))
 
 
@@ -219,7 +219,7 @@ async def _beat(address: str, groups: int, pipe: Any) -> None:
     while not all(answered):
         await asyncio.sleep(BEAT_S)
     before = sum(answered)
-    pipe.send("all have beaten once")
+    pipe.send("ready")
     await asyncio.to_thread(pipe.recv)
     pipe.send(sum(answered) - before)
     for task in tasks:
@@ -227,9 +227,9 @@ async def _beat(address: str, groups: int, pipe: Any) -> None:
 
 
 class LoadStream:
-    """Calls and the stream of a service, over a channel of its own or one that others share."""
+    """Unary calls and the stream of a service, over a channel that may be shared."""
 
-    obeys: Callable[[str], Awaitable[None]] | None = None  # called with the kind of each order
+    obeys: Callable[[str], Awaitable[None]] | None = None  # called with the kind of an order from the server
 
     def __init__(self, channel: Any, service: str, up: Any, down: Any, metadata: Any = None) -> None:
         self.channel, self._service, self._up, self._down, self._metadata = channel, service, up, down, metadata
@@ -237,7 +237,7 @@ class LoadStream:
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def open(self, hello: Any, report: Any = None) -> None:
-        """Afterwards the server has heard the hello, where it answers the report."""
+        """Opens the stream. With `report`, returns when the server has answered it."""
         self.stream = self.channel.stream_stream(f"/{self._service}/Watch")(metadata=self._metadata)
         await self.write(hello=hello)
         if report is not None:
@@ -254,7 +254,7 @@ class LoadStream:
         await self.stream.write(self._up(**up).SerializeToString())
 
     async def close(self) -> None:
-        """Ends without a leave, like a process that was killed."""
+        """Closes the connection without a leave, like a killed process."""
         for task in self.tasks:
             task.cancel()
         await self.channel.close()
@@ -275,30 +275,30 @@ class LoadStream:
 
 
 class LoadGroup(LoadStream):
-    """A replica group, as far as its lighthouse can tell. `place`: its number, for its addresses."""
+    """A simulated replica group. `place`: its number, for its addresses."""
 
-    member = False  # of a Herd: it has been in a quorum
-    healed_bytes = -1  # of a Herd: how much it has of the state that it heals; -1: it does not heal
+    member = False  # set by Herd: it has been in a quorum
+    healed_bytes = -1  # set by Herd: healed bytes of its state; -1: it does not heal
 
     def __init__(self, channel: Any, name: str, place: int = 7, metadata: Any = None) -> None:
         super().__init__(channel, "pharos.Lighthouse", pharos_pb2.Up, pharos_pb2.Down, metadata)
         self.replica_id, self.beats, self._addresses = name, 1, addresses(place)
 
     async def begin(self, *, beats: bool = True) -> None:
-        """Opens the stream; `beats`: and beats each second."""
+        """Opens the stream. `beats`: sends a heartbeat each second."""
         await self.open(pharos_pb2.Hello(replica_id=self.replica_id), self._report())
         if beats:
             self.tasks.append(asyncio.ensure_future(self._beat()))
 
     async def ask(self, known: int = 0, *, failed: bool = False, **state: Any) -> int:
-        """The id of the quorum that it is in. `state`: fields of its Member."""
+        """Sends a quorum request. Returns the quorum's id. `state`: fields of its Member."""
         member = m.Member(self.replica_id, *self._addresses, **state)
         call = m.Call(member, known=known, failed=failed, number=next(NUMBERS))
         return int(pharos_pb2.QuorumReply.FromString(await self.call("Quorum", pharos_call(call))).quorum.quorum_id)
 
     @property
     def notices(self) -> int:
-        """Messages that answer no beat."""
+        """Number of received messages that are no answers to heartbeats."""
         return sum(self.heard.values()) - self.heard["beat_answered"]
 
     def _report(self) -> Any:
@@ -314,11 +314,11 @@ class LoadGroup(LoadStream):
 
 
 class Herd:
-    """Groups that only say that they train, over a few connections, so that a thousand of them fit a laptop. Each obeys orders: killed, it
-    goes without a word, drained, it leaves. Every method waits until it is done. Groups beat only in `beat`."""
+    """Simulated groups that share a few connections, so that a thousand of them fit on a laptop. They obey orders: on kill the stream
+    breaks, on drain the group leaves. Methods return when they are done. Heartbeats are sent only by `beat`."""
 
     def __init__(self, address: str, token: str = "", *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """loop: one that runs in another thread; else there is one of its own. (grpc.aio does not bear one that ends beside another.)"""
+        """`loop`: an event loop that runs in a different thread; None: a new one. (grpc.aio fails if one of two loops ends.)"""
         self._loop, self._thread = loop or asyncio.new_event_loop(), None
         if loop is None:
             self._thread = threading.Thread(target=self._loop.run_forever, name="herd", daemon=True)
@@ -327,27 +327,27 @@ class Herd:
         self.streams: dict[str, LoadGroup] = {}
         self._places = itertools.count()
         self.step, self.quorum_id = 0, 0
-        self.obeyed: list[tuple[str, str]] = []  # order, id
+        self.obeyed: list[tuple[str, str]] = []  # (order, replica id)
 
     def do(self, work: Coroutine[Any, Any, R]) -> R:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
     def open(self, ids: Iterable[str]) -> None:
-        """Makes groups known to the lighthouse, in no quorum yet."""
+        """Connects groups to the lighthouse, without a quorum request."""
         self.do(self._open(list(ids)))
 
     def form(self, *, failed: bool = False) -> int:
-        """Lets all groups ask for a quorum; those that were in none heal. Returns its id."""
+        """Sends quorum requests of all groups; those that were in no quorum heal. Returns the quorum's id."""
         self.quorum_id = self.do(self._form(failed))
         return self.quorum_id
 
     def beat(self, steps: int = 1, **figures: Any) -> None:
-        """A beat of each, so many committed steps after the last one. figures: fields of pharos.Report, of all."""
+        """Sends a heartbeat of each group, `steps` committed steps after the last one. `figures`: fields of pharos.Report."""
         self.step += steps
         self.do(self._beat(figures))
 
     def heal(self, replica_id: str, share: float) -> None:
-        """Reports so much of the state as healed; 1.0: all of it, with the next beat."""
+        """Sets the healed share of a group's state, which the next heartbeat reports; 1.0: healed."""
         self.streams[replica_id].healed_bytes = int(share * STATE_BYTES) if share < 1 else -1
 
     def tell(self, replica_id: str, lane: str, text: str) -> None:
@@ -357,7 +357,7 @@ class Herd:
         self.do(self._leave(replica_id))
 
     def lose(self, *ids: str) -> None:
-        """Ends groups as killed processes end."""
+        """Breaks the streams of groups, like killed processes."""
         self.do(self._lose(ids))
 
     def close(self) -> None:
@@ -375,7 +375,7 @@ class Herd:
             group.obeys = partial(self._obey, replica_id)
             await group.open(pharos_pb2.Hello(replica_id=replica_id))
             if place % 50 == 49:
-                await asyncio.sleep(0.01)  # or the lighthouse is asked for more than it answers in time
+                await asyncio.sleep(0.01)  # limits the rate of new streams, which the lighthouse must answer in time
 
     async def _obey(self, replica_id: str, order: str) -> None:
         self.obeyed.append((order, replica_id))
@@ -424,4 +424,4 @@ class Herd:
         await self._lose(list(self.streams))
         await asyncio.gather(*(one.close() for one in self._channels))
         if self._thread and (rest := asyncio.all_tasks() - {asyncio.current_task()}):
-            await asyncio.wait(rest, timeout=2)  # until the cancelled tasks have ended
+            await asyncio.wait(rest, timeout=2)  # lets the cancelled tasks end

@@ -1,11 +1,9 @@
-"""The cost of the fp32 upcast of the logits outside of the loss (as models used to do it) and inside, eager and compiled; and what it
-costs to have logits at all.
+"""Measures the fp32 upcast of the logits outside and inside of the loss, eager and compiled, and the loss in chunks without all logits.
 
     python bench/loss.py
 
-Bytes are the most that forward and backward of the loss hold beside its bf16 inputs, their gradients included; time is that of
-both. Inputs are the logits, or, of the variants "with the head", hidden state and weight. Each variant is one process that lives
-through all rounds; they take turns.
+Memory is the peak of forward and backward above the bf16 inputs, including their gradients; time is that of both. Inputs are the logits or,
+in the variants "with the head", hidden state and weight. Each variant is one process for all rounds; the variants alternate.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ VARIANTS = (
 )
 ROWS, CHUNK = 4096, 512  # tokens of a batch, and of a chunk
 VOCAB, WIDTH, ROUNDS = 32_000, 128, 7
-# Large tensors come from the kernel and go back to it at once, so the resident size is what is held
+# Large tensors are mapped and unmapped at once, so that the resident size is the memory in use
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
@@ -62,11 +60,11 @@ def main() -> None:
 def _measure(env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:
     commands = {name: [sys.executable, __file__, "--variant", name] for name in VARIANTS}
     with workers(commands, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))), **env) as sides:
-        return in_turns(asking(sides, do="turn"), rounds, warm=2)  # compiles, and touches the memory
+        return in_turns(asking(sides, do="turn"), rounds, warm=2)  # warmup: compilation, and first use of the memory
 
 
 class LossSide:
-    """A variant. Its peak is this process', by the kernel's own counter."""
+    """A variant in its own process; the peak is the kernel's counter of resident memory."""
 
     def __init__(self, variant: str) -> None:
         self.loss = _loss(variant)
@@ -82,8 +80,8 @@ class LossSide:
 
 
 def _loss(variant: str) -> Callable[..., Tensor]:
-    """A function of bf16 logits, or hidden state and weight, and labels. Outside: the model's output is cast, and the loss (compiled
-    or not) is given fp32."""
+    """Returns a function of bf16 logits, or hidden state and weight, and labels. "upcast outside": the logits are cast before the
+    (compiled) loss."""
     if "head" in variant:
         tokens = CHUNK if "chunks" in variant else 0
         return head_loss(cross_entropy_sum, chunk_tokens=tokens, loss_parallel=False, compile=CompileConfig())

@@ -1,9 +1,9 @@
-"""The time until a death is known: from SIGKILL of a group's server until a rank of another group has heard of it.
+"""Measures the detection time of a death: from SIGKILL of a group's server to the notice at a rank of a second group.
 
     python bench/notice.py [--kills 20]
 
-Everything is real and on loopback: the lighthouse, both groups' servers, and a rank that watches are processes of their own. The way is
-kernel -> lighthouse (a stream broke) -> the other group's server -> its rank.
+All on loopback: the lighthouse and both groups' servers are separate processes, the watching rank is this one. The path of the notice is
+kernel -> lighthouse (a stream breaks) -> the other group's server -> its rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measure(lighthouse: str, kills: int) -> list[float]:
-    """Seconds from each kill until the notice."""
+    """Returns the seconds from each kill to the notice."""
     stays = NoticeGroup("stays:1", lighthouse)
     heard: queue.Queue[tuple[float, m.Notice]] = queue.Queue()
     stays.rank.watch(lambda notice: heard.put((time.monotonic(), notice)), print, pid=0)
@@ -44,7 +44,7 @@ def measure(lighthouse: str, kills: int) -> list[float]:
     for number in range(kills):
         name = f"victim:{number}"
         victim = NoticeGroup(name, lighthouse)
-        # Both at once: the first may have had a quorum alone, and then the other waits for it, since it sends heartbeats
+        # Both at once: after a quorum of the first alone, the second waits for the first, which sends heartbeats
         with ThreadPoolExecutor(2) as threads:
             known, _ = threads.map(NoticeGroup.until_both, (stays, victim), (known, 0))
         began = time.monotonic()
@@ -61,14 +61,14 @@ def measure(lighthouse: str, kills: int) -> list[float]:
 
 
 class NoticeGroup:
-    """A group of one rank, which is in this process."""
+    """A replica group with one rank, which is in this process."""
 
     def __init__(self, replica_id: str, lighthouse: str) -> None:
         self.server = GroupServerProcess(Settings(replica_id, 1, lighthouse))
         self.rank = GroupClient(self.server.address, 0)
 
     def until_both(self, known: int) -> int:
-        """Asks until it is in a quorum with another; its id."""
+        """Sends quorum requests until the quorum has two members. Returns its id."""
         while True:
             part = self.rank.quorum(m.RankCall(0, m.Member(""), known=known, failed=known > 0), WAIT_S)
             assert isinstance(part, m.QuorumResult)

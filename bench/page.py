@@ -1,10 +1,10 @@
-"""The lighthouse's live page: what a browser makes of it, and its pictures.
+"""Measures the lighthouse's dashboard in a browser, and takes its screenshots.
 
-    python bench/page.py                      3 and 1,000 groups: time until it can be used, a death's way onto it, bytes
+    python bench/page.py                      3 and 1,000 groups: time until it is usable, until it shows a death, and bytes
     python bench/page.py --pictures docs      docs/page.png, page_dark.png, page_phone.png, and with 1,000 groups page_1000.png
 
-A real lighthouse in a process of its own, groups that speak to it as ours do (lighthouse_load.py: they only say that they train), and
-Debian's chromium, headless. What the page costs the lighthouse: bench/quorum.py --watchers 5.
+A real lighthouse in a separate process, simulated groups (lighthouse_load.py), and headless chromium from Debian. For the dashboard's cost
+to the lighthouse see bench/quorum.py --watchers 5.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bench import lighthouse_load as load
 from bench.pairs import parser, spread, table
 
 SIZES = (3, 1000)
-COLOURS = 192  # of a picture: half of its bytes
-OPENED, DEATHS = 5, 7  # times that each is measured
+COLOURS = 192  # of a screenshot; halves its size
+OPENED, DEATHS = 5, 7  # repetitions
 PICTURES = {
     3: {"page": ("light", 1280), "page_dark": ("dark", 1280), "page_phone": ("dark", 390)},
     1000: {"page_1000": ("light", 1280)},
@@ -47,7 +47,7 @@ WATCH = """(what) => {
 
 
 class PageJob(load.Herd):
-    """A lighthouse and its groups, in a quorum."""
+    """A lighthouse, and simulated groups in a quorum."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count, self.token = count, secrets.token_urlsafe(18)
@@ -63,10 +63,10 @@ class PageJob(load.Herd):
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.beat()
-            time.sleep(0.3)  # so that the curve has a length
+            time.sleep(0.3)  # spreads the points of the curve in time
 
     def come_back(self, place: int, share: float) -> None:
-        """Opens the group again under a new id, with so much of its state healed."""
+        """Restarts a group under a new id, with `share` of its state healed."""
         self.ids[place] = f"{self.ids[place].partition(':')[0]}:{secrets.token_hex(4)}"
         self.open([self.ids[place]])
         self.form(failed=True)
@@ -79,10 +79,10 @@ class PageJob(load.Herd):
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parser(__doc__, pictures=(Path, "a folder for them")).parse_args(argv)
+    options = parser(__doc__, pictures=(Path, "folder for screenshots; no measurements")).parse_args(argv)
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        print("page.py: there is no chromium here; Debian: apt-get install chromium", file=sys.stderr)
+        print("page.py: chromium is not installed; on Debian: apt-get install chromium", file=sys.stderr)
         return 2
     from playwright.sync_api import sync_playwright
 
@@ -127,7 +127,7 @@ def _measure(browser: Any, job: PageJob) -> list[str]:
 
 
 def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, float]:
-    """A page that shows all groups, and how long after the log-in, milliseconds."""
+    """Opens the dashboard. Returns the page when it shows all groups, and the milliseconds since the log-in."""
     page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     page.goto(f"{job.page}/")
     page.fill("#token", job.token)
@@ -138,20 +138,20 @@ def _open(browser: Any, job: PageJob, scheme: str, width: int) -> tuple[Any, flo
 
 
 def _seen(page: Any) -> float:
-    """When what is watched for was there, milliseconds since 1970 on this machine's clock."""
+    """Waits for the watched element. Returns the time when it appeared, in milliseconds since 1970."""
     while not (seen_ms := page.evaluate("window.seen")):
         page.wait_for_timeout(5)
     return float(seen_ms)
 
 
 def _bytes(job: PageJob) -> tuple[int, int, int]:
-    """Sizes of the updates that begin the stream, of the largest event in it, and of those that tell a step of all groups."""
+    """Returns the size of the stream's first update, of its largest event, and of the update for a step of all groups."""
     stream = urllib.request.Request(f"{job.page}/events", headers={"Authorization": f"Bearer {job.token}"})
     sizes: list[int] = []  # of events
     with urllib.request.urlopen(stream, timeout=60) as answer:
 
         def update() -> int:
-            """Bytes of an update: events up to one with an id."""
+            """Reads an update, the events up to one with an id. Returns its bytes."""
             before, ends = len(sizes), False
             while not ends:
                 lines = list(iter(answer.readline, b"\n"))  # an event ends with an empty line
@@ -166,7 +166,7 @@ def _bytes(job: PageJob) -> tuple[int, int, int]:
 
 
 def _picture(browser: Any, job: PageJob, folder: Path) -> None:
-    """One group healing, one lost, after a life with some faults."""
+    """Takes the screenshots, after some faults, with one group healing and one lost."""
     first, second, third = (0, 1, 2) if job.count == 3 else (417, 733, 88)
     job.train(24)
     job.lose(job.ids[third])

@@ -1,7 +1,7 @@
-"""Measuring two or more sides fairly: each in its own long-lived process, in turns, compared round by round.
+"""Compares two or more sides (implementations or settings): each in its own long-lived process, alternating, with ratios per round.
 
-A machine's speed drifts by more than the differences of interest. Two sides that run within seconds of each other see the
-same machine, so the ratio inside a round is steady where the figures themselves are not.
+A machine's speed drifts by more than the differences of interest. Two sides that run within seconds of each other have the same conditions,
+so the ratio within a round is steadier than the values themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
-    """Parser of a command. Each flag has its default, or the type where there is none, alone or with a help text; False: a switch."""
+    """Returns a parser. `flags`: name -> default, type if there is no default, or False for a switch; or a pair of that and help."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, what in flags.items():
         default, text = what if isinstance(what, tuple) else (what, None)
@@ -40,7 +40,7 @@ def parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
 
 
 class Ratio(NamedTuple):
-    """The median over rounds of one side's figure by another's, and its range."""
+    """The ratio of one side to a second one: median over rounds, and range."""
 
     median: float
     low: float
@@ -51,24 +51,24 @@ class Ratio(NamedTuple):
 
 
 def ratio(figures: Sequence[float], other: Sequence[float]) -> Ratio:
-    """figures[i] / other[i] were measured in the same round i."""
+    """Returns the ratio of `figures` to `other`; elements of equal index are from the same round."""
     ratios = [a / b for a, b in zip(figures, other, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 class Failed(RuntimeError):
-    """A side could not start or died, or an expected event did not come. The message says which, with the last words of the processes."""
+    """A process could not start or died, or an expected event did not occur. The message has the last output of the processes."""
 
 
 class Worker:
-    """A side's process. It reads one JSON request a line and answers with one JSON line; its first line says it is ready."""
+    """The process of a side. It answers each line with a JSON request by a JSON line; a first JSON line means that it is ready."""
 
     def __init__(
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, limit_s: float | None = None, cwd: Path | None = None
     ) -> None:  # fmt: skip
-        """`env` is added to this process' environment. After `limit_s` seconds the side is killed; None: never."""
+        """`env` is added to this process' environment. The side is killed after `limit_s` seconds; None: never."""
         self.name = name
-        # not a pipe: one that nobody reads fills up and blocks the side
+        # not a pipe, which would fill up and block the side
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
@@ -85,7 +85,7 @@ class Worker:
         self._process.kill()
 
     def ask(self, request: Any) -> Any:
-        """Sends `request`, waits for its answer. Raises Failed."""
+        """Sends `request` and returns the answer. Raises Failed."""
         assert self._process.stdin is not None
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -94,14 +94,14 @@ class Worker:
         return self.answer()
 
     def answer(self) -> Any:
-        """The next line that is JSON (libraries print other things). Raises Failed."""
+        """Returns the next line of JSON, and skips other output. Raises Failed."""
         while line := self.line():
             if line.startswith("{"):
                 return json.loads(line)
         raise Failed(self.last_words())
 
     def line(self) -> str:
-        """The next line of its output; "": it has ended."""
+        """Returns the next line of output; "" if the process has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
@@ -116,13 +116,13 @@ class Worker:
         if self._over:
             return f"killed after {self._limit_s:.0f} s"
         self._stderr.seek(0)
-        said = [line for line in self._stderr if line.strip()]
-        return "".join(said[-lines:]).strip() or f"exit code {self._process.returncode}"
+        written = [line for line in self._stderr if line.strip()]
+        return "".join(written[-lines:]).strip() or f"exit code {self._process.returncode}"
 
 
 @contextmanager
 def workers(commands: Mapping[str, Sequence[str]], **env: str) -> Iterator[list[Worker]]:
-    """A process for each command, by name, all ready."""
+    """Starts a process per command, by name, and yields them when all are ready."""
     with ExitStack() as stack:
         made = [stack.enter_context(closing(Worker(name, command, env))) for name, command in commands.items()]
         for one in made:
@@ -131,14 +131,14 @@ def workers(commands: Mapping[str, Sequence[str]], **env: str) -> Iterator[list[
 
 
 def ask_all(members: Sequence[Worker], do: str, **arguments: Any) -> list[Any]:
-    """Asks all at once; each is told its rank, too."""
+    """Sends a request to all members at once, with the rank of each. Returns the answers."""
     with ThreadPoolExecutor(len(members)) as threads:
         requests = ({"do": do, "rank": rank, **arguments} for rank in range(len(members)))
         return list(threads.map(Worker.ask, members, requests))
 
 
 def serve(member: object, ready: Any = None) -> None:
-    """Serves a member in its process: says that it is ready, and calls the method that each request names. Answers are dicts."""
+    """Serves requests on stdin: prints `ready`, then calls the method of `member` that a request names and prints its result, a dict."""
     print(json.dumps(ready or {}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -146,7 +146,7 @@ def serve(member: object, ready: Any = None) -> None:
 
 
 def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 0) -> dict[str, list[T]]:
-    """Answers of each side, one a round, after `warm` rounds that do not count. Every other runs backwards: nobody is always first."""
+    """Calls each side once per round. Returns the results after `warm` warmup rounds. Every other round is in reverse order."""
     given: dict[str, list[T]] = {name: [] for name in sides}
     for index in range(warm + rounds):
         for name in list(sides)[:: -1 if index % 2 else 1]:
@@ -156,18 +156,18 @@ def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 0
 
 
 def asking(sides: Iterable[Worker], **request: Any) -> dict[str, Callable[[], Any]]:
-    """Sides for `in_turns`, which send this request."""
+    """Returns sides for `in_turns` that send this request."""
     return {worker.name: partial(worker.ask, request) for worker in sides}
 
 
 def spread(figures: Sequence[float], form: str, scale: float = 1.0) -> str:
-    """The median, and the range."""
+    """Formats the median and the range."""
     middle, low, high = (format(scale * f(figures), form) for f in (statistics.median, min, max))
     return f"{middle} ({low}-{high})"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns padded to their widest cell; all but the first are flush right."""
+    """Formats a table; all columns but the first are right-aligned."""
     lines = [list(header), *map(list, rows)]
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
     form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
@@ -179,7 +179,7 @@ def machine() -> str:
 
 
 def renew(page: Path, heading: str, what: str, text: str) -> None:
-    """Puts the text, with the date, in the place of the section with this heading, or at the end of the page."""
+    """Replaces the section with this heading by the text and the date, or appends it to the page."""
     new = f"## {heading}\n\n{datetime.now(timezone.utc).date()}, {what}:\n\n{text}\n"
     parts = re.split(r"(?m)^(?=## )", page.read_text(encoding="utf-8") if page.exists() else "")
     there = next((index for index, part in enumerate(parts) if part.startswith(f"## {heading}\n")), len(parts))

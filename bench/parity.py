@@ -1,17 +1,17 @@
-"""Shows that every layout computes what one process computes: the same loss, the same norm, the same gradient of every parameter.
+"""Compares every layout with one process: loss, gradient norm, and the gradient of every parameter.
 
-    python bench/parity.py                              up to 4 ranks: about ten minutes on two cores
+    python bench/parity.py                              1, 2 and 4 ranks: about ten minutes on two cores
     python bench/parity.py --ranks 8                    `make parity` runs both, and writes docs/parity*.md
     python bench/parity.py --ranks 4 --only '^pp.*SGD'  the cases whose layout and optimizer match
-    python bench/parity.py configs/my.toml -- --model.dim 128      another model: its [model], [optimizer], seq_len and seed
+    python bench/parity.py configs/my.toml -- --model.dim 128      a different model, with its [model], [optimizer], seq_len and seed
 
-docs/parity.md explains what is compared, and how near it must be. Prints a line per case, with the gradient that is nearest to its bound.
-Exit code 0 if all hold, 1 if not, 2 for bad input.
+docs/parity.md describes the comparison and its bounds. Prints a line per case, with the gradient that is closest to its bound. Exit code: 0
+if all cases pass, 1 if not, 2 for bad input.
 
-Cases are every way to share a number of ranks among the axes, crossed sparsely with the options. A layout of one axis is there plain and
-with each option of that axis (HSDP's two axes are one technique: they count as one). A layout of several is there plain, and once more with
-one option of every axis, each time the next one, so that options meet. Each layout makes two cases that differ in everything: the first has
-SGD, the second AdamW, and accumulation, vocabulary and chunks of the loss that the first has, the second has not.
+Cases are all factorizations of a number of ranks over the axes, crossed sparsely with the options. A layout with one axis is run with
+defaults and with each option of that axis (HSDP's two axes count as one). A layout with several axes is run with defaults, and once with
+one option of every axis, in rotation, so that options are combined. Each layout gives two cases, with SGD and with AdamW, that have
+opposite choices of accumulation, vocabulary and chunks of the loss.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ from parallelisms.pipeline_plan import check_pipeline, splits_backward
 from parallelisms.tensor import check_plan
 from tests.multiproc.pool import Pool, WorkerError
 
-SEQUENCES = 32  # of a step: what 8 data-parallel ranks need for 4 microbatches in 1 forward-backward, or for 2 in 2
-# Of configs/llama.toml, where no CONFIG is given
+SEQUENCES = 32  # of a step: enough for 8 data-parallel ranks with 4 microbatches in 1 forward-backward, or 2 in 2
+# Overrides of configs/llama.toml, if no CONFIG is given
 TINY = """
 --model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.hidden_dim=128 --training.seq_len=32
 """
 MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
-CASE_TIMEOUT_S = 600.0  # in the first one all workers import torch at once
+CASE_TIMEOUT_S = 600.0  # the first case includes the import of torch in all workers
 
 LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
 NORM_BOUND = 1e-5
-GRADIENT_BOUND = 1e-5  # from the same weights; rounding in another order makes 1e-6
-# Under AdamW the sign of a rounding error decides about a whole step of a weight whose gradient is near 0, and the next gradients
-# are those of other weights. Seen on the way: gradients 1e-4 apart, even where one process computes in another order. So this wider
-# bound holds between the first step and the last, which is taken again from the truth's weights; and for how far a weight has gone.
+GRADIENT_BOUND = 1e-5  # from the same weights; a different order of rounding gives 1e-6
+# With AdamW the sign of a rounding error determines a whole step of a weight whose gradient is near 0, after which weights differ.
+# Observed: gradients differ by 1e-4, even if one process computes in a different order. So this wider bound is for the steps between the
+# first and the last, which is repeated from the reference's weights, and for the total change of a weight.
 ADAMW_BOUND = 1e-3
 
 
 class Deviation(NamedTuple):
-    """How far something is from the truth, relative, and how far it may be."""
+    """Relative difference from the reference, and its bound."""
 
     what: str
     apart: float
@@ -83,13 +83,13 @@ class Deviation(NamedTuple):
 
 class ParityVerdict(NamedTuple):
     case: ParityCase
-    worst: Deviation  # the gradient next to its bound; or what is farthest beyond
-    problems: tuple[str, ...]  # none: it holds
+    worst: Deviation  # the gradient closest to its bound, or the value farthest beyond
+    problems: tuple[str, ...]  # empty: the case passes
     seconds: float = 0.0
 
 
 def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> ParityVerdict:
-    """`truth` by step, `seen` by rank."""
+    """Compares all ranks of a case with the reference. `truth`: by step; `seen`: by rank."""
     adamw, stages = case.optimizer == "AdamW", [rank.stage for rank in seen]
     names = [*(f"step {number + 1}" for number in range(len(truth))), *(["again"] if adamw else [])]
     assert len(seen) == case.world_size and all(len(rank.steps) == len(names) for rank in seen)
@@ -122,22 +122,21 @@ def _apart(value: float, expected: float) -> float:
 def _unmatched(
     when: str, stages: Sequence[int], held: Sequence[Sequence[Compared]], truth: Sequence[Compared]
 ) -> Iterator[str]:
-    """Checks that the ranks of a stage hold the same, and the stages together every parameter once, with its shape. By rank: its stage
-    of the pipeline, and what it has."""
+    """Checks that the ranks of a stage have the same parameters, and all stages together each parameter once. `stages`, `held`: by rank."""
     by_stage: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
     for stage, tensors in zip(stages, held, strict=True):
         here = [(tensor.name, tensor.shape) for tensor in tensors]
         if by_stage.setdefault(stage, here) != here:
-            yield f"{when}: ranks of stage {stage} hold different parameters"
+            yield f"{when}: ranks of stage {stage} have different parameters"
     found = Counter(tensor for tensors in by_stage.values() for tensor in tensors)
     expected = Counter((tensor.name, tensor.shape) for tensor in truth)
-    for kind, surplus in (("missing", expected - found), ("one too many", found - expected)):
+    for kind, surplus in (("missing", expected - found), ("surplus", found - expected)):
         for name, shape in surplus:
             yield f"{when}: {kind}: {name} {list(shape)}"
 
 
 class Proof:
-    """Truths and workers, once for all cases."""
+    """References and worker processes, shared by all cases."""
 
     def __init__(self, task: Task, pool: Pool) -> None:
         self.task, self._pool = task, pool
@@ -154,21 +153,21 @@ class Proof:
         try:
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
-        except WorkerError as error:  # the ranks' output, each line once: their tracebacks are mostly the same
+        except WorkerError as error:  # the ranks' errors, equal ones once
             texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
             problems = tuple(dict.fromkeys(filter(None, texts)))
             found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
         return found._replace(seconds=time.monotonic() - began)
 
 
-VOCABULARIES = (259, 256)  # bytes with their special tokens: no number of ranks divides it; bytes alone
-TRIES = 8  # to draw options that go together
-CHUNK_TOKENS = 11  # of the loss; divides nothing
-BACKWARDS_CSV = "backwards"  # stands for a file that is written when the number of microbatches is known
+VOCABULARIES = (259, 256)  # bytes with special tokens, which no number of ranks divides; only bytes
+TRIES = 8  # to find options that are compatible
+CHUNK_TOKENS = 11  # of the loss; divides no number of tokens
+BACKWARDS_CSV = "backwards"  # placeholder for a file that is written when the number of microbatches is known
 
 
 class Option(NamedTuple):
-    """A deviation from the defaults, and what it is called."""
+    """Settings that differ from the defaults, and a title."""
 
     title: str
     parallelism: dict[str, Any]
@@ -201,7 +200,7 @@ RECOMPUTATION = (
 
 
 def cases(task: Task, world_size: int) -> list[ParityCase]:
-    """All cases for that many ranks, in an order that never changes: SGD's first, whose bounds are the narrow ones."""
+    """Returns all cases for that number of ranks, in a fixed order: SGD first, whose bounds are narrower."""
     layouts = list(_layouts(task, world_size))
     return [_case(task, *layout, optimizer, index) for optimizer in STEPS for index, layout in enumerate(layouts)]
 
@@ -216,16 +215,16 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[ParallelDims, tuple[
         yield degrees, ()
         axes = [axis for axis in OPTIONS if getattr(degrees, axis) > 1]
         if degrees.dp_shard > 1 and degrees.dp_replicate > 1:
-            axes.remove("dp_replicate")  # one wrapper, one set of options
-        alone = OPTIONS[axes[0]] if axes else RECOMPUTATION
+            axes.remove("dp_replicate")  # HSDP is one wrapper with one set of options
+        single = OPTIONS[axes[0]] if axes else RECOMPUTATION
         draws = ((*(next(following[axis]) for axis in axes), next(recomputation)) for _ in range(TRIES))
-        choices = ((option,) for option in alone) if len(axes) < 2 else draws
+        choices = ((option,) for option in single) if len(axes) < 2 else draws
         legal = (options for options in choices if _legal(task, degrees, options))
         yield from ((degrees, options) for options in (legal if len(axes) < 2 else islice(legal, 1)))
 
 
 def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bool:
-    """True when model and batch can be shared like that, by the checks of a run's settings."""
+    """Returns True if model and batch can be divided like that, by the checks of a run's settings."""
     pieces = degrees.tp * (2 * degrees.cp if degrees.cp > 1 else 1)
     if task.global_batch_size % (2 * degrees.data_parallel) or task.seq_len % pieces:
         return False
@@ -248,11 +247,11 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
 def _case(
     task: Task, degrees: ParallelDims, options: Sequence[Option], optimizer: OptimizerName, index: int
 ) -> ParityCase:
-    """A case with the `index`th choice of everything else under SGD, and all the opposites under AdamW."""
+    """Returns a case with the `index`th choice of accumulation, vocabulary and loss chunks for SGD, and the opposite choices for AdamW."""
     halves, even, chunked = (bool(index >> bit & 1) != (optimizer == "AdamW") for bit in range(3))
     microsteps = 2 if halves else 1
     local_batch_size = task.global_batch_size // (degrees.data_parallel * microsteps)
-    # as many as the largest number of stages: DualPipeV asks for it
+    # the largest number of stages, which DualPipeV requires
     microbatches = min(local_batch_size, 2 * degrees.pp)
     config = ParallelismConfig(
         pipeline_parallel_degree=degrees.pp,
@@ -270,7 +269,7 @@ def _case(
         # All forwards, then the backwards from the last microbatch to the first.
         path = task.folder / f"backwards-{degrees.pp}-{microbatches}.csv"
         orders = ("F", range(microbatches)), ("B", range(microbatches)[::-1])
-        stages = (",".join(f"{stage}{way}{m}" for way, order in orders for m in order) for stage in range(degrees.pp))
+        stages = (",".join(f"{stage}{kind}{m}" for kind, order in orders for m in order) for stage in range(degrees.pp))
         path.write_text("\n".join(stages) + "\n")
         config = replace(config, pipeline_parallel_schedule_csv=str(path))
     return ParityCase(
@@ -285,7 +284,7 @@ def _case(
 
 
 def _title(degrees: ParallelDims) -> str:
-    """The names of the techniques, outermost first: "pp 2 + fsdp 2"."""
+    """Returns the techniques, outermost first, such as "pp 2 + fsdp 2"."""
     replicas, shards = degrees.dp_replicate, degrees.dp_shard
     ranks = {"pp": degrees.pp, "ddp": replicas, "fsdp": shards, "cp": degrees.cp, "tp": degrees.tp}
     text = " + ".join(f"{name} {count}" for name, count in ranks.items() if count > 1) or "one rank"
@@ -298,11 +297,11 @@ HEAD = {  # columns of a line, and their widths
 
 
 def row(verdict: ParityVerdict) -> tuple[str, ...]:
-    """The cells under HEAD."""
+    """Returns the cells under HEAD."""
     case, worst, chunk = verdict.case, verdict.worst, verdict.case.layout.loss_chunk_tokens
     loss, result = f"by {chunk} tokens" if chunk else "whole", "FAIL" if verdict.problems else "pass"
-    asked = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss)
-    return (*asked, f"{worst.apart:.1e}", worst.what, f"{worst.bound:.0e}", f"{verdict.seconds:.1f}", result)
+    settings = (case.title, case.optimizer, str(case.microsteps), str(case.vocab_size), loss)
+    return (*settings, f"{worst.apart:.1e}", worst.what, f"{worst.bound:.0e}", f"{verdict.seconds:.1f}", result)
 
 
 def line(number: str, cells: Iterable[str]) -> str:
@@ -333,7 +332,7 @@ def main(argv: Sequence[str]) -> int:
                 failed = [verdict for verdict in verdicts if verdict.problems]
                 left = f"; {len(chosen) - number} more were not reached" if number < len(chosen) else ""
                 end = f"{number - len(failed)} of {number} cases hold, in {time.monotonic() - began:.0f} s{left}"
-                if options.write:  # each time: a proof that is stopped leaves what it has found
+                if options.write:  # after each case, so that an interrupted run leaves its results
                     lines = ((str(verdict.case.world_size), *row(verdict)) for verdict in verdicts)
                     renew(options.write, "Cases", f"{facts}. {end}", markdown(("ranks", *HEAD), lines))
     for verdict in failed:
@@ -343,25 +342,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
-    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "the table as a page of Markdown, too"))
-    flags.epilog = "After -- come settings: -- --model.dim 128"
-    flags.add_argument("config", nargs="?", help="a TOML; default: a tiny Llama with 8 layers")
-    flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="sizes of the layouts; default: 1,2,4")
+    flags = parser((__doc__ or "").splitlines()[0], write=(Path, "page whose table is updated"))
+    flags.epilog = "Overrides follow after --, such as: -- --model.dim 128"
+    flags.add_argument("config", nargs="?", help="a TOML file; default: a tiny Llama with 8 layers")
+    flags.add_argument("--ranks", type=_ranks, default="1,2,4", help="numbers of ranks; default: 1,2,4")
     flags.add_argument("--only", type=_pattern, default="", help="a regular expression over layout and optimizer")
     return flags.parse_args(argv)
 
 
 def _ranks(text: str) -> list[int]:
-    """Powers of two, so that batch and sequence can be shared."""
+    """Parses powers of two, so that batch and sequence can be divided."""
     legal = [2**power for power in range(SEQUENCES.bit_length() - 1)]
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f'"{text}": wanted numbers of ranks, such as 1,2,4')
+        raise argparse.ArgumentTypeError(f'"{text}": must be numbers of ranks, such as 1,2,4')
     ranks = [int(word) for word in text.split(",")]
     for number in ranks:
         if number not in legal:
-            shared = f"a step of {SEQUENCES} sequences is shared by {legal}"
+            divided = f"must be among {legal}, which divide a step of {SEQUENCES} sequences"
             nearest = min(legal, key=lambda size: abs(size - number))
-            raise argparse.ArgumentTypeError(f"{number}: {shared}; nearest: {nearest}")
+            raise argparse.ArgumentTypeError(f"{number}: {divided}; nearest: {nearest}")
     return ranks
 
 
@@ -382,7 +381,7 @@ def _task(path: str | None, settings: Sequence[str], folder: Path) -> Task:
 
 
 def _facts(task: Task, ranks: Sequence[int]) -> str:
-    """Facts that are needed to repeat the run."""
+    """Returns what is needed to repeat the run."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed since", "--abbrev=12"]
     facts = {
         "commit": (which("git") and subprocess.run(git, capture_output=True, text=True).stdout.strip()) or "unknown",

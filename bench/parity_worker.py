@@ -1,7 +1,7 @@
-"""One rank's work for bench/parity.py: the truth by one process in plain PyTorch, and a layout's steps held against it.
+"""Work of one rank for bench/parity.py: the reference by one process in plain PyTorch, and a layout's steps compared with it.
 
 Flow: parity.py sends `alone` to one worker per vocabulary and optimizer, then `beside` to as many workers as a case has ranks.
-The truth uses nothing of parallelisms/ or training/loss.py: the mean loss is torch's own, and so is its gradient.
+The reference ("truth") does not use parallelisms/ or training/loss.py: mean loss and gradient are torch's own.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ SGD_RATE = 0.1
 
 @dataclass(frozen=True)
 class Task:
-    """The computation of every case."""
+    """The computation that all cases share."""
 
     model: ModelConfig
     optimizer: OptimizerConfig  # of the AdamW cases
     seq_len: int
     global_batch_size: int  # sequences
     seed: int
-    folder: Path  # where the truths lie
+    folder: Path  # files of the references
 
     def gradients(self, vocab_size: int, optimizer: OptimizerName) -> Path:
-        """The truth's gradients of every step."""
+        """File of the reference's gradients of all steps."""
         return self.folder / f"{vocab_size}-{optimizer}-gradients.pt"
 
     def weights(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
-        """A checkpoint of the truth's weights after so many steps; after 0: the seed checkpoint."""
+        """Checkpoint of the reference's weights after `step` steps; 0: the seed checkpoint."""
         return self.folder / f"{vocab_size}-{optimizer}-step-{step}"
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One layout, and how it computes the task."""
+    """A layout, and the settings with which it computes the task."""
 
     title: str  # of the layout
     layout: ExecutionConfig
@@ -75,40 +75,40 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor, gathered from all ranks that hold a piece of it."""
+    """A tensor, gathered from all ranks that have a shard of it."""
 
     name: str
     shape: tuple[int, ...]
-    deviation: float = 0.0  # ||x - x1|| / ||x1||, x1 the truth's; inf: it has no such tensor
+    deviation: float = 0.0  # ||x - x1|| / ||x1||, with x1 of the reference; inf: the reference has no such tensor
 
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One rank's record of one step."""
+    """Values of one step on one rank."""
 
     loss: float  # mean over all valid tokens
     tokens: float  # valid, of all ranks
     norm: float  # of the gradient
-    gradients: tuple[Compared, ...] = ()  # of the mean loss, for each parameter that this rank has
+    gradients: tuple[Compared, ...] = ()  # of the mean loss, for each parameter of this rank
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank's record of a case."""
+    """Values of a case on one rank."""
 
     stage: int  # of the pipeline
-    drawn_differently: tuple[str, ...]  # whose initial values are not those of the seed checkpoint, bit for bit
-    # With AdamW the last step is there once more, from the weights that the truth had before it.
+    drawn_differently: tuple[str, ...]  # parameters whose initial values differ from the seed checkpoint in any bit
+    # With AdamW the last step is repeated, from the reference's weights before it.
     steps: tuple[StepSeen, ...]
-    moves: tuple[Compared, ...] = ()  # AdamW: how far each weight has gone by the last step
+    moves: tuple[Compared, ...] = ()  # AdamW: change of each weight over all steps
 
 
 def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels [B, T] of a step. Sequences have unequal numbers of targets: one has none, one has all."""
+    """Returns inputs and labels [B, T] of a step. Sequences have different numbers of targets: one has none, one has all."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     shape = (task.global_batch_size, task.seq_len)
     inputs, labels = (torch.randint(0, vocab_size, shape, generator=draws) for _ in range(2))
-    # of each sequence, at its head
+    # number of ignored labels at the beginning of each sequence
     ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
@@ -116,7 +116,7 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSeen, ...]:
-    """The truth: one process, plain modules, the whole batch at once, torch's own mean loss. Its tensors go to task.folder."""
+    """Computes the reference: one process, plain modules, the whole batch at once, torch's mean loss. Writes its tensors to task.folder."""
     model = build(task, vocab_size)
     model.init_weights(task.seed)
     rule = _optimizer(task, optimizer, [model])
@@ -144,10 +144,10 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSe
 
 
 def beside(task: Task, case: ParityCase) -> Seen:
-    """Runs the case's steps on this rank, from the seed checkpoint, and compares what comes out with the truth.
+    """Runs the case's steps on this rank, from the seed checkpoint, and compares the results with the reference.
 
-    Under AdamW the ways part: where a gradient is near 0 the sign of a rounding error decides about a whole step. So its last
-    step is taken once more from the truth's weights, where gradients must be as near as under SGD.
+    With AdamW weights diverge, since the sign of a rounding error determines a whole step where a gradient is near 0. So the last step is
+    repeated from the reference's weights, where gradients must match as with SGD.
     """
     rank = Rank(task, case)
     drawn = {name: to_local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
@@ -170,7 +170,7 @@ def beside(task: Task, case: ParityCase) -> Seen:
 class Rank:
     def __init__(self, task: Task, case: ParityCase) -> None:
         self.task, self.case = task, case
-        self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the truth's weights after a step
+        self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the reference's weights after a step
         self.coordinate = case.degrees.coordinate(dist.get_rank())
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
@@ -181,26 +181,26 @@ class Rank:
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
 
     def moves(self) -> list[Compared]:
-        """The way from the seed checkpoint to the weights as they are."""
+        """Compares the change of each weight since the seed checkpoint."""
         before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
         moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
 
     def load_weights(self, step: int) -> None:
-        """Fills the parts, by name, from the checkpoint of the truth's weights after `step` steps."""
+        """Loads the reference's weights after `step` steps."""
         state = ModelState(self.parallel.parts)
         live = state.state_dict()
         for value in live.values():
-            to_local(value).fill_(nan)  # what the checkpoint does not fill is found by the comparison
+            to_local(value).fill_(nan)  # values that the checkpoint does not fill fail the comparison
         folder, group = self.folder(step), dist.group.WORLD if self.case.world_size > 1 else None
         metadata = checkpoint_dcp.read_metadata(folder)
         filled, misfits, _ = checkpoint_dcp.fit({"model": live}, metadata, wanted={"model"}, exclude=(), exact=True)
         if problem := "; ".join(misfits) or checkpoint_dcp.read(filled, folder, group=group):
-            raise RuntimeError(f"the truth's checkpoint does not fit: {problem}")
+            raise RuntimeError(f"the reference's checkpoint does not fit: {problem}")
         state.load_state_dict(filled["model"])
 
     def forward_backward(self, step: int) -> StepSeen:
-        """This rank's sequences, then the sums and the one division, as in train.py; no clipping, which would hide a wrong scale."""
+        """Computes this rank's sequences, all-reduces, and divides once, as train.py; without clipping, which would hide a wrong scale."""
         task, case = self.task, self.case
         inputs, labels = batch(task, case.vocab_size, step)
         rows = task.global_batch_size // case.degrees.data_parallel
@@ -220,7 +220,7 @@ class Rank:
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """By their names in the whole model; a list, so that a parameter that is held twice shows twice."""
+        """Returns (name in the unsharded model, parameter); a parameter that is present twice is listed twice."""
         parts = self.parallel.parts
         return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
 
@@ -230,7 +230,7 @@ def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:
 
 
 def _whole(value: Tensor) -> Tensor:
-    """The whole tensor, on every rank that holds a piece."""
+    """Returns the unsharded tensor. Collective over the ranks that have a shard."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

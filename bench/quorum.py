@@ -1,18 +1,18 @@
-"""The cost of our lighthouse, beside torchft's (Rust) where there is one to compare with.
+"""Measures the cost of ft's lighthouse, compared with torchft's (Rust) if that is installed.
 
-    make quorum PEER=PYTHON                          all of it, some 20 minutes; or one by one:
+    make quorum PEER=PYTHON                          all, about 20 minutes; or one by one:
     python bench/quorum.py --peer PYTHON        rounds of 2 to 1,000 groups
-    python bench/quorum.py --heartbeats         rounds beside torchft's beats, ten a second from each group
+    python bench/quorum.py --heartbeats         rounds during torchft's heartbeats, ten a second from each group
     python bench/quorum.py --idle               1,000 groups of ours between quorums
     python bench/quorum.py --churn              memory after 10,000 membership changes
-    python bench/quorum.py --watchers 5         rounds of 1,000 groups while five browsers look at the page, beside none
+    python bench/quorum.py --watchers 5         rounds of 1,000 groups with and without five open dashboards
 
-PEER is a Python that has torchft-nightly (pip install --no-deps); without one only ours is measured. A round: N groups ask at once, as in
-a training step, and all have their answer. Both lighthouses stand in processes of their own for the whole run, the load is the same bytes
-over the same wire, and they take turns: ratios are taken inside a pair. "known" is our own wire with members that hold the roster already,
-which is what our groups send; its answers are short. The load shares the machine with the lighthouses: its own part is printed, and where
-it is busy for 100 % of a core, it is the load that sets the pace. "bare" is the floor of a server in Python: grpc.aio alone, which joins
-the calls and answers with as many bytes. To be run on an idle machine (Linux).
+PEER is a Python that has torchft-nightly (pip install --no-deps); without it only ours is measured. A round: N groups send a quorum request
+at once, as in a training step, until all have their answer. Each lighthouse is a separate process for the whole run, gets the same requests
+over the same protocol, and they alternate: ratios are computed per pair. "known" is ft's own protocol with members that know the roster, as
+ft's groups send it; its answers are short. The load runs on the same machine: its CPU time is printed, and if it uses 100 % of a core, the
+load determines the result. "bare" is the minimum for a server in Python: grpc.aio, which collects the calls and answers with as many bytes.
+Run it on an idle machine (Linux).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from bench.pairs import Ratio, in_turns, parser, ratio, table
 from ft.rpc.generated import torchft_pb2
 from ft.rpc.serving import room_for_connections
 
-# Of a round of so many groups beside torchft's: ours over torchft's wire, and over our own
+# Maximum ratio of a round to torchft's, by groups: over torchft's protocol (ours), and over ft's own (known)
 BOUNDS = {"ours": {2: 2.0, 8: 2.0, 64: 1.25, 256: 0.65, 1000: 0.42}, "known": {1000: 0.25}}
-BEATING = (256, 384, 512, 768, 1000)  # groups, until one size does not hold
+BEATING = (256, 384, 512, 768, 1000)  # numbers of groups, until one exceeds the bound
 BEATS_BOUND, IDLE_BOUND, CHURN_BOUND_MB, WATCHED_BOUND = 1.5, 0.20, 5.0, 1.1
-SECONDS = 60.0  # of beats or idleness
-ROUND_EVERY_S = 0.5  # beside beats: a quick step
+SECONDS = 60.0  # of heartbeats, or of idleness
+ROUND_EVERY_S = 0.5  # during heartbeats: a short step
 GROUPS = 1000  # idle, or watched
 CHANGES = (1_000, 10_000)
 
 
 def main() -> None:
-    flags = parser(__doc__, peer=(str, "a Python that has torchft"), pairs=(9, "of turns of the two sides"))
+    flags = parser(__doc__, peer=(str, "a Python that has torchft"), pairs=(9, "measurements of each side"))
     kind = flags.add_mutually_exclusive_group()
     for what in (heartbeats, idle, churn):
         kind.add_argument(f"--{what.__name__}", dest="what", action="store_const", const=what)
-    text = "pages that are open; 0: what the machine itself makes of two equal sides"
+    text = "number of open dashboards; 0: the noise between two equal sides"
     kind.add_argument("--watchers", type=int, metavar="N", help=text)
     options = flags.parse_args()
     if options.what:
@@ -82,7 +82,7 @@ async def rounds(pairs: int, peer: str | None) -> None:
 
 
 async def taken(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
-    """FIGURES of each side, by turn; the sides take turns, and are closed."""
+    """Measures the sides, alternating, and closes them. Returns the values of FIGURES of each side, by turn."""
     loop = asyncio.get_running_loop()
 
     def turn(side: load.LoadSide) -> tuple[float, ...]:
@@ -98,12 +98,12 @@ async def taken(sides: dict[str, load.LoadSide], pairs: int, rounds: int) -> dic
 
 
 async def watched(watchers: int, pairs: int) -> None:
-    """Two lighthouses with a page, of which one is looked at. Each round is a step of all groups, which the page shows."""
+    """Compares two lighthouses with a dashboard, one of which has `watchers`. Each round is a step of all groups, which dashboards show."""
     servers = {name: load.ours(GROUPS, http="127.0.0.1:0") for name in ("watched", "unwatched")}
     page = (await asyncio.to_thread(servers["watched"].line)).strip()
     sides = {name: await load.known_side(server, GROUPS) for name, server in servers.items()}
     with load.beside(load.read_events, page, watchers) as had:
-        turns = await taken(sides, pairs, 24)  # some seconds: pages have an update in each
+        turns = await taken(sides, pairs, 24)  # some seconds, with an update of the dashboards in each
         updates, size = had()
     beside, cpu = (ratio(*(turns[name][of] for name in servers)) for of in load.FIGURES[:2])
     rows = [[f"{GROUPS} groups, {name}", *_figures(side)] for name, side in turns.items()]
@@ -123,7 +123,7 @@ def _reached(beside: Ratio, bound: float) -> str:
 
 
 async def heartbeats() -> None:
-    """Rounds at a quick step's pace, with and without beats; default heartbeat timeout. Ends at the first size that does not hold."""
+    """Measures rounds every ROUND_EVERY_S, with and without heartbeats. Ends at the first number of groups that exceeds the bound."""
     rows, largest = [], 0
     for groups in BEATING:
         row, holds = await _beaten(groups)
@@ -137,11 +137,11 @@ async def heartbeats() -> None:
 
 
 async def _beaten(groups: int) -> tuple[list[str], bool]:
-    """Quiet rounds, rounds with beats, quiet rounds again."""
+    """Measures rounds without heartbeats, with them, and without them again."""
     side = load.torchft_side(load.ours(groups // 2 + 1, heartbeat_timeout_ms=5000), groups)
     beating = partial(load.beside, load.beat, side.server.address, groups)
     try:
-        with beating():  # or the first half would be a quorum without the rest
+        with beating():  # else the first half of the groups would form a quorum
             await side.round()
         quiet, lost = await _paced(side, groups, SECONDS / 3)
         with beating() as stop:
@@ -159,7 +159,7 @@ async def _beaten(groups: int) -> tuple[list[str], bool]:
 
 
 async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list[float], int]:
-    """Seconds of each round, and how many members the quorums lacked in all: those that were falsely lost."""
+    """Returns the seconds of each round, and the number of members that were missing in quorums, although alive."""
     times, lost, end_s = [], 0, time.perf_counter() + seconds
     while time.perf_counter() < end_s:
         times.append(await side.round())
@@ -170,14 +170,14 @@ async def _paced(side: load.LoadSide, groups: int, seconds: float) -> tuple[list
 
 
 async def idle() -> None:
-    """Groups of ours that are in a quorum and train: one beat a second on a stream each, and nothing to ask."""
+    """Measures groups in a quorum that train: a heartbeat a second on a stream each, without quorum requests."""
     room_for_connections()
     server = load.ours(GROUPS, heartbeat_timeout_ms=5000, http="127.0.0.1:0")
     page = (await asyncio.to_thread(server.line)).strip()
     groups = [load.LoadGroup(load.connect(server.address), load.replica_id(i)) for i in range(GROUPS)]
 
     def seen() -> list[float]:
-        """So far: quorums, beats, messages that answer none; seconds of the clock, of the server's CPU, of the load's."""
+        """Returns totals: quorums, heartbeats, other messages; wall seconds, CPU seconds of the server and of the load."""
         with urllib.request.urlopen(f"{page}/metrics", timeout=60) as answer:
             [quorums] = re.findall(r"(?m)^pharos_quorums_total\S* (\S+)", answer.read().decode())
         beats, notices = (sum(getattr(group, of) for group in groups) for of in ("beats", "notices"))
@@ -197,15 +197,15 @@ async def idle() -> None:
         server.close()
     per_s = f"{GROUPS} groups, {beats / took_s:.0f} beats/s for {took_s:.0f} s"
     print(f"{per_s}: {quorums:.0f} quorums, {notices} notices")
-    share = used_s / beats * GROUPS  # at one beat a second from each, should the load have been slower
+    share = used_s / beats * GROUPS  # scaled to one heartbeat a second per group, if the load was slower
     bound = f"(bound {IDLE_BOUND:.0%}: {'reached' if share < IDLE_BOUND else 'missed'})"
     print(f"lighthouse: {1e6 * used_s / beats:.0f} us a beat, {share:.1%} of a core {bound}, {memory_mb:.0f} MB")
     print(f"the load: {load_s / took_s:.0%} of a core")
 
 
 async def churn() -> None:
-    """One group stays; its peer is killed and another one comes, of a name never heard before: two losses of a generation's members
-    and one new quorum a change, each on disk before it is answered."""
+    """Measures memory while one group stays and its peer is killed and replaced by a group with a new name: per change two lost members and
+    one new quorum, each written to disk before the answer."""
     with tempfile.TemporaryDirectory() as folder:
         server = load.ours(2, state_file=Path(folder, "state.json"))
         memory: list[float] = []

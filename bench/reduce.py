@@ -1,14 +1,14 @@
-"""The cost of keeping gradients: a whole step (gradients, reduction, division, SGD) by ft/gradients.py and by plain torch.distributed;
-and of an all-reduce alone.
+"""Measures the cost of keeping gradients: a step (gradients, all-reduce, division, SGD) with ft/gradients.py and with plain
+torch.distributed; and an all-reduce by itself.
 
     python bench/reduce.py [--megabytes 100] [--rounds 7]         3 processes on loopback; 2 minutes
 
-All sides run in the same processes, in turns; every other round runs backwards. A figure is the median of STEPS steps, of the slowest
-process, beside the CPU time of all (children included; it suffers less from other programs); ratios are taken inside a round. A step
-zeroes the gradients, makes new ones, sums them over the processes, divides, and applies SGD. `plain` sums each .grad where it is and
-divides it in place. Ours keep the originals until the sums are there (`kept`), or not (`not kept`), or sum in a child process (`baby`).
-Division is where the trainer has it: `fused` in the learning rate, else over every gradient, as plain has to. A sum in a child is of
-a tensor in shared memory, or of another one, which is copied in and out.
+All sides run in the same processes, alternating; every other round is in reverse order. A value is the median of STEPS steps of the slowest
+process, with the CPU time of all (children included; less affected by other programs); ratios are computed per round. A step zeroes the
+gradients, creates new ones, all-reduces them, divides, and applies SGD. `plain` all-reduces each .grad and divides it in place. ft keeps
+the original gradients until the all-reduces complete (`kept`), or does not (`not kept`), or reduces in a child process (`baby`). `fused`
+divides in the learning rate, as the trainer does; otherwise every gradient is divided. In a child a tensor is in shared memory, or is
+copied in and out.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SIDES = {
 def main() -> None:
     options = parser(__doc__, megabytes=(100.0, "of fp32 gradients"), rounds=7).parse_args()
     store, command = serve_store(), [sys.executable, __file__, "--worker"]
-    with workers({str(rank): command for rank in range(MEMBERS)}, OMP_NUM_THREADS="1") as team:
-        ask_all(team, "meet", store=f"127.0.0.1:{store.port}", elements=int(options.megabytes * 1e6 / 4))
+    with workers({str(rank): command for rank in range(MEMBERS)}, OMP_NUM_THREADS="1") as members:
+        ask_all(members, "meet", store=f"127.0.0.1:{store.port}", elements=int(options.megabytes * 1e6 / 4))
         for what, sides in SIDES.items():
-            asked = {side: partial(ask_all, team, what.replace("-", "_"), side=side) for side in sides}
-            answers = in_turns(asked, options.rounds, warm=1)
+            calls = {side: partial(ask_all, members, what.replace("-", "_"), side=side) for side in sides}
+            answers = in_turns(calls, options.rounds, warm=1)
             spent, cpu = (
                 {side: [over(answer[figure] for answer in turn) for turn in turns] for side, turns in answers.items()}
                 for figure, over in (("s", max), ("cpu_s", sum))
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 class ReduceMember:
-    """A process that meets the others in plain torch.distributed and in groups of ours, in process and in a child."""
+    """A process in three process groups: torch.distributed's, ft's gloo in process, and ft's gloo in a child."""
 
     def meet(self, store: str, rank: int, elements: int) -> dict[str, Any]:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK["GLOO_SOCKET_IFNAME"]
@@ -112,12 +112,12 @@ class ReduceMember:
         return figures
 
     def timed(self, group: Any, call: Callable[[], object], count: int) -> dict[str, float]:
-        """Seconds of one call, the median, and CPU seconds with those of the group's child."""
+        """Returns the median seconds of a call, and the CPU seconds, including those of the group's child."""
         child = getattr(group, "child", None)
         pids = [os.getpid(), *([child.pid] if child else [])]
         spent, began_s = [], sum(map(cpu_s, pids))
         for _ in range(count):
-            dist.barrier()  # nobody begins before the others have ended
+            dist.barrier()  # begin when all have ended the previous call
             start_s = time.perf_counter()
             call()
             spent.append(time.perf_counter() - start_s)
@@ -135,7 +135,7 @@ class ReduceMember:
         else:
             gradients.begin_attempt(group, MEMBERS)
             with gradients.last_backward():
-                for parameter in reversed(self.parameters):  # as a backward does
+                for parameter in reversed(self.parameters):  # in the order of a backward pass
                     parameter.grad = torch.ones_like(parameter)
                     for hook in parameter._post_accumulate_grad_hooks.values():
                         hook(parameter)

@@ -1,14 +1,13 @@
-"""Shows that a run that is killed and started again is the run that was not: the same bits, not nearly the same curve.
+"""Checks that a run that is killed and restarted ends with the same bits as a run that is not.
 
-    python bench/resume.py                 n = 40 steps, float32 and bfloat16, three instants, two kills in a row at each
-    python bench/resume.py --quick         n = 6, bfloat16, one instant, one kill: half a minute, for every change
+    python bench/resume.py                 n = 40 steps, float32 and bfloat16, three times of two consecutive kills
+    python bench/resume.py --quick         n = 6, bfloat16, one kill: half a minute, quick enough for every commit
 
-The run goes on to 2n steps, once undisturbed. Then the same run again under another name: a random time after its checkpoint of step n its
-process gets SIGKILL; the same command starts it again; with a second kill the start that was resumed is itself killed. In the end the
-SHA-256 of every entry in the checkpoint of step 2n must be equal, and so must the logged loss, gradient norm, rate and token count of all
-2n steps. Last, what one layout saved at step n another carries on: one process and two; two that share the batch, then two that
-share each matrix, or the layers. The cursor must be equal, and weights and losses within float32 rounding of those of one process all
-the way. Exit code 0 if all of it holds, 1 if not.
+The run has 2n steps, once without a kill. Then the same run under a different name: a random time after its checkpoint of step n its
+process gets SIGKILL, and the same command restarts it; with a second kill the resumed process is killed, too. The SHA-256 of every entry in
+the checkpoint of step 2n must be equal, and so must the logged loss, gradient norm, learning rate and token count of all 2n steps. Finally,
+a checkpoint of step n is resumed in a different layout: one process, FSDP 2, TP 2, PP 2, each from the previous one. The data position must
+be equal, and weights and losses must match those of one process within float32 rounding. Exit code: 0 if all checks pass, else 1.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from bench.job import ROOT, rows, until
 from bench.pairs import parser, table
 
-START_TIMEOUT_S = 300.0  # for a start to reach its first checkpoint, or its end
-# Another layout adds the same gradients in another order, and AdamW magnifies the difference where a gradient is near 0: there
-# the sign of a rounding error decides about a whole step. Hence a bound for single weights, as a share of the longest way that
-# one has gone, that is wider than the bound for losses, relative to them. Seen: 7e-6 and 9e-8 after 40 steps.
+START_TIMEOUT_S = 300.0  # for a process to reach its first checkpoint, or its end
+# A different layout adds gradients in a different order, and AdamW amplifies the difference where a gradient is near 0, as the sign of a
+# rounding error determines a whole step. Hence the bound for weights (relative to the largest change of a weight) is wider than that for
+# losses. Observed: 7e-6 and 9e-8 after 40 steps.
 WEIGHT_BOUND = 1e-3
 LOSS_BOUND = 1e-5
 LOGGED = ("loss", "grad_norm", "lr", "tokens")
@@ -52,32 +51,32 @@ TINY = """
 --training.seq_len 64 --training.global_batch_size 4 --training.local_batch_size 2 --lr_scheduler.warmup_steps 3
 --validation.enable false --sample.tokens 0 --metrics.enable_tensorboard false --checkpoint.keep_latest_k 0
 """
-# Two ranks each but for the first; a checkpoint of each is carried on by the next one.
+# All but the first have two ranks; a checkpoint of each layout is resumed by the next one.
 LAYOUTS = {
     "1 rank": (),
     "fsdp 2": (),
     "tp 2": ("--parallelism.tensor_parallel_degree=2",),
     "pp 2": ("--parallelism.pipeline_parallel_degree=2",),
 }
-EQUAL, NEAR = "equal", "within rounding"  # results where there is no problem
+EQUAL, NEAR = "equal", "within rounding"  # results without a problem
 Row = tuple[str, str, str, str]  # what, history, compared, result
 
 
 class Runs:
-    """Starts of runs in one folder, all by the same command but for the name."""
+    """Runs in one folder, started by the same command with different names."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self.steps = folder, steps  # n: the runs have 2n
-        # A copy: an edit meanwhile must not make it another run.
+        # A copy, so that an edit meanwhile does not change the runs.
         config = str(shutil.copy(ROOT / "configs" / "llama.toml", folder))
         self._command = [sys.executable, str(ROOT / "scripts" / "launch.py"), config, "--job.dump_folder", str(folder)]
         self._command += [f"--training.steps={2 * steps}", f"--checkpoint.interval={steps}", *TINY.split()]
 
     @contextmanager
     def started(self, name: str, precision: str, layout: str = "1 rank") -> Iterator[subprocess.Popen[bytes]]:
-        """The run's process; killed, if it is still there, when the context ends."""
+        """Yields the run's process, which is killed when the context ends."""
         command = [*self._command, "--job.name", name, "--training.mixed_precision_param", precision, *LAYOUTS[layout]]
-        # Sums are the same bits only with the same number of threads.
+        # Sums have the same bits only with the same number of threads.
         environment = {**os.environ, "NPROC": "1" if layout == "1 rank" else "2", "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -88,7 +87,7 @@ class Runs:
             process.wait()
 
     def finish(self, name: str, precision: str, layout: str = "1 rank") -> float:
-        """Runs it to its end; the seconds that its steps after the first n took. Raises RuntimeError."""
+        """Runs it to its end. Returns the seconds of the steps after n. Raises RuntimeError."""
         with self.started(name, precision, layout) as process:
             code = process.wait(START_TIMEOUT_S)
         if code:
@@ -97,7 +96,7 @@ class Runs:
         return float(times[2 * self.steps] - times[self.steps])
 
     def kill_after_checkpoint(self, name: str, precision: str, delay_s: float, layout: str = "1 rank") -> bool:
-        """Starts the run and SIGKILLs it, `delay_s` after it went beyond checkpoint n; False: it was all done by then."""
+        """Starts the run and kills it `delay_s` after the first step beyond checkpoint n. Returns False if it had finished."""
         before = self.last_step(name)
         with self.started(name, precision, layout) as process:
 
@@ -120,7 +119,7 @@ class Runs:
 
 
 def logged(run: Path, keys: Sequence[str] = LOGGED) -> dict[int, tuple[float, ...]]:
-    """The part of each step's line that must be equal: all but the times."""
+    """Returns the values of each step that must be equal."""
     return {line["step"]: tuple(line[key] for key in keys) for line in rows(run) if "loss" in line}
 
 
@@ -129,7 +128,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 def checkpoint_values(folder: Path) -> dict[str, Any]:
-    """Every entry of a DCP checkpoint, whole, by name; read by DCP itself, by this one process."""
+    """Returns every entry of a DCP checkpoint by name, unsharded; read by DCP in this process."""
     saved = FileSystemReader(folder).read_metadata().state_dict_metadata
     values: dict[str, Any] = {
         name: torch.empty(e.size, dtype=e.properties.dtype) if isinstance(e, TensorStorageMetadata) else None
@@ -140,18 +139,18 @@ def checkpoint_values(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_digests(folder: Path, kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """SHA-256 of every entry of a DCP checkpoint, by name: of dtype, shape and bytes of a tensor, of repr() of the rest. kinds: how the
-    names begin."""
+    """Returns the SHA-256 of every entry of a DCP checkpoint, by name: of dtype, shape and bytes of a tensor, else of repr(). `kinds`:
+    prefixes of names."""
     return {name: _digest(value) for name, value in checkpoint_values(folder).items() if name.startswith(kinds)}
 
 
-def kill_and_go_on(runs: Runs, precision: str, name: str, *, kills: int, seconds: float, dice: random.Random) -> Row:
-    """A run that is killed `kills` times, compared with the one that was not, which took `seconds` from step n to its end."""
+def kill_and_resume(runs: Runs, precision: str, name: str, *, kills: int, seconds: float, dice: random.Random) -> Row:
+    """Kills a run `kills` times, and compares it with the one without a kill, which took `seconds` from step n to its end."""
     history: list[str] = []
     while len(history) < kills:
         if runs.kill_after_checkpoint(name, precision, dice.uniform(0, seconds)):
             history.append(f"killed in step {(runs.last_step(name) or 0) + 1}")
-        else:  # it was quicker than the first, and ended
+        else:  # it had finished before the kill
             shutil.rmtree(runs.folder / name)
             history.clear()
     runs.finish(name, precision)
@@ -163,8 +162,8 @@ def kill_and_go_on(runs: Runs, precision: str, name: str, *, kills: int, seconds
 def compare(
     one: Path, other: Path, step: int, kinds: tuple[str, ...] = ("",), keys: Sequence[str] = LOGGED
 ) -> tuple[str, list[str]]:
-    """The comparison of two runs at that step: how much was compared, and the names that differ. kinds: of entries of the checkpoint, as
-    in `checkpoint_digests`; keys: of each step's line."""
+    """Compares two runs at that step. Returns how much was compared, and the names that differ. `kinds`: as in `checkpoint_digests`;
+    `keys`: of each step's values."""
     digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in (one, other)]
     lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
     entries = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
@@ -173,13 +172,13 @@ def compare(
 
 
 def apart(values: Mapping[str, Any], others: Mapping[str, Any]) -> float:
-    """The largest difference of a weight."""
+    """Returns the largest absolute difference of a weight."""
     weights = [name for name, value in values.items() if name.startswith("model.") and value.is_floating_point()]
     return max((values[name] - others[name]).abs().max().item() for name in weights)
 
 
-def carry_on(runs: Runs, before: str, after: str) -> Row:
-    """One layout to step n, another from there; compared with one process all the way, in float32."""
+def change_layout(runs: Runs, before: str, after: str) -> Row:
+    """Runs one layout to step n and resumes with a second one; compares with one process, in float32."""
     name, what = f"{before} then {after}".replace(" ", "-"), f"float32, {before} then {after}"
     while not runs.kill_after_checkpoint(name, "float32", 0, before):
         shutil.rmtree(runs.folder / name)
@@ -188,21 +187,21 @@ def carry_on(runs: Runs, before: str, after: str) -> Row:
     places = (("float32", runs.steps), ("float32", 2 * runs.steps), (name, 2 * runs.steps))
     start, expected, found = (checkpoint_values(checkpoint(runs.folder / run, step)) for run, step in places)
     problems = [key for key in expected if key.startswith("ledger.") and found.get(key) != expected[key]]
-    cursor = "another" if problems else "equal"
+    cursor = "different" if problems else "equal"
     far = apart(expected, found) / apart(expected, start)
     alone, others = (logged(runs.folder / run) for run in ("float32", name))
     loss = max(abs(alone[step][0] - others[step][0]) / abs(alone[step][0]) for step in alone)
-    problems += [f"weights {far:.1e} of their way apart, allowed {WEIGHT_BOUND:.0e}"] if far > WEIGHT_BOUND else []
-    problems += [f"losses {loss:.1e} apart, allowed {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
+    problems += [f"weights differ by {far:.1e} of their change, bound {WEIGHT_BOUND:.0e}"] if far > WEIGHT_BOUND else []
+    problems += [f"losses differ by {loss:.1e}, bound {LOSS_BOUND:.0e}"] if loss > LOSS_BOUND else []
     compared = f"cursor {cursor}, weights {far:.0e} and losses {loss:.0e} apart"
     return what, history, compared, ", ".join(problems) or NEAR
 
 
 @contextmanager
 def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argparse.Namespace, Path]]:
-    """The command line of a proof about runs, and the folder that they lie in."""
-    options = parser(doc.splitlines()[0], keep=(Path, "a folder to leave the runs in"), **flags).parse_args(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # checkpoints are read by one process
+    """Parses the command line of a check. Yields the options, and the folder of its runs."""
+    options = parser(doc.splitlines()[0], keep=(Path, "folder in which the runs are kept"), **flags).parse_args(argv)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads the checkpoints
     with tempfile.TemporaryDirectory(prefix="pharos-runs-") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,7 +209,7 @@ def asked(doc: str, argv: Sequence[str], **flags: Any) -> Iterator[tuple[argpars
 
 
 def main(argv: Sequence[str]) -> int:
-    with asked(__doc__ or "", argv, quick=(False, "n = 6, bfloat16 alone, one instant, one kill")) as (options, folder):
+    with asked(__doc__ or "", argv, quick=(False, "n = 6, bfloat16 only, one kill")) as (options, folder):
         lines = prove(Runs(folder, 6 if options.quick else 40), quick=options.quick)
     print(table(("what", "history", "compared", "result"), lines))
     return 0 if all(result in (EQUAL, NEAR) for *_, result in lines) else 1
@@ -222,8 +221,8 @@ def prove(runs: Runs, *, quick: bool) -> list[Row]:
         seconds = runs.finish(precision, precision)
         for instant in range(1 if quick else 3):
             name = f"{precision}-{instant + 1}"
-            lines.append(kill_and_go_on(runs, precision, name, kills=kills, seconds=seconds, dice=dice))
-    return lines if quick else [*lines, *(carry_on(runs, before, after) for before, after in pairwise(LAYOUTS))]
+            lines.append(kill_and_resume(runs, precision, name, kills=kills, seconds=seconds, dice=dice))
+    return lines if quick else [*lines, *(change_layout(runs, before, after) for before, after in pairwise(LAYOUTS))]
 
 
 def _digest(value: Any) -> str:

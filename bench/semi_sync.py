@@ -1,11 +1,11 @@
-"""The cost of a thin link between groups: the same training with gradients summed in every step, and with groups that step by themselves.
+"""Measures training over a slow link between replica groups: with an all-reduce in every step, and with semi-synchronous methods.
 
     python bench/semi_sync.py [--steps 128] [--sync-steps 16] [--write docs/semi_sync.svg]
 
-Two groups, each a machine of its own (a network namespace), whose cable carries 20 megabits a second each way (tbf). All ways train the
-same model from the same weights on as many tokens, one way after the other. Tokens per second are of the whole job, from its first line of
-figures to its last; the loss is that on held-out text at the end, of the weights that the groups agree on. Needs Linux and root; the
-machine is to be idle otherwise. Exit code: 0 where summing now and then is the faster one; 2 bad input; 1 the rest.
+Two groups in network namespaces, whose links carry 20 megabits a second in each direction (tbf). All methods train the same model from the
+same weights on as many tokens, one after the other. Tokens per second are those of the job, from its first to its last row of metrics; the
+loss is the validation loss of the synchronized weights at the end. Requires Linux, root and an idle machine. Exit code: 0 if the
+semi-synchronous methods are faster; 2 bad input; 1 other errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Result(NamedTuple):
     tokens: int
     tokens_per_s: float
     over_tokens: Points  # thousands of tokens, loss
-    over_time: Points  # seconds since the first figures, loss
+    over_time: Points  # seconds since the first row of metrics, loss
     held_out: float
 
 
@@ -46,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
         __doc__,
         steps=(128, "optimizer steps of each group; a multiple of --sync-steps"),
         sync_steps=(16, "a multiple of 4"),
-        write=(Path, "the picture"),
+        write=(Path, "SVG to write"),
     )
     options = flags.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # whatever was started ends, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # cleanup ends all processes
     if options.sync_steps % 4 or options.steps % options.sync_steps:
         flags.error(f"--sync-steps {options.sync_steps}: must be a multiple of 4, and --steps a multiple of it")
     try:
@@ -85,7 +85,7 @@ def ways(sync_steps: int) -> dict[str, tuple[str, ...]]:
 
 
 def run(way: str, extra: Sequence[str], folder: str, steps: int) -> Result:
-    """Raises Failed where it does not come to its end."""
+    """Trains with one method. Raises Failed if it does not finish."""
     name = "".join(letter if letter.isalnum() else "-" for letter in way)
     argv = [
         str(ROOT / "bench" / "drill.toml"), *MODEL.split(), *extra, f"--job.dump_folder={folder}", f"--job.name={name}",

@@ -1,15 +1,15 @@
-"""Thousands of membership changes of one job, and what has grown behind them: nothing but the logs that are named here.
+"""Makes thousands of membership changes in one job, and checks that no resource grows except the logs (LOGS).
 
-    python bench/soak.py [--write docs/soak.md]      in outputs/soak, where it goes on
+    python bench/soak.py [--write docs/soak.md]      in outputs/soak; a repeated call continues
 
-Three replica groups train a tiny model over gloo, each in a process of its own, those of a and b for ever. Whatever makes a new quorum is
-done to them in turns: an operator evicts a or b, which come back; b leaves and joins; connections of a, b or c are cut; c is killed with
-SIGKILL and another takes its place, forked where torch is imported already. Each waits until all three have committed together again. Every
-quorum that comes of it is a change. Heals, changes of the writer, figures and checkpoints are those of train.py.
+Three replica groups (a, b, c) train a tiny model over gloo, each in a process; those of a and b are never restarted. Events that form a new
+quorum alternate: an operator evicts a or b, which rejoin; b leaves and joins; connections of a, b or c are cut; c gets SIGKILL and is
+replaced by a fork of a process that has imported torch. After each event the program waits until all three have committed together. Every
+new quorum counts as a change. Healing, changes of the writer, metrics and checkpoints are those of train.py.
 
-Every so often it is counted what the processes hold. Passes (exit 0) when after the first tenth that is flat, memory grows by less than a
-KB a change, no file grows but by its rows, no group has ended of itself, all hold the same state, and no step is missing in the figures or
-there twice. It can be ended in any way, and goes on where it was: the counts are kept, and the bounds hold in each life of the processes.
+Every SAMPLE changes the resources of the processes are counted. Exit code: 0 if after the first tenth counts are constant, memory grows by
+less than a KB per change, files grow only by their rows, no group has failed, all groups have the same state, and metrics have each step
+once. It may be interrupted and continues in the next call: counts are kept, and the bounds apply to each run of the program ("life").
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path, fro
 from bench.job import FORKED_S, Forked, memory_bytes, obey, until
 from bench.pairs import markdown, parser, renew
 
-CHANGES, KILLS = 10_000, 250  # of c, spread over all changes; each makes two or more
-KINDS = {"cut": 20, "evict": 3, "leave": 1}  # of each so many; deaths are spread evenly between them
+CHANGES, KILLS = 10_000, 250  # KILLS: of c, spread over all changes; each causes two or more
+KINDS = {"cut": 20, "evict": 3, "leave": 1}  # relative frequencies of the other events
 PRELOAD = ("ft.manager", "ft.process_groups.gloo", "training.checkpoint")
-SAMPLE = 100  # changes from one look to the next
-SETTLE_S = 0.5  # before a look, for what the other end of a connection closes
-ENDS = ("ft-gloo-", "ft-reaper-")  # threads, of groups that are over
-SUM_S = 6.0  # the longest that a sum may take, and a thread that gloo has left behind lives on
-# Of the C library and of torch, for all processes. Threads that come and go leave small holes in an arena each, and there may be 16. The
-# flight recorder is comm.trace_buf_size of train.py: it keeps the status of each group that it has ever seen.
+SAMPLE = 100  # changes between counts
+SETTLE_S = 0.5  # before a count, for connections to be closed by the other end
+ENDS = ("ft-gloo-", "ft-reaper-")  # threads of process groups that have been shut down
+SUM_S = 6.0  # timeout of an all-reduce, and lifetime of a thread that gloo leaves behind
+# Of the C library and of torch, for all processes. Threads fragment malloc arenas, of which there may be 16. The flight recorder
+# (comm.trace_buf_size of train.py) keeps the status of every process group.
 SETTINGS = {"MALLOC_ARENA_MAX": "2", "TORCH_FR_BUFFER_SIZE": "0"}
-LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # these grow, by a row for each step or look
-FLAT = 2  # a count may differ by so many from look to look: a call under way, a connection that is made anew
+LOGS = ("metrics.jsonl", "samples.jsonl", "soak.jsonl")  # grow by a row per step or count
+FLAT = 2  # allowed difference between counts: a call in progress, a new connection
 KB_PER_CHANGE = 1.0
-LEAST = 8  # looks that a life needs for a verdict
+LEAST = 8  # minimum number of counts of a life for a verdict
 
 
-def house(folder: Path, talk: Any) -> None:
-    """The process of the lighthouse."""
+def lighthouse_process(folder: Path, talk: Any) -> None:
+    """Runs in the process of the lighthouse."""
     from ft.compat.lighthouse import LighthouseServer
 
     lighthouse = LighthouseServer("127.0.0.1:0", 1, state=folder / "lighthouse.json")
@@ -60,12 +60,12 @@ def house(folder: Path, talk: Any) -> None:
     obey(talk, {"look": held})
 
 
-def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
-    """The process of a group, which is in a thread of it. Imports here: this module is imported where there is no torch."""
+def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
+    """Runs a replica group in a thread of its process. Imports torch here, since the main process does not need it."""
     import torch
     from torch import nn
 
-    from ft.healing.transport import HealConfig  # noqa: F401 (imported before the first look, as all that a group needs)
+    from ft.healing.transport import HealConfig  # noqa: F401 (imported before the first count)
     from ft.manager import Manager, ManagerOptions
     from ft.membership import ReplicaGroupConfig
     from ft.process_groups import sockets
@@ -85,11 +85,11 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     model: Any = nn.Linear(16, 16)
 
     class Group:
-        """One group over all its memberships, trained by a thread."""
+        """A replica group over all its incarnations, trained by a thread."""
 
         def __init__(self) -> None:
             self.problem = ""
-            self.commits: dict[int, str] = {}  # of the last steps
+            self.commits: dict[int, str] = {}  # step -> commit id, of recent steps
             self.manager: Manager
             self.there = threading.Event()
             threading.Thread(target=self._run, name=f"train-{name}", daemon=True).start()
@@ -102,14 +102,14 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             return {**told, "writes": writes, "commits": dict(self.commits), "problem": self.problem}
 
         def held(self) -> dict[str, int]:
-            """Counts resources of its server, and keys of its store."""
+            """Counts the resources of the group's server, and the keys of its store."""
             mine = self.manager.membership
             if not mine.server or not mine.rendezvous:
                 return {}
             return {**_of(mine.server.pid), "store keys": mine.rendezvous.num_keys()}
 
         def cut(self) -> int:
-            """Ends all connections of this group to others, as a network does. Returns how many."""
+            """Breaks all connections to other groups, like a network failure. Returns how many."""
             generation = self.manager.group._generation
             engine: Any = generation and generation.engine
             return sockets.shut(local=engine.local, remote=engine.remote) if engine else 0
@@ -118,7 +118,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             try:
                 while True:
                     self._take_part()
-            except BaseException as error:  # noqa: BLE001 (the proof looks at it)
+            except BaseException as error:  # noqa: BLE001 (the main process reads it)
                 self.problem = f"{type(error).__name__}: {error}"
 
         def _take_part(self) -> None:
@@ -171,7 +171,7 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
                 model.zero_grad()
 
         def _heal(self, state: dict[str, Any]) -> None:
-            """Loads the state, and forgets its own last commit, of which the others may have another version."""
+            """Loads the state, and drops the own last commit, which may differ from that of the other groups."""
             model.load_state_dict(state)
             self.commits.pop(max(self.commits, default=0), None)
 
@@ -181,12 +181,12 @@ def home(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
     def evict() -> None:
         operator(pharos_pb2.Evict(replica_id=group.manager.replica_id).SerializeToString())
 
-    orders = {"look": lambda: {"home": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
+    orders = {"look": lambda: {"group": held(), "server": group.held()}, "leave": lambda: group.manager.leave()}
     obey(talk, {**orders, "where": group.where, "evict": evict, "cut": group.cut})
 
 
 def held() -> dict[str, int]:
-    """Counts resources of this process, once threads that end at a time limit have ended."""
+    """Counts the resources of this process, after threads that end by a timeout have ended."""
     until_s = time.monotonic() + 3 * SUM_S
     while any(thread.name.startswith(ENDS) for thread in threading.enumerate()) and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -208,7 +208,7 @@ def _of(process: int | str) -> dict[str, int]:
 
 @dataclass
 class Done:
-    """Changes made so far, over all lives."""
+    """Totals so far, over all lives."""
 
     changes: int = 0
     seconds: float = 0.0
@@ -229,24 +229,24 @@ class Done:
 class SoakJob:
     def __init__(self, folder: Path) -> None:
         self.folder, self.problems = folder, list[str]()
-        self.house = Forked(PRELOAD, house, folder)
-        self.lighthouse = self.house.hear()
-        self.homes = {name: self.start(name) for name in "abc"}
+        self.lighthouse_process = Forked(PRELOAD, lighthouse_process, folder)
+        self.lighthouse = self.lighthouse_process.hear()
+        self.groups = {name: self.start(name) for name in "abc"}
 
     def start(self, name: str) -> Forked:
-        return Forked(PRELOAD, home, name, self.lighthouse, self.folder)
+        return Forked(PRELOAD, group_process, name, self.lighthouse, self.folder)
 
     def where(self) -> dict[str, dict[str, Any]]:
-        for one in self.homes.values():
+        for one in self.groups.values():
             one.tell("where")
-        found = {name: one.hear() for name, one in self.homes.items()}
+        found = {name: one.hear() for name, one in self.groups.items()}
         for name, group in found.items():
             if group["problem"]:
-                raise RuntimeError(f"group {name} has ended: {group['problem']}")
+                raise RuntimeError(f"group {name} failed: {group['problem']}")
         return found
 
     def together(self, past: int) -> dict[str, dict[str, Any]]:
-        """Waits until all have committed in one quorum after that one. Raises RuntimeError."""
+        """Waits until all groups have committed in one quorum after quorum `past`. Returns their states. Raises RuntimeError."""
         groups: dict[str, dict[str, Any]] = {}
 
         def holds() -> bool:
@@ -262,7 +262,7 @@ class SoakJob:
         return groups
 
     def compare(self, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Checks that all holders of a step that all went on from hold the same state."""
+        """Checks that the groups have the same commit of each step before the last common one."""
         last = min(group["step"] for group in groups.values())
         for step in set.intersection(*(set(group["commits"]) for group in groups.values())):
             ids = {group["commits"][step] for group in groups.values()}
@@ -271,21 +271,21 @@ class SoakJob:
 
     def order(self, kind: str, dice: random.Random) -> None:
         if kind == "kill":
-            self.homes["c"].kill()
-            self.homes["c"] = self.start("c")
+            self.groups["c"].kill()
+            self.groups["c"] = self.start("c")
         else:
             name = dice.choice({"evict": "ab", "leave": "b", "cut": "abc"}[kind])
-            while self.homes[name].ask(kind) == 0:  # a cut that hit nothing: another quorum came of itself just now
+            while self.groups[name].ask(kind) == 0:  # nothing to cut, as a new quorum is forming
                 time.sleep(0.02)
 
     def look(self) -> dict[str, int]:
-        """Counts resources after a cut: no present group has healed another, so all threads of heals belong to groups that are over."""
-        for one in (self.house, self.homes["a"], self.homes["b"]):
+        """Counts resources after a cut, so that threads of healing belong to incarnations that have ended."""
+        for one in (self.lighthouse_process, self.groups["a"], self.groups["b"]):
             one.tell("look")
-        found = {f"lighthouse: {what}": count for what, count in self.house.hear().items()}
+        found = {f"lighthouse: {what}": count for what, count in self.lighthouse_process.hear().items()}
         for name in "ab":
-            heard = self.homes[name].hear()
-            found |= {f"group {name}: {what}": count for what, count in heard["home"].items()}
+            heard = self.groups[name].hear()
+            found |= {f"group {name}: {what}": count for what, count in heard["group"].items()}
             found |= {f"server of {name}: {what}": count for what, count in heard["server"].items()}
         found["shared memory: files"] = len(list(Path("/dev/shm").glob("*")))
         others = [path for path in self.folder.rglob("*") if path.is_file() and path.name not in LOGS]
@@ -294,12 +294,12 @@ class SoakJob:
         return found
 
     def close(self) -> None:
-        for one in (*self.homes.values(), self.house):
+        for one in (*self.groups.values(), self.lighthouse_process):
             one.kill()
 
 
 def soak(folder: Path, changes: int, kills: int, seed: int) -> list[str]:
-    """Goes on until there are so many changes in all. Returns the problems, in words."""
+    """Continues until there are `changes` changes in total. Returns descriptions of problems."""
     folder.mkdir(parents=True, exist_ok=True)
     done = Done.read(folder / "soak.json")
     done.lives += 1
@@ -349,14 +349,14 @@ class GrowthLine(NamedTuple):
 
 
 def judge(rows: Sequence[Mapping[str, Any]]) -> list[GrowthLine]:
-    """Compares the counts of one life: those of the last third with those of the first, after the first tenth."""
+    """Compares the counts of one life without its first tenth: those of the last third with those of the first."""
     settled = rows[len(rows) // 10 :]
     third = max(1, len(settled) // 3)
     first, last = settled[:third], settled[-third:]
 
     def middle(part: Sequence[Mapping[str, Any]], what: str) -> float:
         found = [row[what] for row in part]
-        # The keys of the generation that stands lie with one of its groups, now this one, now another.
+        # Keys of the current generation are in the store of one of its groups, which changes.
         return max(found) if what.endswith("store keys") else statistics.median(found)
 
     between = middle(last, "here") - middle(first, "here") or 1
@@ -375,7 +375,7 @@ def judge(rows: Sequence[Mapping[str, Any]]) -> list[GrowthLine]:
 
 
 def judge_logs(folder: Path) -> list[GrowthLine]:
-    """Checks that each step is there once, in order, and that rows get no longer, but for a longer number."""
+    """Checks that each log has each step once, in order, and that rows do not grow by more than 20 bytes."""
     lines = []
     for name in LOGS[:2]:
         rows = (folder / name).read_bytes().splitlines(keepends=True)
@@ -390,7 +390,7 @@ def judge_logs(folder: Path) -> list[GrowthLine]:
 
 
 def verdict(folder: Path) -> list[GrowthLine]:
-    """Report on the life with the most changes."""
+    """Checks the life with the most counts, and the logs."""
     path = folder / "soak.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     longest, looks = next(iter(Counter(row["life"] for row in rows).most_common(1)), (0, 0))
@@ -410,7 +410,7 @@ What went wrong: {"; ".join(problems) if problems else "nothing"}.
 
 
 def main() -> int:
-    write = parser((__doc__ or "").partition("\n")[0], write=(Path, "the page of the figures")).parse_args().write
+    write = parser((__doc__ or "").partition("\n")[0], write=(Path, "page to update")).parse_args().write
     os.environ.update(SETTINGS)
     folder = Path("outputs/soak")
     problems = soak(folder, CHANGES, KILLS, 1)

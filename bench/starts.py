@@ -1,10 +1,10 @@
-"""Fifty starts of examples/train_ddp.py, a program with a Manager and forked loader workers: no worker dies.
+"""Starts examples/train_ddp.py, which has a Manager and forked loader workers, fifty times, and checks that no worker dies.
 
     python bench/starts.py
 
-A live gRPC channel and worker processes made by fork can kill each other: the child holds gRPC's locks, but not the threads that would
-release them. ft sets GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported, so that gRPC leaves forks alone. Each start is two groups at once,
-which end by themselves. Passes (exit 0) when every process ended with 0.
+A fork of a process with a live gRPC channel can deadlock: the child inherits gRPC's locks, but not the threads that release them. ft sets
+GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported, so that gRPC has no fork handlers. Each start is two replica groups at once, which exit
+by themselves. Exit code: 0 if every process exited with 0, else 1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STARTS, COMMAND = 50, [sys.executable, "examples/train_ddp.py", "--steps", "20"]
 
 
 def start(lighthouse: str, group: str) -> bool:
-    """Runs a group to its end; True if it ended well."""
+    """Runs a replica group to its end. Returns True if it exited with 0."""
     env = {**os.environ, **LOOPBACK, "TORCHFT_LIGHTHOUSE": lighthouse, "REPLICA_GROUP_ID": group}
     done = subprocess.run(
         COMMAND, cwd=ROOT, env=env, timeout=180.0, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

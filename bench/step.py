@@ -1,22 +1,22 @@
-"""Tokens per second and memory of one training step of the same Llama, here and in the peers that are installed.
+"""Measures tokens per second and memory of a training step of the same Llama, here and in other frameworks that are installed.
 
     python bench/step.py [--peer-python PYTHON] [--rounds 7] [--device cpu|cuda] [--threads 2]
 
-Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights under bf16 autocast, and bf16 weights without fp32 master
-weights (faster, but small updates are lost); ours always has fp32 master weights. Every side is one process that lives
-through all rounds, on the same CPUs and number of threads; the sides take turns. The last lines compare our settings with
-the fastest peer at its best setting, round by round. gpu.py starts the same sides.
+Peers are torchtitan 0.2 and transformers 5: fp32, fp32 weights with bf16 autocast, and bf16 weights without fp32 master weights (faster,
+but small updates are lost); pharos always has fp32 master weights. Each side is one process for all rounds, on the same CPUs and number of
+threads; the sides alternate. The last lines compare each setting of pharos with the fastest peer at its best setting, round by round.
+gpu.py starts the same sides.
 
-A setting is flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the matmuls and all
-of attention are kept, in torchtitan by our code, which does what its own does; transformers computes whole blocks again); and ours alone:
-chunked=8192 (the logits of so many tokens exist at once) and float8. Our weights are drawn on the device: nothing here depends on their
-bits. A side runs under its own interpreter, so a peer's imports torch and that peer alone.
+A setting is a list of flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the
+matmuls and all of attention are saved, in torchtitan by code of this repository that does the same as its own; transformers recomputes
+whole blocks); and only for pharos chunked=8192 (logits of that many tokens at once) and float8. Weights of pharos are initialized on the
+device, as their bits do not matter. Each side has its own interpreter, so that a peer's process imports only torch and that peer.
 
-A CPU rank of ours has the C library keep freed memory (parallelisms/device.py). To give the peers the same:
+On the CPU pharos makes the C library keep freed memory (parallelisms/device.py). For the same in the peers:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
 
-On a machine that others use too, wall-clock figures with several threads say little, since threads wait for each other:
-look at "CPU s/step" with --threads 1.
+On a machine with other load, wall-clock times with several threads are unreliable, as threads wait for each other: use "CPU s/step" with
+--threads 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bench.job import ROOT, memory_bytes
 from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, table
 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
-OURS, STEPS = "pharos", 3  # of a turn
+OURS, STEPS = "pharos", 3  # steps of a turn
 PEER_SETTINGS = ("bf16 autocast", "bf16 autocast compile", "fp32", "bf16 weights", "bf16 weights compile")
 SETTINGS = {OURS: ("bf16", "bf16 compile", "fp32"), "torchtitan": PEER_SETTINGS, "transformers": PEER_SETTINGS}
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
@@ -53,7 +53,7 @@ def start(
     side: str, setting: str, sizes: Mapping[str, int], device: str, *, peer_python: str, env: Mapping[str, str] | None = None,
     cpus: Sequence[int] = (), limit_s: float | None = None,
 ) -> Worker:  # fmt: skip
-    """The process of a side, not ready yet."""
+    """Starts the process of a side, without waiting until it is ready."""
     arguments = {"side": side, "setting": setting, "sizes": sizes, "device": device, "cpus": cpus}
     command = [sys.executable if side == OURS else peer_python, __file__, "--side", json.dumps(arguments)]
     return Worker(f"{side} {setting}", command, env or {}, limit_s=limit_s)
@@ -62,19 +62,19 @@ def start(
 def main() -> None:
     flags = parser(
         __doc__,
-        peer_python=(sys.executable, "interpreter in which the peers are installed"),
-        rounds=(7, "turns of every side"),
+        peer_python=(sys.executable, "interpreter that has the peers"),
+        rounds=(7, "measurements of each side"),
         device="cpu",
-        threads=(len(os.sched_getaffinity(0)), "CPUs and threads of every side"),
+        threads=(len(os.sched_getaffinity(0)), "number of CPUs and threads per side"),
     )
-    flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment of every side")
+    flags.add_argument("--env", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables for all sides")
     options = flags.parse_args()
     env = {"OMP_NUM_THREADS": str(options.threads), "PYTHONPATH": str(ROOT)}
     env |= dict(pair.split("=", 1) for pair in options.env)
     where = {"peer_python": options.peer_python, "env": env, "cpus": sorted(os.sched_getaffinity(0))[: options.threads]}
     workers, first_steps = list[Worker](), dict[str, float]()
     with ExitStack() as stack:
-        # one after the other, so that none compiles beside another
+        # one after the other, so that compilations do not overlap
         for side, setting in ((side, setting) for side, settings in SETTINGS.items() for setting in settings):
             worker = stack.enter_context(closing(start(side, setting, SIZES, options.device, **where)))
             try:
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str:
-    """The table, fastest first, and one line for each of our settings."""
+    """Returns the table, fastest first, and a line for each setting of pharos."""
     tokens = STEPS * SIZES["batch"] * SIZES["seq"]
     speeds = {name: [tokens / answer["seconds"] for answer in given] for name, given in answers.items()}
     memory = {name: given[-1]["memory_mib"] for name, given in answers.items()}
@@ -107,7 +107,7 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
 
 
 def our_llama(sizes: dict[str, int]) -> Any:
-    """Our model, on the meta device."""
+    """Returns the Llama of this repository, on the meta device."""
     from models.llama import Config, build
 
     heads: Any = {"n_heads": sizes["heads"], "n_kv_heads": sizes["kv_heads"]}
@@ -120,7 +120,7 @@ def pharos(
     sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack,
     show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
 ) -> Step:  # fmt: skip
-    """Our step as in train.py, FSDP2 with one rank included. `cleanup` leaves the process group; `show` gets the parameters."""
+    """Returns the step of train.py, including FSDP2 with one rank. `cleanup` destroys the process group; `show` gets the parameters."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
@@ -161,32 +161,32 @@ def pharos(
 
 
 def _flags(setting: str) -> dict[str, str]:
-    """The value of each flag, "" where it has none."""
+    """Returns flag -> value, or "" for a flag without one."""
     return dict(flag.partition("=")[::2] for flag in setting.split())
 
 
 def _backend(setting: str) -> str:
-    """The backend of torch.compile; "": the setting does not compile."""
+    """Returns the backend of torch.compile, or "" if the setting does not compile."""
     flags = _flags(setting)
     return flags["compile"] or "inductor" if "compile" in flags else ""
 
 
 def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
-    """Replaces models.llama's, which draws on the CPU so that every layout has the same bits: a minute for 8B."""
+    """Replaces models.llama.normal_, which draws on the CPU for the same bits in every layout, and takes a minute for 8B."""
     torch.nn.init.normal_(parameter, std=std)
 
 
 def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
-    """torchtitan 0.2's llama3; blocks and loss are compiled, as its own trainer does."""
+    """Returns a step of torchtitan 0.2's llama3; blocks and loss are compiled, as by its trainer."""
     llama3 = "torchtitan.models.llama3.model"
-    # multiple_of rounds two thirds of 4 * dim up to the width asked for
+    # multiple_of rounds two thirds of 4 * dim up to the requested width
     names = "dim n_layers n_heads n_kv_heads multiple_of vocab_size max_seq_len"
     arguments = import_module(f"{llama3}.args").TransformerModelArgs(**_named(sizes, names), ffn_dim_multiplier=None)
     with torch.device(device), torch.no_grad():
         model = import_module(f"{llama3}.model").Transformer(arguments)
         model.init_weights()
     width = model.layers["0"].feed_forward.w1.out_features
-    assert width == sizes["hidden"], "these sizes cannot be had from torchtitan"
+    assert width == sizes["hidden"], "torchtitan does not support these sizes"
     if "checkpoint" in setting:
         from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 
@@ -198,7 +198,7 @@ def torchtitan(sizes: dict[str, int], setting: str, device: torch.device, _: Exi
 
 
 def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: ExitStack) -> Step:
-    """LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
+    """Returns a step of LlamaForCausalLM with torch's scaled_dot_product_attention, compiled as a whole."""
     peer = import_module("transformers")
     names = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size max_position_embeddings"
     config = peer.LlamaConfig(**_named(sizes, names), tie_word_embeddings=False, attn_implementation="sdpa")
@@ -212,7 +212,7 @@ def transformers(sizes: dict[str, int], setting: str, device: torch.device, _: E
 
 
 def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
-    """A peer's names of our sizes, in this order."""
+    """Returns the sizes under a peer's names, which are in the order of `ours`."""
     ours = ("dim", "layers", "heads", "kv_heads", "hidden", "vocab", "seq")
     return dict(zip(names.split(), (sizes[size] for size in ours), strict=True))
 
@@ -220,7 +220,7 @@ def _named(sizes: dict[str, int], names: str) -> dict[str, int]:
 def _peer_step(
     model: torch.nn.Module, logits_of: Callable[[Tensor], Tensor], setting: str, device: torch.device, loss_backend: str
 ) -> Step:
-    """`loss_backend`: of torch.compile; "": the loss is not compiled by itself."""
+    """Returns a step of a peer's model. `loss_backend`: of torch.compile; "": the loss is not compiled separately."""
     model.to(device, torch.bfloat16 if "bf16 weights" in setting else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
@@ -233,7 +233,7 @@ def _peer_step(
         with torch.autocast(device.type, torch.bfloat16, enabled="autocast" in setting):
             loss = loss_of(logits_of(inputs), labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torchtitan reads it where it logs
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torchtitan reads the norm only when it logs
         optimizer.step()
         optimizer.zero_grad()
 
@@ -241,8 +241,8 @@ def _peer_step(
 
 
 class StepSide:
-    """Answers with the seconds and CPU seconds that so many steps took, and so far the peak of resident memory, or of what the caching
-    allocator of a GPU had to hand out, and the graphs that torch.compile has made."""
+    """Runs steps; answers with their seconds and CPU seconds, the peak so far of resident memory (on a GPU: of allocated memory), and the
+    number of torch.compile's graphs."""
 
     def __init__(self, step: Step, sizes: dict[str, int], device: torch.device) -> None:
         self.step, self.sizes, self.device = step, sizes, device
@@ -257,12 +257,12 @@ class StepSide:
         if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        # on Linux ru_maxrss begins with the memory of the process that started this one; elsewhere it is in bytes
+        # on Linux ru_maxrss includes the parent's memory at the fork; elsewhere it is in bytes
         linux = sys.platform == "linux"
         resident = memory_bytes("VmHWM") if linux else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
         if cuda:
-            torch.cuda.empty_cache()  # sides that take turns share the device
+            torch.cuda.empty_cache()  # the sides share the device
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory_mib": peak_mib, "graphs": graphs}
 
@@ -276,7 +276,7 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     with ExitStack() as cleanup:
         member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
         if where.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # weights were made in fp32
+            torch.cuda.reset_peak_memory_stats()  # weights were initialized in fp32
         serve(member, member.run(1))
 
 

@@ -1,1 +1,1 @@
-"""Ways in and out of other systems: Hugging Face, Kubernetes, TorchX."""
+"""Integrations with other systems: Hugging Face, Kubernetes, TorchX."""

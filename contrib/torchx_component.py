@@ -1,11 +1,11 @@
-"""Replica groups and their lighthouse as TorchX components, for whatever scheduler TorchX knows.
+"""TorchX components for replica groups and for their lighthouse, for any scheduler that TorchX supports.
 
     torchx run --scheduler local_cwd contrib/torchx_component.py:lighthouse --min_replicas 1 --token_file token
     torchx run --scheduler local_cwd contrib/torchx_component.py:groups --config configs/llama.toml --lighthouse http://HOST:29510 \
         --token_file token --groups 2
 
-Two, as one of them ends and the other does not: an app is over when all its roles are. The token is a file that both see; its content is
-on no command line. torchx itself (`pip install torchx`) is needed by whoever runs `torchx`, and by no rank.
+They are two apps because an app ends when all its roles end, and the lighthouse does not. The token is in a file that both can read, never
+on a command line. Only the `torchx` command requires torchx (`pip install torchx`), not the ranks.
 """
 
 from torchx import specs
@@ -22,16 +22,16 @@ def lighthouse(
     state_file: str = "",
     max_retries: int = 100,
 ) -> specs.AppDef:
-    """The server that tells replica groups who takes part; it runs until it is cancelled.
+    """The job's lighthouse, which forms quorums of replica groups; it runs until it is cancelled.
 
     Args:
-        min_replicas: the fewest groups that train
-        token_file: the job's secret, in the container
-        image: a container with the repository, and a Python with requirements-lighthouse.lock
-        root: where in it the repository is
-        bind: host and port that the groups reach it by
-        state_file: what a restart must know, on a disk that outlives the container; default outputs/lighthouse-PORT.json
-        max_retries: how often it is started again
+        min_replicas: minimum number of groups in a quorum
+        token_file: path of the job's token in the container
+        image: container with the repository, and a Python with requirements-lighthouse.lock
+        root: path of the repository in the container
+        bind: host and port on which it listens for the groups
+        state_file: its state for a restart, on a disk that outlives the container; default outputs/lighthouse-PORT.json
+        max_retries: maximum number of restarts
     """
     state = ["--state_file", state_file] if state_file else []
     role = specs.Role(
@@ -60,20 +60,20 @@ def groups(
     memMB: int = 4096,  # noqa: N803 (TorchX's own name)
     max_retries: int = 100,
 ) -> specs.AppDef:
-    """Replica groups, each a replica of one role, which the scheduler starts again alone.
+    """Replica groups, each a replica of one role, which the scheduler restarts separately.
 
     Args:
         config: the TOML file
-        lighthouse: its address, http://HOST:PORT
-        token_file: the job's secret, in the container
+        lighthouse: address of the lighthouse, http://HOST:PORT
+        token_file: path of the job's token in the container
         arguments: overrides, such as --training.steps=200
-        groups: how many
-        image: a container with the repository, and a Python with requirements.lock
-        root: where in it the repository is
-        cpu: cores of a group
-        gpu: GPUs of a group; a rank for each
-        memMB: memory of a group, in MB
-        max_retries: how often a group is started again
+        groups: number of replica groups
+        image: container with the repository, and a Python with requirements.lock
+        root: path of the repository in the container
+        cpu: cores per group
+        gpu: GPUs per group, one rank each
+        memMB: memory per group, in MB
+        max_retries: maximum number of restarts of a group
     """
     role = specs.Role(
         name="group",

@@ -1,7 +1,7 @@
-"""The ranks of this node under torch's elastic agent: started, shown, told to stop, explained, never left behind.
+"""Runs the ranks of this node under torch's elastic agent: output, signals, and the cause of a failure. Leaves no process.
 
-launch.py calls `run_ranks`; the agent starts lifeline.py, which becomes train.py. torch's own launcher (torchrun) won't
-do: it turns a rank's exit 2, and a clean exit after SIGTERM, into 1 under a long traceback of its own.
+launch.py calls `run_ranks`; the agent starts lifeline.py, which execs train.py. torchrun is not used: it turns a rank's exit code 2, and a
+clean exit after SIGTERM, into 1 with a long traceback.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from training.signals import Signals
 
 LIFELINE = Path(__file__).resolve().parent / "lib" / "lifeline.py"
 POLL_S = 0.1
-RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to arrive
+RENDEZVOUS_TIMEOUT_S = 900  # for the other nodes to join
 
 
 def run_ranks(
     command: list[str], launch_settings: LaunchSettings, *, nproc: int, logs: Path, clock: Clock = time.monotonic
 ) -> int:
-    """Runs `command` as `nproc` ranks of this node until all have ended; returns the exit code. Leaves no process."""
-    if "LOGLEVEL" not in os.environ:  # else the agent's narration is asked for
-        narration = logging.getLogger("torch.distributed.elastic")
-        narration.addHandler(logging.NullHandler())
-        narration.propagate = False
+    """Runs `command` as `nproc` ranks of this node until all have exited; returns the exit code. Leaves no process."""
+    if "LOGLEVEL" not in os.environ:  # if set, the user wants the log of torch's agent
+        agent_log = logging.getLogger("torch.distributed.elastic")
+        agent_log.addHandler(logging.NullHandler())
+        agent_log.propagate = False
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "none"  # torch's signal handlers would replace ours
     try:
         with (
@@ -53,65 +53,65 @@ def run_ranks(
             spec.rdzv_handler.shutdown()
     except (RendezvousError, DistError) as error:
         say(
-            f"the {launch_settings.nnodes} nodes did not meet at {launch_settings.endpoint or 'this node'}: {error.__cause__ or error}"
+            f"rendezvous of {launch_settings.nnodes} nodes at {launch_settings.endpoint or 'this node'} failed: {error.__cause__ or error}"
         )
         return 1
-    return explain(result, output, ranks) if result.is_failed() else 0
+    return report_failure(result, output, ranks) if result.is_failed() else 0
 
 
-def explain(result: RunResult, output: Output, ranks: LocalRanks) -> int:
-    """Says which rank failed first and why, in its own last words; returns 2 if it blamed the user's input, else 1."""
+def report_failure(result: RunResult, output: Output, ranks: LocalRanks) -> int:
+    """Prints which rank failed first, and the last line of its log. Returns the exit code: 2 if that rank reported bad input, else 1."""
 
     def order(rank: int) -> tuple[bool, bool, float]:
-        # The poll knows the ranks that ended first; of these, the one that wrote first: the others then lost their peer.
+        # Among the ranks that failed first, the one whose log ends first: the others failed because they lost it.
         return (result.failures[rank].exitcode != 2, rank not in ranks.first_failed, output.last_written(rank))
 
     rank = min(result.failures, key=order)
-    code, words = result.failures[rank].exitcode, output.last_line(rank)
+    code, last_line = result.failures[rank].exitcode, output.last_line(rank)
     if code == 2:
         if not output.shows(rank):
-            print(words, file=sys.stderr)
+            print(last_line, file=sys.stderr)
         return 2
     how = how_ended(code)
     if code == -signal.SIGKILL and not ranks.killed:
         how += ", out of memory?"
-    elif ranks.asked_to_stop:
-        how += " when asked to stop; the last checkpoint stands"
-    say(f"rank {rank} failed ({how}): {words}; log: {output.path(rank)}")
+    elif ranks.stopping:
+        how += " while it was stopping; the last checkpoint is complete"
+    say(f"rank {rank} failed ({how}): {last_line}; log: {output.path(rank)}")
     return 1
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, extended at the methods it offers for that: it tells LocalRanks which processes signals are for."""
+    """torch's agent, which also keeps the pids in LocalRanks up to date and limits restarts per RESTARTS_WITHIN_S."""
 
     def __init__(self, spec: WorkerSpec, output: Output, ranks: LocalRanks, clock: Clock) -> None:
-        # At the end nodes wait for each other, so that the one with the store goes last; failed ones will not come.
+        # At the end nodes wait for each other, so that the store's node exits last. Failed nodes do not come, hence the timeout.
         super().__init__(spec, output, exit_barrier_timeout=60)
         self._ranks, self._clock, self._restarted_at_s = ranks, clock, list[float]()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ranks = self._ranks
-        with ranks.change:  # a signal that arrives meanwhile is passed on to all of them afterwards
+        with ranks.change:  # a signal that arrives meanwhile is forwarded to all of them afterwards
             pids: dict[int, Any] = super()._start_workers(worker_group)
             ranks.pids = set(pids.values())
-            ranks.ever |= ranks.pids
+            ranks.all_pids |= ranks.pids
             ranks.first_failed = set()
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # Those that failed first are remembered before torch ends the others.
+        # Record the ranks that failed first before torch stops the others.
         ranks, processes = self._ranks, cast(SubprocessContext, self._pcontext).subprocess_handlers
         ranks.first_failed = ranks.first_failed or {
             worker.global_rank for worker in worker_group.workers if processes[worker.local_rank].proc.poll()
         }
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            if ranks.asked_to_stop:
-                # torch then returns the result: it neither starts them again nor waits for other nodes
+            if ranks.stopping:
+                # with no restarts left, torch returns the result: no restart, no waiting for other nodes
                 self._remaining_restarts = 0
                 return result
-            # Restarts that are long past are given back, before torch counts a new one. The limit grows with what is left of it, for torch
-            # makes the number of a start, which no two may share, of the difference.
+            # Old restarts no longer count. max_restarts grows with the remaining restarts, because torch computes the unique number of a
+            # restart (TORCHELASTIC_RESTART_COUNT) from their difference.
             now_s = self._clock()
             past = forget_old(self._restarted_at_s, now_s)
             worker_group.spec.max_restarts += past
@@ -127,18 +127,17 @@ class Agent(LocalElasticAgent):
 
 
 class LocalRanks(Signals):
-    """The processes of this node's ranks, and what is asked of them from outside. The first SIGTERM or SIGINT is passed on as SIGTERM; a
-    second one, or the end of the grace time, kills. SIGUSR1 is passed on. A thread does it (see Signals), so it works while the agent waits
-    in C code."""
+    """The processes of this node's ranks. Forwards the first SIGTERM or SIGINT to them as SIGTERM; kills them on a second one or after
+    `grace_s`. Forwards SIGUSR1. Signals are handled in a thread (see Signals), so also while the agent waits in C code."""
 
     same_signal_s = 2.0  # a terminal and a scheduler may each deliver the same signal
 
     def __init__(self, grace_s: float) -> None:
-        self.asked_to_stop = False
+        self.stopping = False
         self.killed = False
         self.change = threading.Lock()  # of `pids`
-        self.pids, self.ever = set[int](), set[int]()  # of the ranks that run; of all that ever did
-        self.first_failed: set[int] = set()  # of the ranks
+        self.pids, self.all_pids = set[int](), set[int]()  # of running ranks; of all ranks of all restarts
+        self.first_failed: set[int] = set()  # global ranks
         self._grace_s = grace_s
         self._timers: list[threading.Timer] = []
         super().__init__(log=Log())
@@ -148,57 +147,57 @@ class LocalRanks(Signals):
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
             elif not self.pids:
-                self._leave("stopped before any rank was started")
-            elif not self.asked_to_stop:
-                self.asked_to_stop, self._asked = True, time.monotonic()
+                self._exit("stopped before any rank was started")
+            elif not self.stopping:
+                self.stopping, self._stopping_since = True, time.monotonic()
                 self._send(signal.SIGTERM)
-                self._later(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
-            elif time.monotonic() - self._asked > self.same_signal_s:
+                self._after(self._grace_s, lambda: self._kill(f"not saved within {self._grace_s:g} s"))
+            elif time.monotonic() - self._stopping_since > self.same_signal_s:
                 self._kill(f"{signal.Signals(number).name} again")
 
     def close(self) -> None:
-        """Ends whatever is left, children of ranks included. May be called twice."""
+        """Kills what still runs, including children of ranks. May be called twice."""
         for timer in self._timers:
             timer.cancel()
         self._end_groups()
         super().close()
 
     def _send(self, number: signal.Signals) -> None:
-        # To the ranks alone: data workers and compilers in their process groups are theirs to end
+        # Only to the ranks, which end the data workers and compilers in their Unix process groups themselves
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def _kill(self, why: str) -> None:
-        say(f"{why}: ending the ranks")
+        say(f"{why}: killing the ranks")
         self.killed = True
         self._end_groups()
-        self._later(10.0, lambda: self._leave("the ranks' end was not noticed"))
+        self._after(10.0, lambda: self._exit("the ranks were killed, but torch's agent did not return"))
 
     def _end_groups(self) -> None:
-        for pid in self.ever:
-            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        for pid in self.all_pids:
+            with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
                 os.killpg(pid, signal.SIGKILL)
 
-    def _later(self, seconds: float, action: Any) -> None:
+    def _after(self, seconds: float, action: Any) -> None:
         timer = threading.Timer(seconds, action)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
     @staticmethod
-    def _leave(why: str) -> None:
+    def _exit(why: str) -> None:
         say(why)
-        os._exit(1)  # the main thread may wait in C code for nodes that never come
+        os._exit(1)  # the main thread may wait in C code for other nodes
 
 
 class Output(LogsSpecs):
-    """Each rank's output in <folder>/rank<N>.log, start after start; a thread shows the chosen ones."""
+    """Each rank's output in <folder>/rank<N>.log, appended by each restart; a thread copies that of `shown` ranks to the console."""
 
     def __init__(self, folder: Path, shown: frozenset[int] | None) -> None:
         super().__init__(str(folder))
         self._folder, self._shown = folder, shown
-        self._tails: dict[int, IO[bytes]] = {}  # by global rank; each is where it was copied to
+        self._tails: dict[int, IO[bytes]] = {}  # by global rank; the position is the end of what was copied
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
 
@@ -209,14 +208,14 @@ class Output(LogsSpecs):
         return self._shown is None or rank in self._shown
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Directs the output of one start of the ranks. lifeline.py redirects, so torch need not."""
+        """Called by torch at each restart. Passes the log file to lifeline.py, which redirects the output, so torch does not."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for env in envs.values():
             rank = int(env["RANK"])
             env["PHAROS_RANK_LOG"] = str(self.path(rank))
             env["PYTHONUNBUFFERED"] = "1"
             if self.shows(rank) and rank not in self._tails:
-                self._tails[rank] = self.path(rank).open("ab+")  # at its end
+                self._tails[rank] = self.path(rank).open("ab+")  # positioned at the end
         if not self._thread.is_alive():
             self._thread.start()
         console, none = dict.fromkeys(envs, ""), dict.fromkeys(envs, os.devnull)
@@ -227,21 +226,21 @@ class Output(LogsSpecs):
         return str(self._folder)
 
     def last_written(self, rank: int) -> float:
-        """When, or infinity for a rank that died before it wrote anything."""
+        """Returns the time of the log's last write; infinity for a rank that wrote nothing."""
         path = self.path(rank)
         return path.stat().st_mtime if path.exists() and path.stat().st_size else float("inf")
 
     def last_line(self, rank: int) -> str:
-        """The last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which comes on the way out."""
+        """Returns the last line that is not C++ logging, such as `[rank0]:[W1121 ...`, which torch writes at exit."""
         lines = list[str]()
         with suppress(OSError), self.path(rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
             lines = file.read().decode("utf-8", "replace").split("\n")
-        said = (line.strip() for line in reversed(lines) if not re.match(r"\s*$|(\[rank\d+\]:)?\[[WIE]\d{4}", line))
-        return next(said, "no output")
+        found = (line.strip() for line in reversed(lines) if not re.match(r"\s*$|(\[rank\d+\]:)?\[[WIE]\d{4}", line))
+        return next(found, "no output")
 
     def close(self) -> None:
-        """Copies what is left. May be called twice."""
+        """Copies the remaining output. May be called twice."""
         self._done.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -260,28 +259,28 @@ class Output(LogsSpecs):
                 complete = new.rfind(b"\n") + 1
                 tail.seek(complete - len(new), os.SEEK_CUR)
                 new = new[:complete]
-            with suppress(BrokenPipeError):  # whoever read us (`| head`) has gone; training goes on
+            with suppress(BrokenPipeError):  # the reader of a pipe (`| head`) has gone; training continues
                 sys.stdout.buffer.write(new)
                 sys.stdout.buffer.flush()
 
 
 def _spec(command: list[str], launch_settings: LaunchSettings, nproc: int, logs: Path) -> WorkerSpec:
-    """The processes that the agent starts, and the rendezvous of the nodes: by NODE_RANK if it is set, else as they come."""
+    """Returns the command of the ranks and the rendezvous: static if NODE_RANK is set, else c10d with node ranks in order of arrival."""
     settings: dict[str, Any] = {"timeout": RENDEZVOUS_TIMEOUT_S, "join_timeout": RENDEZVOUS_TIMEOUT_S}
     endpoint, backend, address = launch_settings.endpoint, "c10d", None
-    if launch_settings.nnodes == 1:  # a host's own name need not resolve on a laptop
+    if launch_settings.nnodes == 1:  # a machine's own host name may not resolve, as on laptops
         endpoint, address, settings["is_host"] = "localhost:0", "localhost", True
     elif launch_settings.node_rank is not None:
         backend, settings["rank"] = "static", launch_settings.node_rank
-    run = logs.parent.name  # the same on every node, and another run may use the same host at the same time
-    meeting = RendezvousParameters(
+    run = logs.parent.name  # the same on every node; differs from that of other runs on the same host
+    parameters = RendezvousParameters(
         backend, endpoint, run, launch_settings.nnodes, launch_settings.nnodes, address, **settings
     )
     host, _, port = endpoint.rpartition(":")
     return WorkerSpec(
         role="train",
         local_world_size=nproc,
-        rdzv_handler=get_rendezvous_handler(meeting),
+        rdzv_handler=get_rendezvous_handler(parameters),
         entrypoint=sys.executable,
         args=("-IS", str(LIFELINE), str(os.getpid()), *command),
         max_restarts=launch_settings.max_restarts,

@@ -1,12 +1,12 @@
-"""Checks a cluster before an expensive run: every kind of communication, every link, every rank, the clocks and the folder of runs.
+"""Checks a cluster before an expensive run: every collective, link and rank, the clocks, and the folder of runs.
 
     NPROC=4 python scripts/check_cluster.py                                  ranks on this machine
     torchrun --nnodes 2 ... scripts/check_cluster.py                         the ranks of a launcher; srun and mpirun, too
-    NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without one
+    NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host:port NPROC=8 python scripts/check_cluster.py     the same without a launcher
 
-Flow: here (forks the ranks, where no launcher did) -> tools/cluster/rank.py (one rank, phase by phase) -> cluster/measurements.py ->
-cluster/verdicts.py (judges) -> cluster/report.py.
-Exit code: 0 all is well; 1 something was found, and named by rank and host; 2 bad input.
+Flow: this file (forks the ranks unless a launcher started them) -> tools/cluster/rank.py (one rank, phase by phase) ->
+cluster/measurements.py -> cluster/verdicts.py (finds faulty and slow ranks) -> cluster/report.py.
+Exit code: 0 no findings; 1 findings, each with rank and host; 2 bad input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.plan import LaunchSettings, how_ended  # noqa: E402
 from tools.cluster.settings import CheckSettings, RankPlace  # noqa: E402
 
 POLL_S = 0.05
-SETTLE_S = 10.0  # what the others may take after the last word was due
+SETTLE_S = 10.0  # beyond --timeout, for the other ranks to end after the first
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,19 +63,19 @@ def main(argv: Sequence[str]) -> int:
             exit_now(run_rank(settings, place))
         return start_ranks(settings, launch_settings)
     except ValueError as error:
-        say(re.sub(r"^comm\.", "--", str(error)))  # our flags have the names of the keys in [comm]
+        say(re.sub(r"^comm\.", "--", str(error)))  # the flags have the names of the keys in [comm]
         return 2
 
 
 def quiet_torch() -> None:
-    """Before torch is imported: no driver is woken that a fork could not use, no library starts threads that it would lose."""
+    """Call before torch is imported: avoids CUDA initialization and library threads, which do not survive a fork."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what went wrong is told once, by name
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # failures are reported once, by rank
 
 
 def exit_now(code: int) -> NoReturn:
-    """Without waiting for a thread that may hang in a collective."""
+    """Exits without waiting for a thread that may hang in a collective."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -83,14 +83,14 @@ def exit_now(code: int) -> NoReturn:
 
 
 def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int:
-    """Runs this node's ranks, forked from this process, which has imported torch once for all of them: that saves 150 MB for each.
-    Returns the exit code of the check. Leaves no process. Raises ValueError: the port cannot be had."""
+    """Runs this node's ranks as forks of this process, which has imported torch: that saves 150 MB per rank. Returns the exit code of the
+    check. Leaves no process. Raises ValueError: the port cannot be bound."""
     import torch.distributed as dist
 
-    import tools.cluster.rank  # noqa: F401 (once, for all of them)
+    import tools.cluster.rank  # noqa: F401 (imported before the forks)
 
     nproc, first_node = ranks_here(launch_settings), not launch_settings.node_rank
-    host, port = "127.0.0.1", 0  # where node 0's ranks are met; 0: any port that is free
+    host, port = "127.0.0.1", 0  # of the store, on node 0; 0: any free port
     if launch_settings.nnodes > 1:
         host, _, text = launch_settings.endpoint.rpartition(":")
         port = int(text)
@@ -104,16 +104,16 @@ def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     parent = os.getpid()
     gc.collect()
-    gc.freeze()  # so that collections in the ranks leave the shared pages alone
+    gc.freeze()  # so that garbage collection in the ranks does not copy the shared pages
     ranks, store = ForkedRanks(), None
     try:
         for local in range(nproc):
             place = RankPlace((launch_settings.node_rank or 0) * nproc + local, launch_settings.nnodes * nproc, local)
             pid = os.fork()
             if pid == 0:
-                become(settings, place, parent, listener)
+                run_forked(settings, place, parent, listener)
             ranks.pids[pid] = place.rank
-        if listener:  # only now: its server is a thread, which a fork would not copy
+        if listener:  # after the forks: its server is a thread, which a fork does not copy
             store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         return ranks.wait(settings.timeout_s + SETTLE_S)
     finally:
@@ -121,8 +121,8 @@ def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int
         del store
 
 
-def become(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
-    """Runs a rank in a process that was just forked, to its end."""
+def run_forked(settings: CheckSettings, place: RankPlace, parent: int, listener: socket.socket | None) -> NoReturn:
+    """Runs a rank in the forked process, and exits."""
     code = 1
     try:
         die_with(parent)
@@ -134,7 +134,7 @@ def become(settings: CheckSettings, place: RankPlace, parent: int, listener: soc
         code = run_rank(settings, place)
     except KeyboardInterrupt:
         code = 130
-    except BaseException:  # noqa: BLE001 (a fork must not run what is behind its parent's main)
+    except BaseException:  # noqa: BLE001 (a fork must not return into its parent's code)
         traceback.print_exc()
     finally:
         exit_now(code)
@@ -142,12 +142,12 @@ def become(settings: CheckSettings, place: RankPlace, parent: int, listener: soc
 
 @dataclass
 class ForkedRanks:
-    pids: dict[int, int] = field(default_factory=dict)  # rank by pid, of those that live
-    stopped: set[int] = field(default_factory=set)  # ranks
+    pids: dict[int, int] = field(default_factory=dict)  # pid -> rank, of running processes
+    stopped: set[int] = field(default_factory=set)  # ranks that got SIGSTOP
 
     def wait(self, settle_s: float) -> int:
-        """Until all have ended; those that hang on after the first for longer than `settle_s`, or are stopped when all others
-        are gone, are ended and named. Returns 0 if every rank did."""
+        """Waits for all ranks and returns the largest exit code. Reports and kills ranks that run `settle_s` after the first has ended, or
+        that are stopped when all others have ended; then returns 1."""
         code, end = 0, float("inf")
         while self.pids:
             for pid, rank in list(self.pids.items()):
@@ -165,14 +165,14 @@ class ForkedRanks:
             if self.pids and (time.monotonic() > end or set(self.pids.values()) <= self.stopped):
                 for pid, rank in self.pids.items():
                     how = "is stopped (SIGSTOP)" if rank in self.stopped else "hangs"
-                    say(f"rank {rank} (process {pid}) {how}, and was ended")
+                    say(f"rank {rank} (pid {pid}) {how} and was killed")
                 self.kill()
                 return 1
             time.sleep(POLL_S)
         return code
 
     def kill(self) -> None:
-        """May be called twice."""
+        """Kills the ranks that run. May be called twice."""
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

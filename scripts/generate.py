@@ -1,6 +1,6 @@
-"""Text from a run's newest checkpoint: python scripts/generate.py outputs/llama --prompt "def main("
+"""Generates text from a run's newest checkpoint: python scripts/generate.py outputs/llama --prompt "def main("
 
-One process, on a GPU where there is one; any layout may have trained the run. Text goes to standard output as it is drawn, speed to
+One process, on a GPU if there is one; the run may have had any layout. Prints the text to standard output as it is generated, the speed to
 standard error.
 """
 
@@ -42,16 +42,16 @@ def main(argv: list[str]) -> int:
     model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
-    ids, said = list[int](), ""
+    ids, printed = list[int](), ""
     tokens = torch.from_numpy(prompt).long().to(next(model.parameters()).device)
     for count, token in enumerate(generate(model, tokens, sample, length=sample.tokens), 1):  # noqa: B007 (used below)
         if token == tokenizer.eos_id:
             break
         ids.append(token)
         text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # else the bytes of one character are not all there yet
-            print(text[len(said) :], end="", flush=True)
-            said = text
+        if not text.endswith("\ufffd"):  # not while the bytes of a character are incomplete
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
     seconds = time.perf_counter() - began
     print(flush=True)
     print(f"{path}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", type=Path, help="the run's folder, such as outputs/llama")
-    parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest that is whole")
+    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama")
+    parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest complete one")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations"
     )
@@ -71,8 +71,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
-    """The newest whole checkpoint, or that of `step`. Raises ValueError when there is none, Damaged for a damaged `step`.
-    `who`: the program, in its warning that it takes an earlier one."""
+    """Returns the newest complete checkpoint, or that of `step` if >= 0. Raises ValueError if there is none, Damaged if `step` is damaged.
+    `who`: name of the program for warnings."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
@@ -83,18 +83,18 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
         except Damaged as damage:
             if step >= 0:
                 raise
-            print(f"{who}: {path} is damaged ({damage}); trying the one before", file=sys.stderr)
+            print(f"{who}: {path} is damaged ({damage}); trying the previous one", file=sys.stderr)
         else:
             return path
-    raise ValueError(f"{folder} holds no whole checkpoint")
+    raise ValueError(f"{folder}: no complete checkpoint")
 
 
 def load_model(config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
-    """The whole model on one device, with positions for `length` tokens."""
+    """Loads the unsharded model onto one device, with rotary embeddings for `length` tokens."""
     device = pick_device(0)
     model = config.meta_model(config.model.vocab_size or tokenizer.vocab_size, length)
     model.to_empty(device=device.torch_device)
-    model.init_weights(config.training.seed)  # for the buffers, whose length is another one here
+    model.init_weights(config.training.seed)  # computes the buffers, whose length differs from the run's
     if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):
         raise RuntimeError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)

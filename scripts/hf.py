@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Hugging Face's Llama weights to our checkpoints and back, in the memory of one tensor.
+"""Converts Hugging Face's Llama weights to checkpoints and back, with one tensor in memory at a time.
 
     python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--dtype float32|bfloat16|float16]
     python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16]
 
-Import writes OUT/config.toml, with which ./scripts/run_train.sh begins from the weights, and prints its [model]; export writes a folder
-for transformers.AutoModelForCausalLM. Nothing is fetched, only safetensors are read and written, and OUT appears at the end, whole.
-Exit code: 0 written; 2 bad input, found before anything is written; 1 the rest: no room on the disk, or interrupted.
+Import writes OUT/config.toml, with which ./scripts/run_train.sh starts from the weights, and prints its [model]; export writes a folder
+for transformers.AutoModelForCausalLM. Downloads nothing, reads and writes only safetensors; OUT appears when it is complete.
+Exit code: 0 written; 2 bad input, found before anything is written; 1 other errors: no space on the disk, or interrupted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from training.config import need  # noqa: E402 (our packages first)
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes incomplete output
     try:
         need("safetensors", extra="hf", setting=f"hf.py {options.command}")
     except ValueError as error:
         return fail(error, 2)
-    from contrib.interchange.hf import export_run, import_folder  # torch only now: the line above takes no seconds
+    from contrib.interchange.hf import export_run, import_folder  # after the check, as it imports torch for seconds
     from training.checkpoint_files import CheckpointFailed, Damaged
     from training.log import Log
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     except (CheckpointFailed, OSError) as error:
         return fail(error, 1)
     except KeyboardInterrupt:
-        return fail(f"interrupted; {options.out} is not written", 1)
+        return fail(f"interrupted; {options.out} was not written", 1)
     return 0
 
 
@@ -65,21 +65,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    importing = commands.add_parser("import", help="safetensors and config.json -> a checkpoint to begin with")
+    importing = commands.add_parser("import", help="safetensors and config.json -> a checkpoint to start from")
     importing.add_argument("source", metavar="HF_DIR", type=Path, help="folder with config.json and *.safetensors")
     importing.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    settings = "settings of OUT/config.toml but for [model]; default: configs/llama.toml"
+    settings = "settings for OUT/config.toml, except [model]; default: configs/llama.toml"
     importing.add_argument("--config", type=Path, default=ROOT / "configs" / "llama.toml", help=settings)
     dtypes = ("float32", "bfloat16", "float16")
-    importing.add_argument("--dtype", choices=dtypes, default="", help="convert; default: as it is")
+    importing.add_argument("--dtype", choices=dtypes, default="", help="dtype to convert to; default: unchanged")
 
     exporting = commands.add_parser("export", help="a run's checkpoint -> safetensors and config.json")
     source = "outputs/llama, or .../checkpoint/step-N"
     exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
     exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest that is whole")
-    exporting.add_argument("--shard-gb", type=float, default=5.0, help="largest file, 10^9 bytes; default: 5")
-    exporting.add_argument("--dtype", choices=dtypes[:2], default="", help="convert; default: as it was saved")
+    exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest complete checkpoint")
+    exporting.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes; default: 5")
+    exporting.add_argument("--dtype", choices=dtypes[:2], default="", help="dtype to convert to; default: as saved")
     positions = "max_position_embeddings in config.json; default: training.seq_len"
     exporting.add_argument("--max-positions", type=int, default=None, help=positions)
     options = parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""Starts training on this node: checks everything that can be checked without a rank, then runs the ranks.
+"""Starts training on this node: checks the settings, then runs the ranks.
 
-    run_train.sh -> here -> train.py, in this very process        one rank: nothing to supervise, torch is loaded once
-                         -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
+    run_train.sh -> launch.py -> train.py, in this process             one rank: nothing to supervise, torch is loaded once
+                              -> agent.py -> lifeline.py -> train.py   more ranks, more nodes, or restarts
 
-Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 the rest.
-The environment that is read here is listed by `./scripts/run_train.sh --help`.
+Exit code: 0 finished, or saved on SIGTERM or SIGINT; 2 bad input: one message, no rank is started; 1 other errors.
+`./scripts/run_train.sh --help` lists the environment variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 ROOT = Path(__file__).resolve().parent.parent
-# Run by path, from any folder: our packages first, and not scripts/ itself, whose files could hide a package.
+# Run by path, from any folder: the repository first, and not scripts/, whose files could shadow a package.
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "scripts"))]
 
 from scripts.plan import LaunchSettings, say  # noqa: E402
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> int:
             return explain(argv)
         from configs.load import load
 
-        config = load(argv)  # brings torch with it, if the file can be read
+        config = load(argv)  # imports torch, if the file can be read
         nproc = ranks_here(launch_settings)
-        alone = nproc == launch_settings.nnodes == 1 and launch_settings.max_restarts == 0
-        if not alone:
+        in_process = nproc == launch_settings.nnodes == 1 and launch_settings.max_restarts == 0
+        if not in_process:
             check(config, world_size=nproc * launch_settings.nnodes)
     except ValueError as error:
         say(str(error))
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
     logs = config.run_folder / "logs"
     if config.fault_tolerance.enable:
         logs = group_folder(config.run_folder, config.fault_tolerance, Environment.read(os.environ))
-    if alone:
+    if in_process:
         return run_here(argv, logs)
-    if not threads_are_given:  # only now are the GPUs counted
+    if not threads_are_given:  # by the number of ranks that is known only now
         os.environ["OMP_NUM_THREADS"] = threads_per_rank(nproc)
     from scripts.agent import run_ranks
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ValueError. With one rank train.py does the same, in this process."""
+    """Checks the settings and the saved config. Raises ValueError. With one rank in this process train.py does the same."""
     from configs.check import check
     from configs.saved import check_saved
     from ft.config import Environment
@@ -76,7 +76,7 @@ def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os
 
 
 def ranks_here(launch_settings: LaunchSettings) -> int:
-    """Raises ValueError: more ranks than GPUs; or GPUs that torch cannot use, lest the CPU trains unnoticed."""
+    """Returns the number of ranks on this node. Raises ValueError: more ranks than GPUs, or GPUs that torch cannot use."""
     import torch
 
     if torch.cuda.is_available():
@@ -84,19 +84,19 @@ def ranks_here(launch_settings: LaunchSettings) -> int:
         if launch_settings.nproc and launch_settings.nproc > visible:
             raise ValueError(f"NPROC={launch_settings.nproc}: more ranks than the {visible} GPUs that are visible here")
         return launch_settings.nproc or visible
-    asked_for_none = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
-    gpus = 0 if asked_for_none else sum(line.startswith("GPU") for line in _nvidia_smi("-L").splitlines())
+    gpus_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
+    gpus = 0 if gpus_hidden else sum(line.startswith("GPU") for line in _nvidia_smi("-L").splitlines())
     if gpus:
         driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         remedy = (
-            "it needs a newer driver, or another build: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
-            "./scripts/run_train.sh ... takes one for older drivers"
+            "it needs a newer driver, or a different build: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
+            "./scripts/run_train.sh ... installs one for older drivers"
             if torch.version.cuda
-            else f"it is a CPU build: remove {sys.prefix} and start again on this machine"
+            else f"it is a CPU build: remove {sys.prefix} and run the command again on this machine"
         )
         raise ValueError(
             f"nvidia-smi sees {gpus} GPU{'s' * (gpus > 1)} (driver {driver}), but torch {torch.__version__} "
-            f"(CUDA {torch.version.cuda or 'none'}) sees none: {remedy}; to train on the CPU all the same: CUDA_VISIBLE_DEVICES=-1"
+            f"(CUDA {torch.version.cuda or 'none'}) sees none: {remedy}; to train on the CPU: CUDA_VISIBLE_DEVICES=-1"
         )
     return launch_settings.nproc or 1
 
@@ -108,16 +108,16 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def set_defaults(env: MutableMapping[str, str], *, nproc: int) -> None:
-    """Threads and the CUDA allocator, unless the user has said something. Before torch is imported.
+    """Sets variables for threads and the CUDA allocator unless the user has set them. Call before torch is imported.
 
-    Not TORCH_NCCL_AVOID_RECORD_STREAMS: torch 2.11 to 2.13 behave as with 1, and call it deprecated where it is set (the constructor in
-    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
+    TORCH_NCCL_AVOID_RECORD_STREAMS is not set: in torch 2.11 to 2.13 the behaviour of 1 is the default, and setting it prints a deprecation
+    warning (the constructor in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
     """
     env.setdefault("OMP_NUM_THREADS", threads_per_rank(nproc))
-    # A waiting OpenMP thread spins this often, then sleeps. GNU's default is 300,000: beside other programs the spinning thread keeps
-    # the core from the very thread it waits for. Never to spin halves the speed of an idle machine (docs/benchmarks.md).
+    # Iterations that a waiting OpenMP thread spins before it sleeps. With GNU's default of 300,000 and other programs running, it keeps
+    # the core from the thread that it waits for. With 0 the speed on an idle machine is halved (docs/benchmarks.md).
     env.setdefault("GOMP_SPINCOUNT", "10000")
-    # The name that torch 2.11 to 2.13 read first; PYTORCH_CUDA_ALLOC_CONF is the old one (c10/core/AllocatorConfig.h).
+    # torch 2.11 to 2.13 read this name first; PYTORCH_CUDA_ALLOC_CONF is the old name (c10/core/AllocatorConfig.h).
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in env:
         env.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -127,7 +127,7 @@ def threads_per_rank(nproc: int) -> str:
 
 
 def cores_here() -> int:
-    """Number of cores that this process may use. A container's quota counts; Python and OpenMP do not look at it."""
+    """Returns the number of cores that this process may use, including a container's quota, which Python and OpenMP ignore."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()  # cgroup v2; "max" is no quota
@@ -136,7 +136,7 @@ def cores_here() -> int:
 
 
 def run_here(argv: list[str], logs: Path) -> int:
-    """train.py as `python train.py` would run it, its output also in `logs`. Signals and exit code are its own."""
+    """Runs train.py as `python train.py` does, with its output also in `logs`. Signals and exit code are those of train.py."""
     log = LogFile(logs / "rank0.log")
     sys.stdout, sys.stderr = cast(TextIO, Tee(sys.stdout, log)), cast(TextIO, Tee(sys.stderr, log))
     sys.argv = [str(ROOT / "train.py"), *argv]
@@ -144,11 +144,11 @@ def run_here(argv: list[str], logs: Path) -> int:
     return 0
 
 
-LINES_KEPT = 10_000  # of a log that cannot be written
+LINES_KEPT = 10_000  # in memory while the log cannot be written
 
 
 class LogFile:
-    """Appends to a file of a run once that run has a folder: a start that is refused leaves nothing behind."""
+    """Appends to a file of a run once the run's folder exists, so that a launch with bad input creates no file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -157,19 +157,19 @@ class LogFile:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
-        """Without a terminal's control codes, and without progress bars, which start with a carriage return."""
+        """Appends `text` without terminal control codes; ignores progress bars, which start with a carriage return."""
         if text.startswith("\r"):
             return
         with self._lock:
             self._early.append(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text))
             if self._file is None and not self._path.parent.parent.is_dir():
                 return
-            with suppress(OSError):  # a full disk: it is written with what comes when there is room again
+            with suppress(OSError):  # a full disk: written by a later call, when there is space again
                 if self._file is None:
                     self._path.parent.mkdir(exist_ok=True)
                     self._file = self._path.open("ab", buffering=0)
-                waits = "".join(self._early).encode(errors="replace")
-                rest = waits[self._file.write(waits) :]
+                pending = "".join(self._early).encode(errors="replace")
+                rest = pending[self._file.write(pending) :]
                 self._early = [rest.decode(errors="replace")] if rest else []
             del self._early[:-LINES_KEPT]
 
@@ -179,7 +179,7 @@ class LogFile:
 
 
 class Tee:
-    """A standard stream whose text also goes into the log. All else, such as isatty, is the stream's."""
+    """A standard stream whose text also goes into the log. All other attributes, such as isatty, are those of the stream."""
 
     def __init__(self, stream: TextIO, log: LogFile) -> None:
         self._stream, self._log = stream, log

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Writes requirements.lock, -dev.lock and -lighthouse.lock from pyproject.toml, for every Python and platform at once (for maintainers),
-# then proves that each pin has a wheel on each of them. Say --upgrade to move every pin to the newest release that fits.
+# then checks that each pin has a wheel on each of them. --upgrade moves every pin to the newest release in its range.
 # Needs uv (`pip install uv`): pip resolves only for the Python that runs it.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 
-compile() {  # uv reads the file it writes, and keeps old pins where they still fit
+compile() {  # uv reads the existing output file, and keeps its pins that are still in range
   uv pip compile --quiet --universal --python-version 3.10 --no-header --annotation-style line "$@" >/dev/null
 }
 
 made="Made by scripts/lock.sh from pyproject.toml; do not edit."
 compile pyproject.toml --output-file requirements.lock "$@"
 compile pyproject.toml --output-file requirements-dev.lock --extra dev --constraint requirements.lock "$@"
-sed -n '/^lighthouse = \[/,/^]/s/^ *"\([^"]*\)".*/\1/p' pyproject.toml |  # the extra alone: a lighthouse has nothing of the base
+sed -n '/^lighthouse = \[/,/^]/s/^ *"\([^"]*\)".*/\1/p' pyproject.toml |  # only the extra: a lighthouse does not need the base requirements
   compile - --output-file requirements-lighthouse.lock --constraint requirements.lock --constraint requirements-dev.lock "$@"
 
 body=$(grep -v '^#' requirements.lock)

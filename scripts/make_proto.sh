@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Renews ft/rpc/generated from ft/rpc/*.proto (for maintainers). Needs grpcio-tools: PROTO_PYTHON names a Python that has it.
-# 1.73.1, whose code runs under protobuf 6.31 up to 7.x; a newer one would raise the oldest protobuf that we run with.
+# Version 1.73.1, as its output runs with protobuf 6.31 to 7.x; newer versions raise the minimum protobuf version.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
 wanted=1.73.1
@@ -11,7 +11,7 @@ if [ "$have" != $wanted ]; then
   echo "pharos: $python has grpcio-tools $have; needed: a Python with 'pip install grpcio-tools==$wanted', named by PROTO_PYTHON=..." >&2
   exit 2
 fi
-# The names of the files inside the descriptors are those of the modules, so that nobody else's torchft.proto clashes with ours.
+# File names in the descriptors are the module names, so that they do not clash with torchft's own torchft.proto.
 "$python" -m grpc_tools.protoc -Ift/rpc/generated=ft/rpc --python_out=. --pyi_out=. ft/rpc/torchft.proto ft/rpc/pharos.proto
 "$python" - <<'PYTHON'
 import hashlib

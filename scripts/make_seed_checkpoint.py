@@ -1,11 +1,11 @@
-"""The first checkpoint of a run, without the machines of the run: python scripts/make_seed_checkpoint.py CONFIG [--section.key value ...]
+"""Writes the initial weights of a run as a checkpoint: python scripts/make_seed_checkpoint.py CONFIG [--section.key value ...]
 
-Writes the freshly initialised weights as step 0 of CONFIG's run, what `checkpoint.create_seed_checkpoint` writes, but by one process
-on a CPU that holds one tensor at a time: a model of any size takes the memory of its largest tensor. Every layout begins with it: the
-run itself when it is started, another one by `--checkpoint.initial_load_path RUN/checkpoint/step-0`. Initial values depend on no
-layout, so no run needs a seed to be compared with another; it is for looking at, for handing on, and for other programs.
+Writes the initial weights as step 0 of CONFIG's run, as `checkpoint.create_seed_checkpoint` does, but with one process on a CPU and one
+tensor in memory at a time, so a model of any size takes the memory of its largest tensor. The run itself starts from it in any layout; a
+different run does so with `--checkpoint.initial_load_path RUN/checkpoint/step-0`. Initial values do not depend on the layout, so comparing
+runs does not require a seed checkpoint; it is for inspection and for other programs.
 
-Exit code: 0 written; 2 bad input, or there is a checkpoint already; 1 the rest: no room on the disk, or interrupted.
+Exit code: 0 written; 2 bad input, or a checkpoint exists; 1 other errors: no space on the disk, or interrupted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         print(__doc__)
         return 0 if argv else 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what is half written is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes incomplete output
     try:
         config = load([*argv, "--checkpoint.create_seed_checkpoint=true"])
         check_settings(config.for_any_machine(), world_size=1)
@@ -60,7 +60,7 @@ def main(argv: list[str], *, draw: Draw = draw) -> int:
 
 
 def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, draw: Draw = draw) -> None:
-    """Writes it. Raises ValueError where a run has begun, OSError or CheckpointFailed where it could not be written."""
+    """Writes the seed checkpoint. Raises ValueError if the run has begun, OSError or CheckpointFailed if writing fails."""
     model = config.meta_model(config.model.vocab_size or build_tokenizer(config.model.tokenizer_path).vocab_size)
     for parameter in model.parameters():  # buffers keep a dtype of their own
         parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
@@ -77,10 +77,10 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
         closing(RunLock(config.run_folder)),
         closing(Checkpointer(config.checkpoint, config.run_folder, states, log=log)) as checkpointer,
     ):
-        checkpointer.load()  # refuses a run that has begun, and clears away what a kill left
+        checkpointer.load()  # raises if the run has begun; removes leftovers of a killed process
         if list_steps(checkpointer.folder):
             path = step_folder(checkpointer.folder, 0)
-            raise ValueError(f"job.name: {path} is there already; remove it, or give the seed a job.name of its own")
+            raise ValueError(f"job.name: {path} exists; remove it, or set a different job.name")
         check_room(checkpointer.folder, total)
         save(config, config.run_folder)
         weights = sum(parameter.numel() for parameter in model.parameters())
@@ -89,9 +89,9 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError when the disk will not hold it: better now than hours later."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free_bytes = shutil.disk_usage(there).free
+    """Raises OSError if the disk has too little free space, before hours of writing."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
         raise OSError(f"{folder}: {needed_bytes / 1e9:,.1f} GB are needed and {free_bytes / 1e9:,.1f} GB are free")
 
@@ -102,14 +102,14 @@ class WriteProgress:
     ) -> None:
         self._total, self._log, self._what, self._log_interval_s = total_bytes, log, what, log_interval_s
         self._done, self._began = 0, time.monotonic()
-        self._told = self._began
+        self._logged_s = self._began
 
     def add(self, count_bytes: int) -> None:
         self._done += count_bytes
         now = time.monotonic()
-        if now - self._told < self._log_interval_s:
+        if now - self._logged_s < self._log_interval_s:
             return
-        self._told = now
+        self._logged_s = now
         pace = self._done / (now - self._began)
         left = duration((self._total - self._done) / pace)
         done, total, pace_mb = self._done / 1e9, self._total / 1e9, pace / 1e6

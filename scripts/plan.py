@@ -1,4 +1,4 @@
-"""The environment of run_train.sh, checked: number and place of ranks, restarts, time to save."""
+"""Reads and checks the environment variables of run_train.sh: ranks, nodes, restarts, grace time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def how_ended(code: int) -> str:
 
 
 def forget_old(restarted_at_s: list[float], now_s: float) -> int:
-    """Drops restarts, given by their times, that are longer past than RESTARTS_WITHIN_S; returns their number. MAX_RESTARTS limits those
-    that are left, so a daily preemption ends no job."""
+    """Removes restarts older than RESTARTS_WITHIN_S from the list of their times; returns how many. MAX_RESTARTS limits the remaining ones,
+    so that daily preemptions do not end a job."""
     old = sum(now_s - at_s >= RESTARTS_WITHIN_S for at_s in restarted_at_s)
     del restarted_at_s[:old]
     return old
@@ -39,7 +39,7 @@ class LaunchSettings:
 
     @staticmethod
     def read(env: Mapping[str, str]) -> LaunchSettings:
-        """Raises ValueError: a variable is not what it must be, or one is missing."""
+        """Raises ValueError: a variable has a bad value or is missing."""
         if "NPROC" in env and "NGPU" in env and env["NPROC"] != env["NGPU"]:
             raise ValueError(f"NPROC={env['NPROC']}: differs from its alias NGPU={env['NGPU']}; set one of them")
         nproc = "NPROC" if "NPROC" in env else "NGPU"
@@ -59,7 +59,7 @@ class LaunchSettings:
 
 
 def whole(env: Mapping[str, str], name: str, *, least: int, below: int | None = None, default: int = 0) -> int:
-    """The number that an environment variable holds. Raises ValueError."""
+    """Returns the value of an integer environment variable. Raises ValueError: not an integer in the legal range."""
     text = env.get(name, str(default))
     legal = f"must be a whole number from {least}" + (f" to {below - 1}" if below is not None else "")
     if not text.isdecimal() or int(text) < least or (below is not None and int(text) >= below):

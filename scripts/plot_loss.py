@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Draws a run's loss curve as an SVG: `scripts/plot_loss.py outputs/llama [--out loss.svg]`.
 
-Standard library only. Reads <run>/metrics.jsonl. The picture has its own background and follows the reader's light
-or dark theme, so that it can stand in a README as it is.
+Standard library only. Reads <run>/metrics.jsonl. The SVG has its own background and follows the light or dark theme, for use in a README.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from html import escape
 from pathlib import Path
 
 Points = list[tuple[float, float]]  # (step, loss)
-Marks = Sequence[tuple[float, str]]  # (step, what happened then)
+Marks = Sequence[tuple[float, str]]  # (step, label of the event)
 
 TOP, BOTTOM, GAP = 76, 56, 64  # margins around a panel
-FEW = 60  # points of a curve on which each has a dot
-MARK_WIDTH, MARK_LETTER = 12, 6.2  # of the words of a mark: what they need beside each other, and a letter of theirs
+FEW = 60  # maximum number of points of a curve that are drawn as dots, too
+MARK_WIDTH, MARK_LETTER = 12, 6.2  # pixels: height of a mark's rotated label, width of a letter
 
 STYLE = """
   svg { --paper: #ffffff; --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --mark: #cf222e;
@@ -46,7 +45,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves by name; one without a name is drawn thin. `logarithmic`: both axes, across by powers of 2, marked at the first's points."""
+    """Curves by name; a curve named "" is drawn thin. `logarithmic`: both axes; ticks of the x axis are at the points."""
 
     across: str
     curves: Mapping[str, Points]
@@ -65,15 +64,15 @@ def main(argv: Sequence[str]) -> int:
         training, validation = read(journal)
         out.write_text(draw(arguments.run.resolve().name, training, validation), encoding="utf-8")
     except (OSError, ValueError) as error:
-        words = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{journal}: {error}"
-        print(f"plot_loss: {words}", file=sys.stderr)
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{journal}: {error}"
+        print(f"plot_loss: {message}", file=sys.stderr)
         return 2
-    print(f"{out}: {len(training)} steps, {len(validation)} looks at held-out text")
+    print(f"{out}: {len(training)} steps, {len(validation)} validations")
     return 0
 
 
 def read(journal: Path) -> tuple[Points, Points]:
-    """Training and validation losses by step. A last line that is being written right now is left out."""
+    """Returns training and validation losses by step; ignores incomplete lines. Raises OSError, and ValueError for fewer than 2 steps."""
     training, validation = Points(), Points()
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
@@ -89,7 +88,7 @@ def read(journal: Path) -> tuple[Points, Points]:
 
 
 def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> str:
-    """The SVG of a run's losses, each curve named with the value it ends on."""
+    """Draws a run's losses as an SVG; each curve is named with its last value."""
     smoothed = smooth(training)
     curves = {"": thin(training), f"training {smoothed[-1][1]:.3f}": thin(smoothed)}
     if validation:
@@ -98,7 +97,7 @@ def draw(name: str, training: Points, validation: Points, marks: Marks = ()) -> 
 
 
 def drawing(title: str, panels: Sequence[Panel], marks: Marks = (), *, width: int = 900, height: int = 420) -> str:
-    """The whole SVG. All panels have curves of the same names, which are named once. `marks`: each an upright line with its words."""
+    """Draws panels side by side as an SVG. All panels have curves of the same names (one legend). `marks`: vertical lines with labels."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">',
         f"<style>{STYLE}</style>",
@@ -125,11 +124,11 @@ def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float)
         y_ticks = [10.0**power for power in range(low, max(high, low + 1) + 1)]
         y_labels = [f"{value:g}" for value in y_ticks]
         x_ticks, over, up = xs, math.log2, math.log10
-    else:  # losses end on a tick, so that no line touches the frame; steps end where the run ends
+    else:  # the y axis ends at ticks, the x axis at the last step
         y_ticks, x_ticks = ticks(min(ys), max(ys)), [x for x in ticks(xs[0], xs[-1], finest=1.0) if x <= xs[-1]]
         digits = max(0, -math.floor(math.log10(y_ticks[1] - y_ticks[0]) + 1e-9))
         y_labels = [f"{value:.{digits}f}" for value in y_ticks]
-        over = up = float  # the numbers as they are
+        over = up = float  # linear
     x_low, x_high = over(x_ticks[0]), over(xs[-1])
 
     def at(point: tuple[float, float]) -> tuple[float, float]:
@@ -148,14 +147,16 @@ def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float)
     turned = f'transform="rotate(-90 18 {middle})"'
     parts += [f'<text x="18" y="{middle}" text-anchor="middle" {turned}>{panel.up}</text>'] if panel.up else []
     before, end = -math.inf, 0.0
-    for step, words in sorted(marks):
+    for step, label in sorted(marks):
         x = at((step, y_ticks[0]))[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        start = end + 8 if x - before < MARK_WIDTH else TOP + 4  # words that would lie on others begin below them
-        before, end = x, start + MARK_LETTER * len(words)
+        start = (
+            end + 8 if x - before < MARK_WIDTH else TOP + 4
+        )  # a label that would overlap the previous one is moved below it
+        before, end = x, start + MARK_LETTER * len(label)
         turned = f'transform="rotate(-90 {x - 4:.1f} {start:.0f})"'
         parts.append(
-            f'<text class="mark" x="{x - 4:.1f}" y="{start:.0f}" text-anchor="end" {turned}>{escape(words)}</text>'
+            f'<text class="mark" x="{x - 4:.1f}" y="{start:.0f}" text-anchor="end" {turned}>{escape(label)}</text>'
         )
     for place, (name, curve) in enumerate(panel.curves.items()):
         parts.append(_line(name, place, [at(point) for point in curve]))
@@ -170,7 +171,7 @@ def _line(name: str, place: int, points: Points) -> str:
 
 
 def ticks(low: float, high: float, *, about: int = 6, finest: float = 1e-3) -> list[float]:
-    """Round values from at or below `low` to at or above `high`; `finest` or more, 1, 2 or 5 times a power of ten apart."""
+    """Returns about `about` round values around `low` to `high`, at a distance of 1, 2 or 5 times a power of ten, at least `finest`."""
     rough = max((high - low) / about, finest)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -179,26 +180,24 @@ def ticks(low: float, high: float, *, about: int = 6, finest: float = 1e-3) -> l
 
 
 def smooth(points: Points) -> Points:
-    """Means over a fiftieth of the run around each step: unlike a running mean, they do not lag behind a steep start."""
+    """Returns centred means over a fiftieth of the run, which unlike a running mean do not lag behind a steep beginning."""
     sums = [0.0, *itertools.accumulate(loss for _, loss in points)]
     means = []
     for at, (step, _) in enumerate(points):
-        reach = min(len(points) // 100, at)  # as far back as ahead, except at the end
+        reach = min(len(points) // 100, at)  # equally far in both directions, except at the end
         first, last = at - reach, min(at + reach + 1, len(points))
         means.append((step, (sums[last] - sums[first]) / (last - first)))
     return means
 
 
 def thin(points: Points, most: int = 800) -> Points:
-    """At most two points per pixel or so: of each stretch its lowest and highest, in order, so that spikes stay."""
+    """Returns at most about `most` points: the minimum and maximum of each interval, in order, so that spikes stay visible."""
     if len(points) <= most:
         return points
     size = math.ceil(len(points) / (most // 2))
-    stretches = [points[at : at + size] for at in range(0, len(points), size)]
+    intervals = [points[at : at + size] for at in range(0, len(points), size)]
     return [
-        point
-        for stretch in stretches
-        for point in sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+        point for part in intervals for point in sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
     ]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Reads the source without running it: style, format, types, shell syntax. What .ci/run does before the tests.
+# Static checks: style, format, types, shell syntax. .ci/run runs them before the tests.
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs the tests that need no torch under every Python found here, and compiles all files with each: what one version of Python cannot see.
-# Environments lie in .venv-compat, one per version, with what requirements*.lock pins for that version.
+# Runs the tests that need no torch with every Python version found on this machine, and compiles all files with each.
+# Virtual environments are in .venv-compat, one per version, with the pins of requirements*.lock.
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
 cd "$root"
 
-packages="numpy|tomli|pytest|pytest-timeout|hypothesis|protobuf|grpcio" # what runs without torch
-pins() { grep -hE "^($packages)==" requirements.lock requirements-dev.lock | sed 's/  #.*//'; } # markers stay, and pip reads them
+packages="numpy|tomli|pytest|pytest-timeout|hypothesis|protobuf|grpcio" # what these tests import
+pins() { grep -hE "^($packages)==" requirements.lock requirements-dev.lock | sed 's/  #.*//'; } # keeps the markers, which pip evaluates
 
 seen=" " failed=
 for candidate in python3.{10..14} "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[0-4]*/bin/python3; do

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# A replica group where a scheduler takes machines away: run_train.sh, with an exit code that such a scheduler understands.
+# Runs run_train.sh as a replica group under a scheduler that may evict it (Kubernetes, TorchX), and adapts the exit code.
 #
-# Who evicts a pod sends SIGTERM. The group then saves, leaves and exits 0, which to a Job means finished: it would not come back. So after
-# a SIGTERM the exit code is 143, whatever was saved; the next start goes on, or finds nothing left to do and exits 0.
+# Eviction sends SIGTERM. run_train.sh then saves and exits 0, which a Kubernetes Job takes as finished and does not restart. So after a
+# SIGTERM this script exits 143, whatever was saved; the restarted group resumes, or exits 0 if nothing is left to do.
 set -uo pipefail
 
-child='' told=''
-trap 'told=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
+child='' terminated=''
+trap 'terminated=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
 "$(dirname -- "${BASH_SOURCE[0]}")/run_train.sh" "$@" &
 child=$!
 wait "$child"
 code=$?
-while [ -n "$told" ] && kill -0 "$child" 2>/dev/null; do # the trap has ended the first wait; the group saves
+while [ -n "$terminated" ] && kill -0 "$child" 2>/dev/null; do # the trap interrupted the first wait; the group saves
   wait "$child"
 done
-if [ -n "$told" ]; then code=143; fi
+if [ -n "$terminated" ]; then code=143; fi
 exit "$code"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains. Finds a Python, installs what is missing (once), and becomes scripts/launch.py.
+# Trains. Finds a Python, installs what is missing (once), and execs scripts/launch.py.
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib/install.sh"
@@ -8,31 +8,31 @@ usage() {
   printf '%s\n' \
     "usage: ./scripts/run_train.sh CONFIG [--section.key value | --section.key=value ...]" \
     "" \
-    "Trains what CONFIG (a TOML file, such as configs/llama.toml) describes. The same command again goes on where the run stopped." \
-    "The first start installs what is missing into .venv; nothing else on the machine is changed." \
+    "Trains what CONFIG (a TOML file, such as configs/llama.toml) describes. The same command again resumes the run." \
+    "The first launch installs what is missing into .venv; nothing else on the machine is changed." \
     "" \
     "  ./scripts/run_train.sh configs/llama.toml --training.steps 200" \
     "  NPROC=2 ./scripts/run_train.sh configs/llama.toml" \
-    "  ./scripts/run_train.sh configs/llama3_8b.toml --explain     what it would take and do, told without starting it;" \
-    "                                                              with --ranks N, --device cpu or cuda" \
+    "  ./scripts/run_train.sh configs/llama3_8b.toml --explain     predicts memory and communication, and starts nothing;" \
+    "                                                              options: --ranks N, --device cpu|cuda" \
     "" \
     "Every key of CONFIG, with default, unit and legal values:  .venv/bin/python train.py --help [section]  (or docs/config.md)" \
     "" \
     "Environment:" \
-    "  PYTHON             the Python to use, 3.$oldest to 3.$newest; else the first of $pythons python3" \
+    "  PYTHON             the Python to use, 3.$oldest to 3.$newest; default: the first of $pythons python3" \
     "  PHAROS_VENV        folder of the virtual environment, default .venv; nodes may share it" \
-    "  TORCH_INDEX        index to take torch from; else a CPU build without an NVIDIA driver, the CUDA build with one" \
-    "  PHAROS_NO_INSTALL  1: install nothing, use PYTHON as it is, say what it lacks" \
+    "  TORCH_INDEX        index to install torch from; default: a CPU build without an NVIDIA driver, the CUDA build with one" \
+    "  PHAROS_NO_INSTALL  1: install nothing; use PYTHON as it is, and print what it lacks" \
     "  NPROC (or NGPU)    ranks on this node; default: one per visible GPU, else 1" \
-    "  NNODES             nodes, default 1; start the same command on each" \
-    "  NODE_RANK          this node's place, 0 to NNODES-1; unset: in order of arrival" \
-    "  RDZV_ENDPOINT      host:port of node 0, where nodes meet" \
-    "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. Every rank's is in <run>/logs" \
-    "  MAX_RESTARTS       how often failed ranks are started again in any 24 h, default 0" \
-    "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal ends them at once" \
-    "  OMP_NUM_THREADS    threads per rank, default: this machine's cores divided by its ranks" \
+    "  NNODES             number of nodes, default 1; run the same command on each" \
+    "  NODE_RANK          this node's rank, 0 to NNODES-1; default: in order of arrival" \
+    "  RDZV_ENDPOINT      host:port of node 0, for the rendezvous" \
+    "  LOG_RANK           ranks whose output is shown, such as 0,3, or all; default 0. <run>/logs has that of every rank" \
+    "  MAX_RESTARTS       restarts of failed ranks in any 24 h, default 0" \
+    "  STOP_GRACE         seconds that ranks have to save after SIGTERM or Ctrl-C, default 120; a second signal kills them" \
+    "  OMP_NUM_THREADS    threads per rank, default: cores of this machine divided by its ranks" \
     "" \
-    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 the rest."
+    "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors."
 }
 
 case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac
@@ -42,7 +42,7 @@ if [ $# -eq 0 ]; then
 fi
 
 config=$1
-before_install() { # a typing error should not cost a download; launch.py says more about it once Python is there
+before_install() { # a typing error should not cost a download; launch.py checks the rest
   case $config in
     -*) ;;
     *) [ -f "$config" ] || die 2 "$config: no such file; nothing was installed" ;;

@@ -1,4 +1,4 @@
-"""For all tests: two tiers, tests that run alone, the seconds of each suite, and torch's tests where there is no torch (make compat)."""
+"""Configures pytest: two tiers, tests that run exclusively, seconds per suite, and skipping of tests without torch (make compat)."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDS_OUTPUT = pytest.StashKey[str]()
 _seconds: Counter[str] = Counter()
 
-# The first tier is what a contributor runs before each commit (10 minutes on two cores): all tests but these, by the beginning of their
-# names. `--all` adds them; so does naming them, or their folder.
+# The first tier (10 minutes on two cores) is all tests except these prefixes of test names. `--all` adds them; so does naming them or their
+# folder on the command line.
 ONLY_WITH_ALL = {
-    "dryrun/": "every layout on a device that computes nothing; the first tier has groups of replicas and the default config",
+    "dryrun/": "every layout on a fake device; the first tier has replica groups and the default config",
     "e2e/": "whole jobs under every fault; the first tier has the drill of two ranks a group with FSDP, one killed",
-    "ft/test_soak.py": "thousands of membership changes, the short one",
-    "ft/test_rounds_killed.py": "deaths in rounds, in real processes",
+    "ft/test_soak.py": "the soak test, with few membership changes",
+    "ft/test_rounds_killed.py": "deaths in semi-synchronous rounds, in real processes",
     "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
     "ft/test_train_ddp.py": "examples/train_ddp.py with one group killed",
-    "multiproc/test_explain.py": "--explain beside what real ranks take and send",
-    "multiproc/test_mutations.py": "planted mistakes in each layout",
-    "multiproc/test_pipeline.py::test_composed": "pipelines with every other way to share; the first tier has each schedule",
+    "multiproc/test_explain.py": "--explain compared with real ranks",
+    "multiproc/test_mutations.py": "injected errors in each layout",
+    "multiproc/test_pipeline.py::test_composed": "pipelines with other parallelism; the first tier has each schedule",
     "multiproc/test_process_groups.py::test_forming_fifty_times_leaks_nothing": "fifty times",
     "multiproc/test_reshard.py": "checkpoints from layout to layout",
-    "multiproc/test_retries.py": "steps that are tried again, in pipelines",
-    "rpc/test_torchft_": "beside torchft's own clients, servers and tests, from its wheel",
-    "scripts/test_add_a_model.py": "the guide, followed",
-    "scripts/test_bits.py": "bit for bit the same with kills",
-    "scripts/test_check_cluster.py": "planted faults of a cluster",
+    "multiproc/test_retries.py": "retried steps in pipelines",
+    "rpc/test_torchft_": "with torchft's clients, servers and tests, from its wheel",
+    "scripts/test_add_a_model.py": "follows docs/add_a_model.md",
+    "scripts/test_bits.py": "equal bits with kills",
+    "scripts/test_check_cluster.py": "injected faults of a cluster",
     "scripts/test_documents_run.py": "every command of the documentation",
     "scripts/test_gpu_page.py::test_without_a_device": "make gpu, without a GPU",
-    "scripts/test_hf": "weights of Hugging Face, in and out",
+    "scripts/test_hf": "import and export of Hugging Face weights",
     "scripts/test_kubernetes.py": "a pod's commands",
     "scripts/test_resume.py": "killed and resumed, bit for bit",
     "scripts/test_run_replicas.py": "a lighthouse and groups on one machine",
     "scripts/test_slurm.py": "a real Slurm",
     "scripts/test_torchx.py": "TorchX's own scheduler",
-    "sim/test_writers.py::test_many_seeds": "the writers of metrics and checkpoints; the first tier has their planted bugs",
+    "sim/test_writers.py::test_many_seeds": "the writers of metrics and checkpoints; the first tier has their injected bugs",
 }
-# While one of these runs, no worker of pytest-xdist runs another test: they use all cores, or their bounds are seconds of a real job.
-# They come last, so that no worker waits for its turn while there is something else to do.
+# While one of these runs, no other pytest-xdist worker runs a test, as they use all cores or have time bounds. They come last, so that no
+# worker waits while other tests remain.
 ALONE = ("e2e/", "scripts/test_check_cluster.py", "scripts/test_slurm.py")
-MANY_SEEDS = "sim/test_many_seeds.py"  # comes last of all, and in a tier only waits
+MANY_SEEDS = "sim/test_many_seeds.py"  # the last test; in a tier it only waits for the process of pytest_sessionstart
 IN_BOTH = (
     "e2e/test_drill.py::test_two_ranks_a_group[fsdp]",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
@@ -66,15 +66,15 @@ IN_BOTH = (
 
 @pytest.fixture
 def cleanup() -> Iterator[ExitStack]:
-    """Closes what a test has opened, the newest first."""
+    """An ExitStack that is closed after the test."""
     with ExitStack() as stack:
         yield stack
 
 
-if find_spec("hypothesis"):  # absent where only tests/gpu run
+if find_spec("hypothesis"):  # not installed where only tests/gpu run
     from hypothesis import settings
 
-    settings.load_profile("ci")  # the same examples in each run, no deadline in milliseconds
+    settings.load_profile("ci")  # the same examples in each run, without a deadline
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _first_tier(config: pytest.Config) -> bool:
-    """A worker of pytest-xdist is told: it gets the paths of its controller as arguments."""
+    """Returns True if this session runs only the first tier. A pytest-xdist worker gets that from its controller."""
     if hasattr(config, "workerinput"):
         return bool(config.workerinput["first_tier"])
     return not config.option.all and config.args_source is not pytest.Config.ArgsSource.ARGS
@@ -105,13 +105,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def many_seeds_command(config: pytest.Config) -> list[str]:
-    """tests/sim/test_many_seeds.py: all cores, for some minutes."""
+    """Returns the command of tests/sim/test_many_seeds.py, which uses all cores for some minutes."""
     count = os.environ.get("PHAROS_SEEDS", "1000" if config.option.all else "50")
     return [sys.executable, "-m", "tests.simulator", "--seeds", count]
 
 
 def _yield_to_others(parent: int) -> None:
-    """Gives a new process the lowest priority, and the end of its parent."""
+    """Gives a new process the lowest priority, and makes it die with its parent."""
     die_with(parent)
     os.setsid()
     os.nice(19)
@@ -120,14 +120,14 @@ def _yield_to_others(parent: int) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Plays the many seeds beside a whole tier: they wait for nothing, and take what the tests leave of the cores. Their test reads the end
-    of their output, which is locked until then."""
+    """Starts the simulation of many seeds in the background of a whole tier, at the lowest priority. Its test waits for the lock of its
+    output, and reads the result."""
     config = session.config
     tier = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.keyword
     if not tier or not config.getoption("numprocesses", None):
         return
     with tempfile.NamedTemporaryFile(prefix="pharos-seeds-", delete=False) as output:
-        fcntl.flock(output, fcntl.LOCK_EX)  # shared with the process, and so held until it ends
+        fcntl.flock(output, fcntl.LOCK_EX)  # inherited by the process, so locked until it ends
         process = subprocess.Popen(
             many_seeds_command(config),
             cwd=ROOT,
@@ -181,7 +181,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 if find_spec("torch") is None:
-    # What a run needs is not here, so the tests that need it are skipped. A module of ours that is missing stays an error.
+    # Tests that import a missing package are skipped. A missing module of this repository is an error.
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(

@@ -1,4 +1,4 @@
-"""Costs are counted here, not timed: calls of functions in this thread."""
+"""Counts calls of functions in this thread, as a measure of cost without timing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def counting(*functions: Callable[..., Any]) -> Iterator[Counter[str]]:
-    """Counts the calls of these functions, by name; under "" all calls, of Python's and of C's functions."""
+    """Yields the number of calls of each of these functions, by name; under "" that of all Python and C functions."""
     codes = {function.__code__: function.__name__ for function in functions}
     calls = Counter[str]()
 

@@ -1,4 +1,4 @@
-"""The table of tests/README.md: torchft's tests, and which of ours show the same."""
+"""Parses the table of tests/README.md: torchft's tests, and the tests of this repository that show the same."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ OURS = re.compile(r"`([\w/]+\.(?:py|txt))::(\w+)`")  # a test, or a transcript b
 @dataclass(frozen=True)
 class Row:
     file: str  # of torchft
-    names: tuple[str, ...]  # of its tests, without test_; files where a file is left out as a whole
-    text: str  # what stands beside them
+    names: tuple[str, ...]  # of its tests, without test_; or a file name, if a whole file is left out
+    text: str  # second column
 
     @property
     def ours(self) -> list[tuple[str, str]]:
-        """(file below tests/, name)."""
+        """The tests of this repository: (file below tests/, name)."""
         return OURS.findall(self.text)
 
 
 def rows() -> list[Row]:
-    """Of all tables below the headings `### FILE`."""
+    """Returns the rows of all tables below headings `### FILE`."""
     found, file = [], ""
     for line in README.read_text(encoding="utf-8").splitlines():
         if line.startswith("### "):

@@ -1,4 +1,4 @@
-"""Software that tests bring; packages of the system only where that is wanted, for this may be somebody's own machine."""
+"""Installs software for tests; system packages only with the user's permission."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class Unavailable(Exception):
-    """It cannot be had here, and why."""
+    """Software is not available; the message has the reason."""
 
 
 def once(folder: Path, fill: Callable[[], None]) -> Path:
-    """The folder, which the first call has `fill` make, whole or not at all. Raises Unavailable."""
+    """Returns `folder`; the first call creates it with `fill`, atomically. Raises Unavailable."""
     try:
         folder.parent.mkdir(exist_ok=True)
         with (folder.parent / "lock").open("w") as lock:
@@ -21,14 +21,14 @@ def once(folder: Path, fill: Callable[[], None]) -> Path:
             if not folder.is_dir():
                 fill()
     except OSError as error:
-        raise Unavailable(f"no place for it: {error}") from None
+        raise Unavailable(f"cannot be written: {error}") from None
     return folder
 
 
 def refusal() -> str:
-    """Why nothing may be installed here, and how to have it; "": it may."""
+    """Returns the reason why nothing may be installed, and the remedy; "" if it may."""
     if os.environ.get("PHAROS_NO_INSTALL") == "1":
         return "PHAROS_NO_INSTALL=1"
     if os.environ.get("CI") == "true" or os.environ.get("PHAROS_TEST_INSTALL") == "1":
         return ""
-    return "PHAROS_TEST_INSTALL=1 lets the tests bring it with apt-get, as CI=true does"
+    return "PHAROS_TEST_INSTALL=1 or CI=true lets the tests install it with apt-get"

@@ -1,4 +1,4 @@
-"""Waits for a state that another thread or process brings about."""
+"""Waits for a condition that a different thread or process makes true."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def in_time(true: Callable[[], object], limit_s: float = 30.0) -> bool:
-    """Returns True once `true` holds, False after `limit_s`, which leaves room for a busy machine, and is below pytest's own limit."""
+    """Returns True once `true` holds, False after `limit_s`, which allows for a busy machine and is below pytest's timeout."""
     until_s = time.monotonic() + limit_s
     while not true():
         if time.monotonic() > until_s:

@@ -1,4 +1,4 @@
-"""docs/config.md, a table of every section: `make docs`."""
+"""Writes docs/config.md, a table per section (`make docs`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HEAD = """\
 # Settings
 
-Made from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
+Generated from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
 
 A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
-alone for true. Strings need no quotes there; lists and tables are written as TOML. A key that is in neither has the
-default below. The keys of `[model]` are those of `models/llama.py`; another `model.name` brings its own.
+without a value for true. Strings on the command line need no quotes; lists and tables are written as TOML. A key that
+is not given has its default. The keys of `[model]` are those of `models/llama.py`; a different `model.name` has its own.
 """
 
 

@@ -1,12 +1,12 @@
-"""Call trace of one steady training step: each entry into a Python function of this repository, on the trainer's thread.
+"""Traces the calls of one steady training step: each entry into a Python function of this repository, on the trainer's thread.
 
     python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--tree] [--write PAGE] [--section.key value ...]
 
-Starts a lighthouse and as many replica groups of one rank on this machine (`--groups 1`: training alone, without either), traces
-`Run.train_step` of the first group at that step with sys.setprofile, and prints the number of calls, distinct functions, files and the
-greatest depth, `train_step` itself not counted. Model, data and metrics are left out, with all that they call: `EXCLUDED`; and so are
-comprehensions and generator expressions, which some versions of Python give a frame. `--tree` prints the calls, nested; `--write` makes a
-page of them (docs/one_step.md), with a digest by which a test sees that it is out of date. Exit code: 0; 1 where a group did not end.
+Starts a lighthouse and replica groups of one rank on this machine (`--groups 1`: without fault tolerance), traces `Run.train_step` of the
+first group at the given step with sys.setprofile, and prints the number of calls, distinct functions and files, and the maximum depth,
+without `train_step` itself. Not traced: `EXCLUDED` modules (model, data, metrics) with all their calls, and comprehensions and generator
+expressions, which are frames only in some versions of Python. `--tree` prints the calls, nested; `--write` writes docs/one_step.md, with a
+digest that a test compares. Exit code: 0; 1 if a group failed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LIMIT_S = 300.0
 PAGE = """\
 # One training step, call by call
 
-Written by `make one_step`; do not edit. Each line is an entry into a function of this repository during one steady step, on the
-trainer's thread, with its file; indented below the function that it was called from. Repeated neighbours are one line with their number.
-Model, data and metrics are left out, and so are the other processes: the group's server and the lighthouse.
+Written by `make one_step`; do not edit. Each line is a call of a function of this repository during one steady step, on the trainer's
+thread, with its file, indented below its caller. Equal consecutive calls are one line with their number.
+Not traced: model, data, metrics, and the other processes (the group's server and the lighthouse).
 
 ```
 {tree}
@@ -44,13 +44,13 @@ Model, data and metrics are left out, and so are the other processes: the group'
 
 In all: {totals}.
 
-`Run.train_step` in `train.py`, which calls the outermost ones, is not counted. {digest} is a digest of the names that these
-functions call: when it no longer fits, a test says so.
+`Run.train_step` in `train.py`, which makes the outermost calls, is not counted. {digest} is a digest of the names that these
+functions call; a test fails when it is out of date.
 """
 
 
 class TracedCall(NamedTuple):
-    """One entry. `depth`: the frames of this repository above it, from `train_step` on."""
+    """A call of a function. `depth`: number of frames of this repository above it, from `train_step` on."""
 
     depth: int
     file: str
@@ -58,11 +58,11 @@ class TracedCall(NamedTuple):
 
 
 class Tracer:
-    """A profile function for sys.setprofile. A generator's frame is entered anew each time that it is resumed."""
+    """A profile function for sys.setprofile. Each resumption of a generator counts as a call."""
 
     def __init__(self) -> None:
         self.calls: list[TracedCall] = []
-        # frames of this repository, and whether they lie under an excluded one
+        # frames of this repository, and whether they are excluded or below an excluded frame
         self._stack: list[tuple[FrameType, bool]] = []
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
@@ -81,8 +81,8 @@ class Tracer:
             self._stack.pop()
 
 
-def member(argv: list[str], at: int, out: Path) -> int:
-    """A trainer that writes the calls of its step `at`."""
+def run_group(argv: list[str], at: int, out: Path) -> int:
+    """Runs train.py, and writes the calls of step `at` to `out`."""
     import train
 
     step_of = train.Run.train_step
@@ -96,7 +96,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
             return step_of(self)
         finally:
             sys.setprofile(None)
-            # The first one is train_step; the last ones are of this function's own end.
+            # without the first call, which is that of train_step itself
             out.write_text(json.dumps(tracer.calls[1:]))
 
     train.Run.train_step = train_step  # type: ignore[method-assign]
@@ -104,7 +104,7 @@ def member(argv: list[str], at: int, out: Path) -> int:
 
 
 def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list[TracedCall]:
-    """Calls of that step, in order. Raises RuntimeError where a group fails."""
+    """Runs the groups and returns the calls of `step`, in order. Raises RuntimeError if a group fails."""
     from ft.compat.lighthouse import LighthouseServer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
             for group in range(groups)
         ]
         try:
-            said = [process.communicate(timeout=LIMIT_S)[0] for process in running]
+            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in running]
         finally:
             for process in running:
                 process.kill()
@@ -140,18 +140,18 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
             if lighthouse:
                 lighthouse.shutdown()
         if any(process.returncode for process in running):
-            raise RuntimeError("\n".join(text[-2000:] for text in said))
+            raise RuntimeError("\n".join(text[-2000:] for text in outputs))
         return [TracedCall(*call) for call in json.loads(out.read_text())]
 
 
 def tree(calls: list[TracedCall]) -> list[str]:
-    """Nested lines; neighbours of one depth and name become one line with their number."""
+    """Returns indented lines; equal consecutive calls become one line with their number."""
     runs = groupby(f"{'  ' * (call.depth - 1)}{call.function}  {call.file}" for call in calls)
     return [line + (f"  x{count}" if (count := len([*same])) > 1 else "") for line, same in runs]
 
 
 def digest_of(functions: Iterable[tuple[str, str]]) -> str:
-    """Digest of the names that each of these functions calls, except properties and calls by a library. LookupError: one is gone."""
+    """Digests the names that each function calls (no properties, no calls by libraries). Raises LookupError: a function is missing."""
     digest, trees = hashlib.sha256(), dict[str, ast.AST]()
     for file, function in sorted(functions):
         if file not in trees:
@@ -172,7 +172,7 @@ def digest_of(functions: Iterable[tuple[str, str]]) -> str:
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--member"]:
-        return member(argv[3:], int(argv[1]), Path(argv[2]))
+        return run_group(argv[3:], int(argv[1]), Path(argv[2]))
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", nargs="?", default="configs/llama.toml")
     parser.add_argument("--groups", type=int, default=3)

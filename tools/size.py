@@ -1,8 +1,8 @@
-"""Lines of each package, of its tests, and of the core: what a reader has before them (`make size`).
+"""Counts lines of code: of each package, of the tests, and of the core (`make size`).
 
-The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, wherever it
-lies, less ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, is imported, too, and so is a
-package with all its modules where the name is made at run time ("models.{name}").
+The core is every Python module of this repository that train.py (without --explain), the Manager or a lighthouse can import, without
+ft/compat, ft/dashboard and generated code. A module that is named in a string, as for `python -m`, counts as imported; so do all modules
+of a package if the name is built at run time ("models.{name}").
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def length(name: str) -> int:
 
 
 def modules(roots: tuple[str, ...]) -> set[str]:
-    """Files of the core, as paths from the root."""
+    """Returns the files that `roots` import, directly or indirectly, as paths from the repository root."""
     found, left = set[str](), list(roots)
     while left:
         name = left.pop()
@@ -57,7 +57,7 @@ def modules(roots: tuple[str, ...]) -> set[str]:
 
 
 def _imports(name: str) -> Iterator[str]:
-    """Dotted names that this file may import; some name an attribute of a module."""
+    """Yields dotted names that this file may import; the last part may be an attribute of a module."""
     tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
     for_types = {
         id(inside)
@@ -81,7 +81,7 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _files(module: str) -> Iterator[str]:
-    """Files of the module and of the packages that it lies in."""
+    """Yields the files of a module and of its parent packages."""
     parts = module.split(".")
     if parts[-1] == "*" and (ROOT / Path(*parts[:-1])).is_dir():
         yield from (path.relative_to(ROOT).as_posix() for path in (ROOT / Path(*parts[:-1])).glob("*.py"))
@@ -91,7 +91,7 @@ def _files(module: str) -> Iterator[str]:
 
 
 def functions(core: list[str]) -> str:
-    """Mean length of the core's functions, its short files, and private functions that are called from one place."""
+    """Describes the core's functions: mean length, number of private functions with one call, number of short files."""
     lengths, private, used = list[int](), Counter[str](), Counter[str]()
     for name in core:
         tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
@@ -107,13 +107,13 @@ def functions(core: list[str]) -> str:
     once = sum(count for name, count in private.items() if used[name] <= 1)
     mean = sum(lengths) / len(lengths)
     return (
-        f"{len(lengths)} functions, {mean:.1f} lines in the mean; {once} of {sum(private.values())} private ones used once; "
+        f"{len(lengths)} functions, {mean:.1f} lines on average; {once} of {sum(private.values())} private ones used once; "
         f"{sum(length(name) < 60 for name in core)} files under 60 lines"
     )
 
 
 def coupling(files: list[str]) -> str:
-    """Uses of the code's private names in tests, and attributes that tests replace (environment and working directory are no code)."""
+    """Counts uses of private names in tests, and attributes that tests replace (not environment variables and working directory)."""
     private, uses, patches = set[str](), Counter[str](), Counter[str]()
     trees = {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in files}
     for name, tree in trees.items():

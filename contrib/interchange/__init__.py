@@ -1,1 +1,1 @@
-"""The parts of scripts/hf.py: published weights to checkpoints and back."""
+"""Implementation of scripts/hf.py: converts published weights to checkpoints and back."""

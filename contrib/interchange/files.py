@@ -1,7 +1,8 @@
-"""Folders of published weights: they appear whole or not at all; tensors are checked before they are read, and read and written one by one.
+"""Reads and writes folders of published weights: writes atomically, checks all headers before reading values, one tensor in memory at a
+time.
 
-The format (safetensors): 8 bytes, the header's length, little-endian; the header in JSON, {name: {"dtype", "shape", "data_offsets":
-[begin, end]}}; the values, row by row, back to back.
+The format (safetensors): 8 bytes with the length of the header, little-endian; the header in JSON, {name: {"dtype", "shape",
+"data_offsets": [begin, end]}}; the values in row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 from training.appended import sync_path, try_lock
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # what can be read and written
+CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # supported dtypes
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_SHOWN = 3
@@ -44,7 +45,7 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class Found:
-    """One tensor of a file, by its header."""
+    """A tensor in a file, as described by the header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -55,23 +56,23 @@ class Found:
 
 
 class Weights:
-    """The tensors of a folder. Headers are read at once, values by `read`."""
+    """The tensors of a folder. The constructor reads headers, `read` the values."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError for a folder without weights, a file that is not whole, and an index that does not fit its files."""
+        """Raises ValueError: a folder without weights, an incomplete file, or an index that does not match its files."""
         single, index = folder / SINGLE, folder / INDEX
         self.listed = single if single.exists() else index
         self.found: dict[str, Found] = {}
         if single.exists() and index.exists():
-            raise ValueError(f"{folder}: holds {SINGLE} and {INDEX}: two sets of weights; remove one")
+            raise ValueError(f"{folder}: has {SINGLE} and {INDEX}, two sets of weights; remove one")
         if single.exists():
             self._add(single, None)
             return
         if not index.exists():
             pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-            hint = "is a pickle, which may run code and is not read: save it as safetensors"
+            hint = "is a pickle, which could execute code and is not read; save it as safetensors"
             hint = f"; {pickles[0]} {hint}" if pickles else ""
-            raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}{hint}")
+            raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}{hint}")
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise ValueError(f"{index}: has no weight_map, the file of each tensor")
@@ -82,8 +83,8 @@ class Weights:
             self._add(folder / file, {name for name, at in where.items() if at == file})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> None:
-        """Raises ValueError unless these tensors are there with these shapes, all of the dtype `code` ("": of any that can be read), and
-        no others but those whose name ends with `ignore`."""
+        """Raises ValueError unless the tensors are exactly `wanted` (name -> shape), all of dtype `code` ("": any supported dtype). Tensors
+        whose name ends with `ignore` are ignored."""
         problems = []
         for name, shape in wanted.items():
             found = self.found.get(name)
@@ -103,10 +104,10 @@ class Weights:
         raise_all(problems)
 
     def read(self, name: str) -> Tensor:
-        """The values, mapped from the file."""
+        """Returns the tensor, memory-mapped if possible."""
         with safe_open(self.found[name].file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
-        # torch.save writes the storage, and whether that is the tensor's own or the whole file's is the package's business.
+        # torch.save writes the whole storage, which in some versions of the package is the whole file: then copy the tensor.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
     def _add(self, file: Path, expected: set[str] | None) -> None:
@@ -127,16 +128,16 @@ class Weights:
             raise ValueError(f"{file}: cannot be read: {error}") from None
         if expected is None:
             return
-        problems = [f"{file}: {name}: missing; {INDEX} says that it is in there" for name in sorted(expected - names)]
+        problems = [f"{file}: {name}: missing; {INDEX} lists it for this file" for name in sorted(expected - names)]
         problems += [
-            f"{file}: {name}: {self.found[name]}, of which {INDEX} does not say that it is in there"
+            f"{file}: {name}: {self.found[name]}, which {INDEX} does not list for this file"
             for name in sorted(names - expected)
         ]
         raise_all(problems)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ValueError if the file is missing, or does not hold a table."""
+    """Reads a JSON object. Raises ValueError: no such file, or not a JSON object."""
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -148,19 +149,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
     if not isinstance(body, dict):
-        raise ValueError(f"{path}: must hold a table, {{...}}")
+        raise ValueError(f"{path}: must be a JSON object, {{...}}")
     return body
 
 
 def raise_all(problems: Sequence[str]) -> None:
-    """Raises one ValueError that names the first few of them."""
+    """Raises one ValueError with the first few problems, if there are any."""
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise ValueError("; ".join(problems[:_MAX_SHOWN]) + more)
 
 
 def _diagnosis(file: Path) -> str:
-    """Why the package refuses a file: the tensor, or how many bytes there are and should be."""
+    """Returns why a file is not valid: the tensor with a wrong size, or actual and expected number of bytes."""
     size_bytes = file.stat().st_size
     actual = f"it has {size_bytes:,} bytes"
     try:
@@ -174,18 +175,18 @@ def _diagnosis(file: Path) -> str:
             code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             needed = math.prod(shape) * _WIDTHS.get(code, 0)
             if code in _WIDTHS and needed != end - begin:
-                return f"{name}: {code} {shape} takes {needed:,} bytes, and its header gives it {end - begin:,}"
+                return f"{name}: {code} {shape} takes {needed:,} bytes, but has {end - begin:,} by its header"
             ends.append(end)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # whatever it holds, it is no header
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not a valid header
         return actual
     return f"{actual}, expected {8 + length + max(ends):,} by its header" if header else actual
 
 
-# Tensors that are to be written are given by name, on the meta device: their shapes and dtypes
+# Tensors to write are given by name, on the meta device, for their shapes and dtypes
 
 
 def shards(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(file name, its tensors): in their order, no file above the limit but for one tensor that is."""
+    """Yields (file name, tensors), in order. Only a file with a single tensor may exceed the limit."""
     parts: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
         if parts[-1] and sum(each.nbytes for each in [*parts[-1].values(), tensor]) > limit_bytes:
@@ -205,7 +206,8 @@ def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """In the memory of one tensor, unlike safetensors' own. `make(name)` is called once for each, in order. Raises OSError."""
+    """Writes a file with one tensor in memory at a time, unlike safetensors' writer. Calls `make(name)` once per tensor, in order, and
+    `written(bytes)` after each. Raises OSError."""
     begin, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for name, tensor in tensors.items():
@@ -223,23 +225,23 @@ def write_file(
             del values
             written(tensor.nbytes)
         stream.flush()
-        os.fsync(stream.fileno())  # a shard at a time: the progress is that of the disk
+        os.fsync(stream.fileno())  # per file, so that the progress is that of the disk
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(tensors), path
 
 
 @contextmanager
 def landing(out: Path) -> Iterator[Path]:
-    """An empty folder to fill; it becomes `out` when the block ends well, with all of it on the disk, and is removed when it does not.
-    Leftovers of a killed process are removed. Raises ValueError if `out` is there, or another process is filling it."""
+    """Yields an empty folder, which is synced and renamed to `out` when the block succeeds, and removed when it fails. Removes leftovers of
+    a killed process. Raises ValueError if `out` exists, or if a different process is writing it."""
     refuse(out)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:
         if try_lock(descriptor) is False:
-            raise ValueError(f"{out}: another process is writing it; wait for it, or name another folder")
-        refuse(out)  # the other process may have ended in between
+            raise ValueError(f"{out}: a different process is writing it; wait for it, or name a different folder")
+        refuse(out)  # a different process may have completed it in between
         try:
             for path in partial.iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -259,9 +261,9 @@ def landing(out: Path) -> Iterator[Path]:
 def refuse(out: Path) -> None:
     """Raises ValueError if the path exists, has no name, or lies below a file."""
     if not out.name or out.name == "..":
-        raise ValueError(f"{out}: must be the name of a folder that is not there yet")
+        raise ValueError(f"{out}: must be the name of a new folder")
     if out.exists() or out.is_symlink():
-        raise ValueError(f"{out}: is there already; remove it, or name another folder")
+        raise ValueError(f"{out}: exists; remove it, or name a different folder")
     for parent in out.absolute().parents:
         if parent.exists():
             if not parent.is_dir():

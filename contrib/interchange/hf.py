@@ -1,10 +1,10 @@
-"""A folder of published Llama weights -> a checkpoint that a run begins with, and back: a run, or one checkpoint -> such a folder.
+"""Imports a folder of published Llama weights as a checkpoint that a run starts from, and exports a run's checkpoint as such a folder.
 
-All checks come first; then one tensor after the other is written into OUT.partial, which becomes OUT at the end. Of an import:
+All checks come first; then tensors are written one by one into OUT.partial, which is renamed to OUT at the end. An import writes:
 
-    OUT/config.toml          settings: [model] by config.json, the rest by --config, checkpoint.initial_load_path
+    OUT/config.toml          settings: [model] from config.json, the rest from --config, checkpoint.initial_load_path
     OUT/checkpoint/step-0/   the weights, as scripts/make_seed_checkpoint.py writes them
-    OUT/tokenizer/           the tokenizer's files, where there are any
+    OUT/tokenizer/           the tokenizer's files, if there are any
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest,
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
-FREQUENCIES = "freqs_cis"  # the model's one buffer, which is computed
+FREQUENCIES = "freqs_cis"  # the model's only buffer; computed, not read
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -51,11 +51,11 @@ class PublishedWeights:
     published: Published
     entries: tuple[Entry, ...]
     weights: Weights
-    dtype: torch.dtype  # of the checkpoint
+    dtype: torch.dtype  # of the checkpoint to write
 
 
 def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log: Log) -> None:
-    """Writes OUT, or raises ValueError, OSError or CheckpointFailed. `dtype` "": as the files have it."""
+    """Writes OUT. `dtype` "": that of the files. Raises ValueError, OSError, CheckpointFailed."""
     files.refuse(out)
     source = check_published(folder, dtype=dtype)
     published, model = source.published, source.published.config
@@ -64,15 +64,15 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
     log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
     if published.tied:
-        log.info("import    tied embeddings: the output gets a copy of them; in training the two go apart")
+        log.info("import    tied embeddings: the output gets a copy; training updates the two separately")
     if any(name.endswith(DERIVED) for name in source.weights.found):
-        log.info("import    *%s is not read: it follows from rope_theta", DERIVED)
+        log.info("import    *%s is not read: it is computed from rope_theta", DERIVED)
     if published.unknown:
-        cause = "not known to a Llama, here or in transformers, and not used"
+        cause = "unknown for a Llama, here and in transformers; ignored"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
     if not (folder / TOKENIZER).is_file():
-        log.warning("%s: no %s: set model.tokenizer_path in %s/config.toml before it is used", folder, TOKENIZER, out)
-    # On the meta device: names, sizes and dtypes. The model itself is not built, as torch would load its compiler to initialise even that
+        log.warning("%s: no %s: set model.tokenizer_path in %s/config.toml before training", folder, TOKENIZER, out)
+    # On the meta device, for shapes and dtypes. The model is not built, since its initialization would import torch's compiler
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
     tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
     entries = {f"model.{entry.ours}": entry for entry in source.entries}
@@ -101,7 +101,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         checkpoint_files.publish(checkpoints, manifest)
         (partial / "config.toml").write_text(to_toml(config), encoding="utf-8")
     keys = [f"{name} = {to_text(value)}" for name, value in vars(config.model).items()]
-    log.info("%s is written; these settings fit it:\n\n%s\n", out, "\n".join(["[model]", *keys]))
+    log.info("%s is written, with these settings:\n\n%s\n", out, "\n".join(["[model]", *keys]))
     log.info("train     ./scripts/run_train.sh %s --training.seq_len ... --optimizer.lr ...", out / "config.toml")
     log.info("text      python scripts/generate.py %s --prompt ...", out)
     if (most := published.max_positions) > seq_len:
@@ -111,7 +111,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
 def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
     """Runs every check that needs the files. Raises ValueError, which names the file and the cause."""
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; it should hold config.json and *.safetensors (nothing is fetched)")
+        raise ValueError(f"{folder}: no such folder; must have config.json and *.safetensors (nothing is downloaded)")
     config_json = folder / "config.json"
     body = read_json(config_json)
     try:
@@ -135,7 +135,7 @@ def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
     weights.check(wanted, code=code, ignore=DERIVED, architecture=f"{ARCHITECTURE} of {layers}")
     if published.tied and HEAD in weights.found and not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
         raise ValueError(
-            f"{weights.found[HEAD].file}: {HEAD}: other values than {EMBEDDING}, expected the same, as config.json says "
+            f"{weights.found[HEAD].file}: {HEAD}: values differ from {EMBEDDING}; must be equal, as config.json has "
             "tie_word_embeddings = true"
         )
     if (folder / TOKENIZER).is_file():
@@ -145,23 +145,23 @@ def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
             raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
         if known > vocab_size:
             raise ValueError(
-                f"{folder / TOKENIZER}: {known} ids, and config.json says vocab_size = {vocab_size}; it must be at least as large"
+                f"{folder / TOKENIZER}: {known} ids, but config.json has vocab_size = {vocab_size}; must be at least as large"
             )
     stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
     return PublishedWeights(published, entries, weights, getattr(torch, dtype or stored))
 
 
 def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfig:
-    """Settings of the run that begins with OUT: [model] is the weights', all else the file's. Raises ValueError."""
+    """Returns the settings of a run that starts from OUT: [model] of the weights, the rest from the file. Raises ValueError."""
     base = load([str(config_file)])
     name = out.name
     if (Path(base.job.dump_folder) / name).absolute() == out.absolute():
-        name += "-run"  # a run does not begin in the folder of what it begins with
+        name += "-run"  # the run's folder must differ from OUT
     checkpoint = replace(
         base.checkpoint,
         initial_load_path=str(step_folder(out / base.checkpoint.folder, 0)),
-        exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that another training.seq_len may be chosen
-        create_seed_checkpoint=False,  # OUT is one
+        exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that training.seq_len can be changed
+        create_seed_checkpoint=False,  # OUT has one
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer"))
     config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
@@ -170,7 +170,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
 
 
 class TensorByTensor(FileSystemReader):
-    """A view of a checkpoint in the memory of one tensor, for one process. Unpickles, so verify the digest of its .metadata first."""
+    """Reads a checkpoint tensor by tensor, in one process. Unpickles .metadata, so verify its digest first."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -179,11 +179,11 @@ class TensorByTensor(FileSystemReader):
         self.tensors = {name: value for name, value in saved.items() if isinstance(value, TensorStorageMetadata)}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the metadata, read once: of a run on hundreds of ranks that takes seconds."""
+        """Returns the cached metadata, since reading that of hundreds of ranks takes seconds."""
         return self._metadata
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, from all its shards, on the CPU and in the dtype it was saved in. Raises OSError."""
+        """Returns the unsharded tensor, on the CPU and in its saved dtype. Raises OSError."""
         saved = self.tensors[name]
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         if problem := checkpoint_dcp.read({name: tensor}, Path(self.path), group=None, reader=self):
@@ -193,7 +193,7 @@ class TensorByTensor(FileSystemReader):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose digests and sizes have been compared."""
+    """A checkpoint whose digests and shapes have been verified."""
 
     path: Path
     model: llama.Config
@@ -207,14 +207,14 @@ class Checkpoint:
 
 
 def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
-    """Writes OUT, or raises ValueError, Damaged or OSError. `dtype` "": as it was saved; `max_positions` 0: training.seq_len."""
+    """Writes OUT. `dtype` "": as saved; `max_positions` 0: training.seq_len. Raises ValueError, Damaged, OSError."""
     files.refuse(out)
-    log.info("export    %s is compared with its digests", run)
+    log.info("export    verifying the digests of %s", run)
     checkpoint = check_run(run, step=step, dtype=dtype)
-    beside, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
+    copied, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
-    # Tied: embedding and output are the same bits. By digests, as both at once would be twice the largest tensor
+    # Tied if embedding and output have equal bits. Compares digests, as both tensors would take twice the memory
     ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
     tied = len({hashlib.sha256(checkpoint.read(end).view(torch.uint8).numpy().data).digest() for end in ends}) == 1
     entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
@@ -232,7 +232,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     with files.landing(out) as partial:
         for part, its in parts:
             files.write_file(partial / part, its, make, progress.add)
-        for name, file in beside.items():
+        for name, file in copied.items():
             shutil.copyfile(file, partial / name)
         body = llama_hf.write_config(
             checkpoint.model,
@@ -245,7 +245,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
         texts["config.json"] = json.dumps(body, indent=2) + "\n"
         if len(parts) > 1:
             texts[files.INDEX] = files.index_json(parts)
-        if files.GENERATION not in beside:  # else the model's own is copied
+        if files.GENERATION not in copied:  # else the file of the tokenizer's folder is copied
             texts[files.GENERATION] = json.dumps({"_from_model_config": True, **special}, indent=2) + "\n"
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
@@ -253,15 +253,15 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
 
 
 def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
-    """Runs every check that needs the checkpoint. `run` is a run's folder or one checkpoint in it. Raises ValueError, Damaged."""
+    """Runs every check that needs the checkpoint. `run`: a run's folder, or a checkpoint in it. Raises ValueError, Damaged."""
     path = run if (run / ".metadata").is_file() else None
-    # Above a checkpoint: checkpoint.folder, which may be one in another, and the run's
+    # Parents of a checkpoint: checkpoint.folder, which may be nested, and the run's folder
     folders = run.absolute().parents[:3] if path else [run]
     settings = next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
     if path and step >= 0:
-        raise ValueError(f"--step {step}: {run} is one checkpoint; name the run's folder")
+        raise ValueError(f"--step {step}: {run} is a checkpoint; name the run's folder instead")
     if settings is None:
-        of_checkpoint = f"in no folder just above is a {FILE_NAME}, which would say what model this is"
+        of_checkpoint = f"no parent folder has a {FILE_NAME}, which describes the model"
         other = f"neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
         raise ValueError(f"{run}: {of_checkpoint if path else other}")
     if path:
@@ -269,7 +269,7 @@ def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
     config = load([str(settings)])
     model = config.model
     if model.name != "llama" or not isinstance(model, llama.Config):
-        raise ValueError(f'{settings}: model.name = "{model.name}": what can be published: "llama"')
+        raise ValueError(f'{settings}: model.name = "{model.name}": must be "llama"')
     path = path or checkpoint_of(run / config.checkpoint.folder, step, who="hf")
     reader = TensorByTensor(path)
     table = reader.tensors.get("model.tok_embeddings.weight")
@@ -284,44 +284,44 @@ def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
             problems.append(f"{path}: {entry.ours}: shape {list(saved.size)}, expected {expected} by {settings}")
     known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
     others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
-    problems += [f"{path}: {name.removeprefix('model.')}: no part of the model of {settings}" for name in others]
+    problems += [f"{path}: {name.removeprefix('model.')}: not in the model of {settings}" for name in others]
     files.raise_all(problems)
     dtypes = {reader.tensors[f"model.{entry.ours}"].properties.dtype for entry in entries}
     if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
-        held = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"{path}: holds {held}; --dtype bfloat16 or float32 makes one of them")
-    # The positions that the weights were trained with are those that config.json will describe
+        saved_as = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"{path}: has {saved_as}; choose one with --dtype bfloat16 or float32")
+    # The rotary embedding of the training must be the one that config.json describes
     if f"model.{FREQUENCIES}" in reader.tensors:
         angles = reader.read(f"model.{FREQUENCIES}")
-        tolerance = 1e-5 if angles.dtype == torch.float32 else 1e-2  # rounded where weights are saved alone in 16 bits
+        tolerance = 1e-5 if angles.dtype == torch.float32 else 1e-2  # rounded if only weights were saved, in 16 bits
         if not torch.allclose(angles.float(), llama.rotary_table(model, len(angles)), rtol=0, atol=tolerance):
             raise ValueError(
-                f"{path}: {FREQUENCIES}: other rotations than {settings} gives by model.rope_*: trained with other settings"
+                f"{path}: {FREQUENCIES}: differs from the rotary embedding by model.rope_* in {settings}; trained with different settings"
             )
     return Checkpoint(path, model, config.training.seq_len, entries, reader, dtypes.pop())
 
 
 def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:
-    """(files to copy by their published names, bos_token_id and so on). Raises ValueError for a file that cannot be used."""
-    beside, special = dict[str, Path](), dict[str, Any]()
+    """Returns (published name -> file to copy, special token ids). Raises ValueError for an unusable file."""
+    copied, special = dict[str, Path](), dict[str, Any]()
     if path:  # model.tokenizer_path is a file or its folder
         given = Path(path).expanduser()
         file = given / TOKENIZER if given.is_dir() else given
-        beside = {TOKENIZER: file} if file.is_file() else {}
-        beside |= {each.name: each for each in files.tokenizer_files(file.parent) if each.name != TOKENIZER}
-    if not path or TOKENIZER in beside:
+        copied = {TOKENIZER: file} if file.is_file() else {}
+        copied |= {each.name: each for each in files.tokenizer_files(file.parent) if each.name != TOKENIZER}
+    if not path or TOKENIZER in copied:
         tokenizer = build_tokenizer(path)
-        # around each document it was trained on
+        # tokens around each document in training
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     else:
-        log.warning('model.tokenizer_path = "%s": there is no such file, so %s has no %s', path, out, TOKENIZER)
-    drawing = read_json(beside[files.GENERATION]) if files.GENERATION in beside else {}
-    return beside, {**special, **{name: drawing[name] for name in _IDS if drawing.get(name) is not None}}
+        log.warning('model.tokenizer_path = "%s": no such file, so %s has no %s', path, out, TOKENIZER)
+    generation = read_json(copied[files.GENERATION]) if files.GENERATION in copied else {}
+    return copied, {**special, **{name: generation[name] for name in _IDS if generation.get(name) is not None}}
 
 
 def byte_tokenizer() -> dict[str, str]:
-    """The built-in byte tokenizer as Hugging Face's files: name -> content. Byte-level BPE without a merge gives ByteTokenizer's ids; a
-    BOS comes in front. The character of a byte is GPT-2's: itself where Latin-1 prints it, else one from U+0100 on."""
+    """Returns the built-in byte tokenizer as Hugging Face files: name -> content. Byte-level BPE without merges gives ByteTokenizer's ids,
+    after a BOS. The character of a byte is that of GPT-2: itself if Latin-1 prints it, else one from U+0100 on."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
     special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}

@@ -1,7 +1,7 @@
-"""Becomes a rank: output into the rank's log, an end that follows the launcher's, then the program itself.
+"""Redirects output to the rank's log, arranges that the rank dies with its launcher, and execs the program.
 
 agent.py has torch's agent start `python -IS lifeline.py LAUNCHER_PID PROGRAM ARGUMENT...`, with PHAROS_RANK_LOG set.
-Standard library only and no site, since every rank pays for it: 15 ms.
+Standard library only and no site, because every rank runs it: 15 ms.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def main(launcher: int, command: list[str]) -> None:
     for to, stream in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(to, stream)
     if sys.platform == "linux":
-        # The kernel ends this process when its launcher is killed outright (SIGKILL, out of memory)
+        # The kernel kills this process when its launcher is killed (SIGKILL, out of memory)
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before we asked
+        if os.getppid() != launcher:  # the launcher died before prctl
             sys.exit(1)
     os.execv(command[0], command)
 

@@ -1,8 +1,8 @@
-"""Says what this Python lacks of a lock file's list. Run by install.sh (PHAROS_NO_INSTALL=1) and by run_lighthouse.sh, to see whether a
-training environment serves: python missing.py LOCK...
+"""Prints the requirements of lock files that this Python lacks: python missing.py LOCK... Run by install.sh (PHAROS_NO_INSTALL=1), and by
+run_lighthouse.sh, which uses the training environment if nothing is missing.
 
-Reads the ranges in pyproject.toml, not the pins in the lock files: a container may bring its own versions. Nothing may be
-installed yet, so it needs nothing but the standard library, and no TOML reader, which Python 3.10 does not have.
+Checks the ranges in pyproject.toml, not the pins in the lock files, as a container may bring its own versions. Uses only the standard
+library, as nothing may be installed yet, and no TOML reader, which Python 3.10 lacks.
 Exit code 1, with one line on standard error, if something is missing.
 """
 
@@ -19,20 +19,20 @@ _NEWER = re.compile(r"python_version < '3\.(\d+)'")  # the only marker we use
 
 
 def requirements(text: str, extra: str = "") -> list[tuple[str, str]]:
-    """(name, range) of every line in the list `dependencies`, or of the extra, that applies to this Python."""
+    """Returns (name, range) of each requirement in `dependencies`, or in the extra, that applies to this Python."""
     section = re.search(rf"^{extra or 'dependencies'} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     assert section, f"no list {extra or 'dependencies'} in pyproject.toml"
     found = []
     for name, bounds, marker in re.findall(r'^ +"([\w.-]+)([^";]*)(?:; *([^"]*))?"', section.group(1), re.MULTILINE):
         below = _NEWER.fullmatch(marker)
-        assert below or not marker, f"{name}: a marker that is not understood: {marker}"
+        assert below or not marker, f"{name}: unknown marker: {marker}"
         if not below or sys.version_info[1] < int(below.group(1)):
             found.append((name, bounds))
     return found
 
 
 def lacks(name: str, bounds: str) -> str:
-    """The message about one requirement, ">=a,<b"; empty where it is met. A local part ("+cpu") and pre-release letters do not count."""
+    """Returns a message if the requirement, such as ">=a,<b", is not met, else "". Ignores local parts ("+cpu") and pre-release letters."""
     try:
         installed = version(name)
     except PackageNotFoundError:
@@ -50,7 +50,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main(locks: list[str]) -> int:
     text = PYPROJECT.read_text(encoding="utf-8")
     wanted = dict.fromkeys(one for lock in locks for one in requirements(text, EXTRAS[lock]))
-    missing = [said for name, bounds in wanted if (said := lacks(name, bounds))]
+    missing = [message for name, bounds in wanted if (message := lacks(name, bounds))]
     if missing:
         print(
             f"pharos: PHAROS_NO_INSTALL=1 and {sys.executable} lacks {', '.join(missing)}; "

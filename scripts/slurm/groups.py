@@ -1,15 +1,15 @@
-"""The replica groups of a Slurm job: a lighthouse on its first node, and a step for each group. What train.sbatch becomes.
+"""Runs the replica groups of a Slurm job: a lighthouse on the first node, and a job step per group. train.sbatch execs this program.
 
-    train.sbatch -> here -> ft.rpc.lighthouse_main                   here, on the first node
-                         -> srun ... run_train.sh, once a group      REPLICA_GROUP_ID = 0 ... N-1, on nodes of its own
+    train.sbatch -> groups.py -> ft.rpc.lighthouse_main              on the first node
+                              -> srun ... run_train.sh, per group    REPLICA_GROUP_ID = 0 ... N-1, on its own nodes
 
-A step that ends other than well is started again: on its own nodes or, where Slurm has lost one of them, on a spare. Who asks for the end:
+A job step that fails is restarted on its nodes or, if Slurm has lost one of them, with a spare node instead. Signals that stop the job:
 
-    SIGUSR1 (--signal=B:USR1, the time limit is near)       save, leave, and queue the job again
-    SIGTERM to the steps alone (preemption with GraceTime)  the same: the groups have left, and the last step is not reached
-    SIGTERM (scancel)                                       save and leave
+    SIGUSR1 (--signal=B:USR1, the time limit is near)         save, leave, and requeue the job
+    SIGTERM only to the steps (preemption with GraceTime)     the same: the groups have left before the last training step
+    SIGTERM (scancel)                                         save and leave
 
-A life in which nothing was saved is not followed by another one. Exit code: 0 finished, saved or queued again; 2 bad input; 1 the rest.
+The job is not requeued if it has saved no checkpoint since it began. Exit code: 0 finished, saved or requeued; 2 bad input; 1 other errors.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from scripts.plan import say, whole  # noqa: E402
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-PORTS = range(20000, 32000)  # below those that Linux gives away by itself
-# As run_train.sh is started on each node of a step; Slurm alone knows which of them this is.
+PORTS = range(20000, 32000)  # below Linux's ephemeral ports
+# The command on each node of a job step; only Slurm knows the node's rank in the step.
 RUN_TRAIN = ("bash", "-c", 'NODE_RANK=$SLURM_NODEID exec "$0" "$@"', str(ROOT / "scripts" / "run_train.sh"))
 
 
 @dataclass
 class Nodes:
     job: str
-    addresses: dict[str, str]  # by which Slurm reaches them, by name, in the job's order
+    addresses: dict[str, str]  # node name -> address that Slurm uses, in the job's order
     per_group: int
-    of: dict[str, list[str]]  # by group
-    ask: Callable[..., str]  # of a program of Slurm's, by its command
+    of: dict[str, list[str]]  # replica group -> its nodes
+    ask: Callable[..., str]  # runs a Slurm command and returns its output
     spares: list[str] = field(default_factory=list)
 
     @staticmethod
     def read(env: Mapping[str, str], ask: Callable[..., str]) -> Nodes:
-        """Raises ValueError: they cannot be assigned to that many groups. RuntimeError: Slurm does not answer."""
+        """Assigns the job's nodes to groups. Raises ValueError: too few, or not divisible. RuntimeError: a Slurm command failed."""
         job, per_group = env["SLURM_JOB_ID"], whole(env, "NODES_PER_GROUP", least=1, default=1)
         names = ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()
         most = len(names) // per_group
@@ -76,24 +76,24 @@ class Nodes:
         return Nodes(job, {name: addresses[name] for name in names}, per_group, of, ask, names[groups * per_group :])
 
     def renew(self, group: str) -> str:
-        """Puts spares in the place of nodes that are lost. What has happened; nothing where its nodes are all there."""
+        """Replaces lost nodes of a group by spares. Returns a line for the user, or "" without a change. Raises LookupError: no spare."""
         mine, job = self.of[group], self._of_the_job()
-        # A star: it does not respond
+        # a * after the state: the node does not respond
         silent = {node for node in mine if "*" in self._ask_again("sinfo", "-h", "-n", node, "-o", "%T")}
         lost = [node for node in mine if node not in job or node in silent]
         self.spares = [spare for spare in self.spares if spare in job]
         if len(lost) <= len(self.spares):
             taken = {node: self.spares.pop(0) for node in lost}
-            # In the job's order: the first is the step's node 0, where its ranks meet
+            # In the job's order: the first is node 0 of the step, which hosts the rendezvous
             self.of[group] = sorted((taken.get(node, node) for node in mine), key=list(self.addresses).index)
-            return ", ".join(f"{spare} takes the place of {node}" for node, spare in taken.items())
+            return ", ".join(f"{spare} replaces {node}" for node, spare in taken.items())
         gone = [node for node in mine if node not in job]
         if gone:
             raise LookupError(f"the job has lost {', '.join(gone)}, and has no spare node")
         return ""
 
     def lost(self, group: str) -> bool:
-        """True when Slurm has taken one of its nodes from the job, as dead."""
+        """Returns True if Slurm has removed one of the group's nodes from the job."""
         return not self._of_the_job().issuperset(self.of[group])
 
     def _of_the_job(self) -> set[str]:
@@ -101,7 +101,7 @@ class Nodes:
         return set(self.ask("scontrol", "show", "hostnames", listed).split()) if listed else set(self.addresses)
 
     def _ask_again(self, *command: str) -> str:
-        """Slurm's answer; empty where its controller is away, which ends no job: the question is asked again."""
+        """Returns the output; "" if the controller does not answer, which must not end a job: the caller asks again later."""
         try:
             return self.ask(*command)
         except RuntimeError as error:
@@ -110,7 +110,7 @@ class Nodes:
 
 
 class SlurmStep(replicas.ReplicaSupervisor):
-    """A group, and the srun that runs it: a step of the job."""
+    """A replica group and its srun, which runs it as a job step."""
 
     def __init__(
         self, name: str, argv: Sequence[str], env: Mapping[str, str], log: Path, restarts: int, nodes: Nodes
@@ -132,9 +132,9 @@ class SlurmStep(replicas.ReplicaSupervisor):
             "--export=ALL",
             "--mem=0",
             "--mpi=none",
-            "--cpu-bind=none",  # a task alone on its node would be bound to one core of it
+            "--cpu-bind=none",  # default: a single task on a node is bound to one core
             "--kill-on-bad-exit=1",
-            "--no-kill=off",  # the job's outlives a node (train.sbatch); a step that did would be waited for for ever
+            "--no-kill=off",  # the job survives the loss of a node (train.sbatch); the step must not, or srun waits forever
             *RUN_TRAIN,
             *self._argv,
         ]
@@ -142,25 +142,25 @@ class SlurmStep(replicas.ReplicaSupervisor):
 
     def ended(self) -> int | None:
         code = super().ended()
-        # Of a node that died, srun says an error, and ends with 0 (22.05)
+        # When a node has died, srun prints an error and exits with 0 (Slurm 22.05)
         return 1 if code == 0 and self._nodes.lost(self.name) else code
 
     def poll(self, now_s: float) -> str:
-        if self.code is None and self.process is None and self.restarts and now_s >= self.again_at_s:
+        if self.code is None and self.process is None and self.restarts and now_s >= self.restart_at_s:
             try:
-                moved = self._nodes.renew(self.name)
+                replaced = self._nodes.renew(self.name)
             except LookupError as error:
                 self.code = 1
-                return f"group {self.name} failed for good ({error})"
-            if moved:
-                return f"group {self.name}: {moved}\n" + super().poll(now_s)
+                return f"group {self.name} failed and is not restarted ({error})"
+            if replaced:
+                return f"group {self.name}: {replaced}\n" + super().poll(now_s)
         return super().poll(now_s)
 
 
 def main(argv: list[str]) -> int:
     from training.appended import RunLock
 
-    came = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    received = replicas.collect_signals(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     argv = [*argv, replicas.ENABLED]
     try:
         nodes = Nodes.read(os.environ, ask)
@@ -173,42 +173,42 @@ def main(argv: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         say(str(error))
         return 2 if isinstance(error, ValueError) else 1
-    # By the name that Slurm reaches this node by, which other nodes know; a host name need not be one.
+    # The address that Slurm uses for this node, which other nodes can resolve; the host name may not be.
     here = next(iter(nodes.addresses.values()))
     lighthouse.address = f"http://{f'[{here}]' if ':' in here else here}:{lighthouse.port}"
     env["TORCHFT_LIGHTHOUSE"] = lighthouse.address
     steps = [SlurmStep(name, argv, env, folder / f"{name}.log", restarts, nodes) for name in nodes.of]
     say(f"job {nodes.job}: " + "; ".join(f"group {name} on {' '.join(mine)}" for name, mine in nodes.of.items()))
     with closing(lock):
-        # By Slurm to all steps: an srun that gets a SIGTERM kills its step
+        # scancel signals all job steps; SIGTERM to srun would kill its step
         stop = ("scancel", "--signal=TERM", nodes.job)
-        code = replicas.run(steps, lighthouse, came, grace_s, stop)
-    asked = {number for number, _ in came}
-    if asked - {signal.SIGUSR1} or code == 2 or (code and not asked) or finished(config):
+        code = replicas.run(steps, lighthouse, received, grace_s, stop)
+    stop_signals = {number for number, _ in received}
+    if stop_signals - {signal.SIGUSR1} or code == 2 or (code and not stop_signals) or finished(config):
         return code
-    return again(nodes.job, before, saved(config))
+    return requeue(nodes.job, before, saved(config))
 
 
-def again(job: str, before: int, now: int) -> int:
-    """Has Slurm queue this job again, unless it would do so for ever."""
+def requeue(job: str, before: int, now: int) -> int:
+    """Requeues this job, unless it made no progress. Returns the exit code. `before`, `now`: last saved step at its begin and now."""
     if now <= before:
         say(
-            f"job {job} is not queued again: since it began at step {before}, no step was saved; give it more time to save"
+            f"job {job} is not requeued: it has saved no checkpoint since it began at step {before}; give it more time to save"
         )
         return 1
-    say(f"saved at step {now}: job {job} is queued again, and goes on from there")
+    say(f"job {job} is requeued and resumes from step {now}")
     return 1 if subprocess.run(["scontrol", "requeue", job], check=False).returncode else 0
 
 
 def saved(config: RunConfig) -> int:
-    """The step of the newest checkpoint; 0: there is none."""
+    """Returns the step of the newest checkpoint, or 0."""
     from training.checkpoint_files import newest
 
     return newest(config.run_folder / config.checkpoint.folder) or 0
 
 
 def finished(config: RunConfig) -> bool:
-    """True when the last step is made, by the samples that the groups say they trained on."""
+    """Returns True if the last training step is committed, according to samples.jsonl."""
     from scripts.samples import FILE_NAME
 
     try:
@@ -220,7 +220,7 @@ def finished(config: RunConfig) -> bool:
 
 
 def ask(*command: str) -> str:
-    """Slurm's answer. Raises RuntimeError."""
+    """Runs a Slurm command and returns its output. Raises RuntimeError."""
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(f"{' '.join(command)}: {ran.stderr.strip() or f'exit code {ran.returncode}'}")

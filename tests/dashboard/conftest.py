@@ -1,5 +1,5 @@
-"""The lighthouse, its groups, and a browser: Debian's chromium, which is installed where that is wanted and this user may, else the tests
-of the page itself are skipped."""
+"""Fixtures: a lighthouse, simulated groups, and a browser (Debian's chromium, installed if permitted; otherwise tests of the page are
+skipped)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def house() -> Iterator[Houses]:
 
 @pytest.fixture
 def herd(house: Houses) -> Iterator[Herds]:
-    """Its groups end before the house does."""
+    """Simulated groups, which end before the lighthouse."""
     with ExitStack() as stack:
         yield lambda of: stack.enter_context(closing(Herd(of.address, of.token, loop=of.loop)))
 
 
 @pytest.fixture
 def job(house: Houses, herd: Herds) -> Jobs:
-    """A house that waits for all of these groups, which have made a quorum and a step."""
+    """A lighthouse that requires all of these groups, which have formed a quorum and committed a step."""
 
     def build(ids: Sequence[str] = THREE, **options: Any) -> tuple[House, Herd]:
         one = house(**{"min_replicas": len(ids), **options})

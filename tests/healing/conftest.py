@@ -1,4 +1,4 @@
-"""Groups that heal over HTTP in one process; and the pool of tests/multiproc, for the transport that needs two processes."""
+"""Fixtures: groups that heal over HTTP in one process, and the pool of tests/multiproc for the transport that needs two processes."""
 
 from __future__ import annotations
 

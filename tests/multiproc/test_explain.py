@@ -91,17 +91,17 @@ def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes:
     real = least(pool, said, bound, layout, checkpoint, chunk_tokens, passes)
     for rank, (activations, peak, step) in zip(said, real, strict=True):
         case = f"{layout}, checkpoint {checkpoint}, rank {rank.pp_rank} of pp"
-        assert rank.held == step.held, case
+        assert rank.resident == step.resident, case
         assert rank.activations == pytest.approx(activations, rel=bound), case
         assert rank.peak == pytest.approx(peak, rel=bound), case
-        sent = Counter({c: n for c, n in join(step.stretches).collectives.items() if c.bytes > 4})
+        sent = Counter({c: n for c, n in join(step.segments).collectives.items() if c.bytes > 4})
         assert rank.collectives == sent, case  # but for the pipeline's vote, which is of the first step alone
 
 
 def figures(step: MeasuredStep) -> tuple[int, int]:
     """The most that activations come to at one instant, and the most that all comes to."""
-    activations, with_gradients = join(step.stretches).most
-    return activations, step.held.parameters + step.held.optimizer + with_gradients
+    activations, with_gradients = join(step.segments).peak
+    return activations, step.resident.parameters + step.resident.optimizer + with_gradients
 
 
 def least(

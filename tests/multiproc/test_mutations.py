@@ -186,7 +186,7 @@ BREAKS = [  # what, in which layout, under which optimizer, what the verdict mus
     (queries_aligned_with_the_first_keys, "cp 2", "SGD", "step 1: layers.1.attention_norm.weight"),
     (positions_of_each_rank_from_zero, "cp 2", "SGD", "step 1: layers.0.attention.wq.weight"),
     (gradients_divided_by_microbatches, "pp 2", "SGD", "step 1: output.weight"),
-    (a_block_in_two_stages, "pp 2", "SGD", "step 1: one too many: layers.1.attention.wq.weight [32, 32]"),
+    (a_block_in_two_stages, "pp 2", "SGD", "step 1: surplus: layers.1.attention.wq.weight [32, 32]"),
     (a_block_in_no_stage, "pp 2", "SGD", "step 1: missing: layers.1.attention.wq.weight [32, 32]"),
     (drawn_by_rank, "fsdp 2", "SGD", "layers.0.attention.wq.weight: initial values are not those of one process"),
     (a_weight_never_updated, "fsdp 2", "AdamW", "move of layers.2.ffn_norm.weight"),

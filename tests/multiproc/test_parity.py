@@ -105,8 +105,8 @@ def test_the_two_cases_of_a_layout_differ_in_everything(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "3"], "3: a step of 32 sequences is shared by [1, 2, 4, 8, 16]; nearest: 2"),
-        (["--ranks", "two"], '"two": wanted numbers of ranks, such as 1,2,4'),
+        (["--ranks", "3"], "3: must be among [1, 2, 4, 8, 16], which divide a step of 32 sequences; nearest: 2"),
+        (["--ranks", "two"], '"two": must be numbers of ranks, such as 1,2,4'),
         (["--ranks", "2", "--only", "tq"], '--only "tq": matches no case of [2] ranks'),
         (["--only", "tp ("], '"tp (": '),
         (["no.toml"], "no.toml"),

@@ -1,4 +1,4 @@
-"""A lighthouse of two groups; and the fixtures that bring torchft, for the whole session: see peer.py."""
+"""Fixtures: a lighthouse for two groups, and session fixtures that install torchft (peer.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 @pytest.fixture(scope="session")
 def torchft() -> Path:
-    """The folder that a process needs in its path to import torchft. Skips where torchft cannot be had."""
+    """The folder that a process needs in its path to import torchft. Skips if torchft is not available."""
     try:
         return install()
     except Unavailable as error:

@@ -1,4 +1,4 @@
-"""A folder with a tiny job, and models that transformers itself has made, for scripts that tests run in their own process."""
+"""Fixtures for scripts that run in the process of the test: a folder with a tiny job, and models that transformers has written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.scripts.test_train import folder  # noqa: F401 (a fixture)
 
 @pytest.fixture
 def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
-    """Works in a folder that holds tiny.toml and its text."""
+    """Changes to a folder with tiny.toml and its text."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = signal.getsignal(signal.SIGTERM)
@@ -34,7 +34,7 @@ def transformers() -> Any:
 
 @pytest.fixture(scope="session")
 def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each kind, with weights so large that a wrong row is seen."""
+    """A folder of each kind, with weights large enough that a wrong row changes the logits."""
     import torch  # not above: every test of this folder would wait for it
 
     from tests.scripts.hf_world import KINDS, V

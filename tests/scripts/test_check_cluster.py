@@ -117,7 +117,7 @@ def test_good_ranks_pass_and_leave_their_report_alone(ran: dict[str, Future[Ran]
         assert all(row["bytes_s"] > 0 and row["latency_s"] > 0 for row in figures["links"].values())
         assert figures["matmul_flops"] > 0 and 0 < figures["core_share"] <= 1
         assert figures["disk"]["write_bytes_s"] > 0 and figures["disk"]["wrong"] == ""
-    assert len(report["operations"]) == 11 and "all is well" in done.out
+    assert len(report["operations"]) == 11 and "no findings" in done.out
     assert done.peak_bytes < MEMORY_BYTES and done.left == []
     folder = Path(done.out.splitlines()[-1].split(",")[0]).parent
     assert sorted(path.name for path in folder.parent.iterdir()) == ["check_cluster"], "nothing else is left"
@@ -132,9 +132,12 @@ def test_wrong_results_and_a_wrong_clock_are_named(ran: dict[str, Future[Ran]], 
     done = ran[name].result()
     assert done.code == 1
     told = "\n".join(done.findings)
-    assert "rank 2 on here: all_reduce SUM gave it a wrong result: element 5 is" in told
-    assert "rank 3 on here: reduce_scatter SUM is wrong at every rank, and of two ranks alone whenever this one" in told
-    assert "rank 1 on here: in broadcast all that it sends arrives wrong: element 7 is -1" in told
+    assert "rank 2 on here: wrong result of all_reduce SUM at this rank only: element 5 is" in told
+    assert (
+        "rank 3 on here: reduce_scatter SUM is wrong at every rank; repeated between pairs of ranks, only with this"
+        in told
+    )
+    assert "rank 1 on here: all data that it sends in broadcast arrives wrong: element 7 is -1" in told
     assert re.search(r"rank 0 on here: its clock is \+(4\.9|5\.0)\d\d s off", told), told
     assert done.ranks("wrong") == {(1,), (2,), (3,)} and done.ranks("clock") == {(0,)}
     ring = {words["figures"]["values"]["ring all_reduce SUM"] for words in done.report["ranks"].values()}
@@ -142,7 +145,7 @@ def test_wrong_results_and_a_wrong_clock_are_named(ran: dict[str, Future[Ran]], 
 
 
 SILENT = {
-    "stopped": (0, "values: all_reduce MIN", "rank 0 (process {pid}) is stopped (SIGSTOP), and was ended"),
+    "stopped": (0, "values: all_reduce MIN", "rank 0 (pid {pid}) is stopped (SIGSTOP) and was killed"),
     "killed": (1, "values: gather", "rank 1 was ended by SIGKILL"),
     "hangs": (2, "values: scatter", ""),
     "absent": (1, "nothing yet", ""),
@@ -155,7 +158,7 @@ def test_a_rank_that_says_nothing_is_named_with_what_it_was_at(ran: dict[str, Fu
     assert done.code == 1, done.out + done.err
     [finding] = done.report["findings"]
     assert (finding["what"], finding["ranks"]) == ("silent", [rank])
-    assert finding["text"] == f"rank {rank} on here said nothing for 20 s; last seen at: {step}"
+    assert finding["text"] == f"rank {rank} on here did not respond for 20 s; last step: {step}"
     assert re.search(re.escape(launcher).replace(r"\{pid\}", r"\d+"), done.err)
     assert done.left == []
 
@@ -165,7 +168,7 @@ def test_ranks_whose_store_stops_with_its_rank_end_too(ran: dict[str, Future[Ran
     """Rank 0 holds the store of tcp://, as under srun: nobody can ask anything any more."""
     done = ran[name].result()
     assert done.code == 1 and done.left == [], done.out + done.err
-    assert "rank 0 (process" in done.err and "is stopped (SIGSTOP), and was ended" in done.err
+    assert "rank 0 (pid" in done.err and "is stopped (SIGSTOP) and was killed" in done.err
     assert done.findings == [] if done.report else "rank 1 on here: the store at tcp://" in done.err
 
 
@@ -182,9 +185,9 @@ def test_an_error_is_its_ranks(ran: dict[str, Future[Ran]], name: str):
     [
         (["--sizes", "1KB"], {}, '--sizes 1KB: must be sizes such as "1KiB,64KiB,1MiB"'),
         (["--timeout", "0"], {}, "--timeout 0: must be > 0"),
-        (["--folder", __file__], {}, f"--folder {__file__}: a file, not a folder"),
+        (["--folder", __file__], {}, f"--folder {__file__}: is a file; must be a folder"),
         ([], {"NPROC": "none"}, "NPROC=none: must be a whole number from 1"),
-        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2, LOCAL_RANK=: not what torchrun says"),
+        ([], {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2, LOCAL_RANK=: must be whole numbers as set by torchrun"),
         ([], {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, "NNODES=2: each node must be given its NODE_RANK, from 0 to 1"),
     ],
 )  # fmt: skip
@@ -200,7 +203,7 @@ def test_the_ranks_of_torchrun(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", CHECK, *SMALL, "--folder", tmp_path]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0 and "2 ranks on 1 host" in ran.stdout and "all is well" in ran.stdout, ran
+    assert ran.returncode == 0 and "2 ranks on 1 host" in ran.stdout and "no findings" in ran.stdout, ran
 
 
 def test_bad_init_methods_are_told():

@@ -92,7 +92,7 @@ GAIN = "model.layers.0.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tampered header": (
         tampered_header,
-        rf"{NOT_WHOLE}; {OUT}: F32 \[64, 63\] takes 16,128 bytes, and its header gives it 16,384",
+        rf"{NOT_WHOLE}; {OUT}: F32 \[64, 63\] takes 16,128 bytes, but has 16,384 by its header",
     ),
     "no header": (lambda file: file.write_bytes(b"\xff" * 16), f"{NOT_WHOLE}header too large; it has 16 bytes"),
     "a list for a header": (lambda file: headed(file, "[1, 2]"), f"{NOT_WHOLE}; it has 14 bytes"),
@@ -120,9 +120,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "integers": (replaced(UP, Tensor.int), f"F: {UP}: dtype I32, expected F32"),
     "pickles": (
         lambda file: file.rename(file.with_name("pytorch_model.bin")),
-        "D: holds neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin is a pickle, .*",
+        "D: has neither model.safetensors nor model.safetensors.index.json; pytorch_model.bin is a pickle, .*",
     ),
-    "nothing": (lambda file: file.unlink(), "D: holds neither model.safetensors nor model.safetensors.index.json"),
+    "nothing": (lambda file: file.unlink(), "D: has neither model.safetensors nor model.safetensors.index.json"),
     "no config": (lambda file: (file.parent / "config.json").unlink(), "D/config.json: no such file"),
     "a bottomless config": (text_of("config.json", "[" * 100_000), "D/config.json: nested too deeply"),
     "a broken config": (text_of("config.json", "{"), "D/config.json: not JSON: .*"),
@@ -136,11 +136,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another head than the embedding": (
         configured(tie_word_embeddings=True),
-        "F: lm_head.weight: other values than model.embed_tokens.weight, expected the same, .* tie_word_embeddings = true",
+        "F: lm_head.weight: values differ from model.embed_tokens.weight; must be equal, .* tie_word_embeddings = true",
     ),
     "more ids than rows": (
         small_vocabulary,
-        "D/tokenizer.json: 15 ids, and config.json says vocab_size = 12; it must be at least as large",
+        "D/tokenizer.json: 15 ids, but config.json has vocab_size = 12; must be at least as large",
     ),
     "a broken tokenizer": (text_of("tokenizer.json", "{}"), "D/tokenizer.json is not a tokenizer.json: .*"),
 }
@@ -171,11 +171,11 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file is cut": (lambda source: truncated(source / LAST), rf"source/{LAST}: not a whole safetensors file: .*"),
     "a tensor is elsewhere": (
         of_index(lambda where: where.update({"model.norm.weight": FIRST})),
-        rf"source/{FIRST}: model.norm.weight: missing; model.safetensors.index.json says that it is in there",
+        rf"source/{FIRST}: model.norm.weight: missing; model.safetensors.index.json lists it for this file",
     ),
     "a tensor is not listed": (
         of_index(lambda where: where.pop("model.norm.weight")),
-        r"source/model-\d+-of-00007.safetensors: model.norm.weight: F32 \[64\], of which model.safetensors.index.json does not say .*",
+        r"source/model-\d+-of-00007.safetensors: model.norm.weight: F32 \[64\], which model.safetensors.index.json does not list .*",
     ),
     "a tensor is nowhere": (
         nowhere,
@@ -191,7 +191,7 @@ INDEX_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "two sets": (
         lambda source: shutil.copy2(source / FIRST, source / "model.safetensors"),
-        "source: holds model.safetensors and model.safetensors.index.json: two sets of weights; remove one",
+        "source: has model.safetensors and model.safetensors.index.json, two sets of weights; remove one",
     ),
 }
 
@@ -218,9 +218,9 @@ def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
     edit_config(Path("source"), unsloth_fixed=True)
     assert run("import", "source", "out") == 0
     said = capsys.readouterr().out
-    assert "rotary_emb.inv_freq is not read: it follows from rope_theta" in said
-    assert "source/config.json: not known to a Llama, here or in transformers, and not used: unsloth_fixed" in said
-    assert "source: no tokenizer.json: set model.tokenizer_path in out/config.toml before it is used" in said
+    assert "rotary_emb.inv_freq is not read: it is computed from rope_theta" in said
+    assert "source/config.json: unknown for a Llama, here and in transformers; ignored: unsloth_fixed" in said
+    assert "source: no tokenizer.json: set model.tokenizer_path in out/config.toml before training" in said
 
 
 def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str]):
@@ -233,16 +233,20 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
         assert re.fullmatch(f"hf: {message}", said), said
 
     refused("nowhere: neither a run's folder .* nor a checkpoint .*", "nowhere", "out")
-    refused("outputs/tiny: is there already; remove it, or name another folder", ours, ours)
+    refused("outputs/tiny: exists; remove it, or name a different folder", ours, ours)
     refused("tiny.toml/out: .*/tiny.toml is a file, not a folder", ours, "tiny.toml/out")
     refused("--step 7: outputs/tiny/checkpoint has 0", ours, "out", "--step", "7")
     refused(
-        "--step 0: outputs/tiny/checkpoint/step-0 is one checkpoint; name the run's folder", step, "out", "--step", "0"
+        "--step 0: outputs/tiny/checkpoint/step-0 is a checkpoint; name the run's folder instead",
+        step,
+        "out",
+        "--step",
+        "0",
     )
     for change, message in {
         "hidden_dim = 24|hidden_dim = 25": rf"{step}: layers.0.feed_forward.w1.weight: shape \[24, 16\], expected \[25, 16\] by .*",
         "n_layers = 1|n_layers = 2": rf"{step}: layers.1.attention_norm.weight: missing; expected \[16\]; .*; and 6 more",
-        "rope_theta = 500000.0|rope_theta = 10000.0": f"{step}: freqs_cis: other rotations than .* gives by model.rope_.*",
+        "rope_theta = 500000.0|rope_theta = 10000.0": f"{step}: freqs_cis: differs from the rotary embedding by model.rope_.*",
         "tokenizer_path = ''|tokenizer_path = 'tiny.toml'": 'model.tokenizer_path = "tiny.toml": .* is not a tokenizer.json: .*',
     }.items():
         before, _, after = change.replace("'", '"').partition("|")
@@ -251,7 +255,7 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
         refused(message, ours, "out")
     (ours / "config.toml").write_text(settings)
     shutil.copytree(step, "alone")
-    refused("alone: in no folder just above is a config.toml, which would say what model this is", "alone", "out")
+    refused("alone: no parent folder has a config.toml, which describes the model", "alone", "out")
     damaged = bytearray((step / "__0_0.distcp").read_bytes())
     damaged[len(damaged) // 2] ^= 1
     (step / "__0_0.distcp").write_bytes(damaged)
@@ -263,7 +267,7 @@ def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys
     assert run("import", published / "grouped", "ours") == 0
     assert run("export", "ours", "theirs") == 0
     said = capsys.readouterr().out
-    assert 'model.tokenizer_path = "ours/tokenizer": there is no such file, so theirs has no tokenizer.json' in said
+    assert 'model.tokenizer_path = "ours/tokenizer": no such file, so theirs has no tokenizer.json' in said
     assert not Path("theirs/tokenizer.json").exists()
     # by the model's own generation_config.json
     assert json.loads(Path("theirs/config.json").read_text())["eos_token_id"] == 2
@@ -281,7 +285,7 @@ def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
         said = refusal(capsys, "export", "outputs/tiny", "out")
     finally:
         models.__path__.remove(str(fork))
-    assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": what can be published: "llama"'
+    assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": must be "llama"'
 
 
 # -- nothing half done
@@ -356,10 +360,10 @@ def test_a_signal_to_stop_frees_what_was_written(
 def test_two_at_once_do_not_meet(capsys: pytest.CaptureFixture[str], published: Path):
     with landing(Path("out")) as partial:
         (partial / "file").write_text("")
-        assert "another process is writing it" in refusal(capsys, "import", published / "grouped", "out")
+        assert "a different process is writing it" in refusal(capsys, "import", published / "grouped", "out")
         assert (partial / "file").exists()
     assert Path("out/file").exists()
-    assert "is there already" in refusal(capsys, "import", published / "grouped", "out")
+    assert "exists" in refusal(capsys, "import", published / "grouped", "out")
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(

@@ -192,7 +192,7 @@ def test_a_job_of_slurm_installs_before_its_groups_start(machine: Machine):
     assert machine.calls()[-1].endswith("scripts/slurm/groups.py job.toml")
     job["SLURM_JOB_ID"] = ""
     assert_one_line(
-        machine.run(script="slurm/train.sbatch", **job), 2, "this is a job's script: sbatch --nodes 2 scripts/slurm/"
+        machine.run(script="slurm/train.sbatch", **job), 2, "submit this script: sbatch --nodes 2 scripts/slurm/"
     )
 
 
@@ -288,7 +288,7 @@ def test_two_starts_at_once_install_once(machine: Machine):
     first = machine.start()
     wait_for_line(first, "installing torch")
     second = machine.start()
-    wait_for_line(second, "waiting for another start")
+    wait_for_line(second, "waiting for a different process")
     (machine.folder / "gate").write_text("\n")
     for process in (first, second):
         assert process.wait(timeout=30) == 0

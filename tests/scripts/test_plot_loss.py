@@ -30,7 +30,7 @@ def test_a_curve_with_its_smoothed_and_its_held_out_line(tmp_path: Path, steps: 
     run = write_run(tmp_path, steps)
     done = plot("a<b", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{Path('a<b') / 'loss.svg'}: {steps} steps, 2 looks at held-out text\n"
+    assert done.stdout == f"{Path('a<b') / 'loss.svg'}: {steps} steps, 2 validations\n"
     svg = ElementTree.parse(run / "loss.svg").getroot()
     width, height = map(float, svg.attrib["viewBox"].split()[2:])
     lines = {line.attrib["class"]: line.attrib["points"].split() for line in reversed(svg.findall("{*}polyline"))}

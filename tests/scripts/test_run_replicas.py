@@ -51,12 +51,12 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(clea
         "both take part", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))
     )
     job.until("a checkpoint that it could load", lambda text: "saved" in text)
-    [pid] = re.findall(r"1 \(process (\d+)\)", text)
+    [pid] = re.findall(r"1 \(pid (\d+)\)", text)
     os.kill(int(pid), signal.SIGKILL)
     job.until("its second life", lambda text: re.search(r"group 1 starts again", text))
     job.until("its heal", lambda text: text.count("is healed") > text.partition("starts again")[0].count("is healed"))
     assert "group 1 died (ended by SIGKILL)" in job.text
-    assert re.search(r"live page: http://127\.0\.0\.1:\d+/ \(it asks for the token in \S+/groups/token\)", job.text)
+    assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/ \(it asks for the token in \S+/groups/token\)", job.text)
     assert "loaded from" not in job.text  # who finds others alive has it from them
     job.until("a checkpoint after it", lambda text: "saved" in text.rpartition("is healed")[2])
     job.process.send_signal(signal.SIGTERM)
@@ -80,8 +80,14 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(clea
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "pharos: --groups is missing: how many replica groups, a whole number from 1; such as --groups 3"),
-        (["--groups", "0"], "pharos: --groups 0: how many replica groups, a whole number from 1; such as --groups 3"),
+        (
+            [],
+            "pharos: --groups is missing: must be the number of replica groups, a whole number from 1; such as --groups 3",
+        ),
+        (
+            ["--groups", "0"],
+            "pharos: --groups 0: must be the number of replica groups, a whole number from 1; such as --groups 3",
+        ),
         (
             ["--groups=2", "--fault_tolerance.min_replica_size=3"],
             "pharos: fault_tolerance.min_replica_size = 3: there are NUM_REPLICA_GROUPS = 2; nearest: 2",

@@ -13,8 +13,8 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "samples.py"
 A, B, C = "0:3c1868b9", "1:77aa01f2", "2:5d0e9c4b"
 AGAIN = "1:e0b1f46d"  # the second life of B
-MISSING = "missing: positions {}, below the highest, and no holes of the last step"
-DOUBLED = "doubled: positions {}, trained on at step {} and at step {}"
+MISSING = "missing: positions {} were not trained on and are not holes of the last step"
+DOUBLED = "doubled: positions {} were trained on at step {} and at step {}"
 
 
 def row(step: int, slots: dict[int, str], *holes: int, slot_size: int = 4) -> dict[str, Any]:
@@ -48,14 +48,16 @@ def samples(folder: Path, rows: list[dict[str, Any]], *arguments: str, tail: str
 
 def test_a_hole_that_is_filled_later(tmp_path: Path):
     table = (
-        f"steps  positions     by, in their order                open holes\n"
+        f"steps  positions     replicas, in slot order           open holes\n"
         f"1-3    0-35          {A} {B} {C}\n"
         f"4      36-39, 44-47  {A} {C}             40-43\n"
         f"5      40-43, 48-51  {A} {C}\n"
         f"6-7    52-67         {A} {C}\n"
         f"8-9    68-91         {A} {AGAIN} {C}\n"
     )
-    exact = "exact: 92 sequences in 9 steps by 3 groups in 4 lives; every position from 0 to 91 was trained on once\n"
+    exact = (
+        "exact: 92 sequences in 9 steps by 3 groups (4 incarnations); every position from 0 to 91 was trained on once\n"
+    )
     assert samples(tmp_path, B_DIES) == (0, f"{table}\n{exact}", "")
     being_written = '{"step": 8, "slo'
     assert samples(tmp_path, B_DIES, tail=being_written) == (0, f"{table}\n{exact}", "")
@@ -63,7 +65,7 @@ def test_a_hole_that_is_filled_later(tmp_path: Path):
 
 def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
     code, out, _ = samples(tmp_path, B_DIES[:4])
-    assert code == 0 and "once, but for the open holes 40-43, which the next step begins with" in out
+    assert code == 0 and "once, except the open holes 40-43, which the next step gets first" in out
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
         ([*three_groups(2), row(3, {16: A, 24: C}), row(4, {28: A})], [DOUBLED.format("16-19", 2, 3)]),
         # half of a slot, and a gap
         ([row(1, {0: A}, slot_size=8), row(2, {4: A, 12: B})], [DOUBLED.format("4-7", 1, 2), MISSING.format("8-11")]),
-        ([row(1, {0: A, 4: B}, 4)], ["positions 4-7 are holes of the last step, and were trained on"]),
+        ([row(1, {0: A, 4: B}, 4)], ["positions 4-7 are holes of the last step, but were trained on"]),
         ([row(1, {0: A}), row(3, {4: A})], ["step 3 comes after step 1"]),
         ([row(1, {0: A}), row(1, {4: A})], ["step 1 comes after step 1"]),
         ([row(1, {4: A})], [MISSING.format("0-3")]),
@@ -101,7 +103,7 @@ def test_one_step_and_one_position(tmp_path: Path):
     )
     assert samples(tmp_path, B_DIES, "--position", "42")[:2] == (0, f"step 5: positions 40-43, by {A}\n")
     assert samples(tmp_path, B_DIES, "--position", "92")[:2] == (1, "position 92 was not trained on\n")
-    assert samples(tmp_path, B_DIES, "--step", "10")[:2] == (1, "step 10 is not in it\n")
+    assert samples(tmp_path, B_DIES, "--step", "10")[:2] == (1, "step 10 is not in samples.jsonl\n")
     assert json.loads(samples(tmp_path, B_DIES, "--step", "5", "--json")[1]) == [
         {"step": 5, "positions": [40, 44], "by": A},
         {"step": 5, "positions": [48, 52], "by": C},
@@ -115,9 +117,9 @@ def test_a_group_with_several_slots_is_named_once(tmp_path: Path):
 
 @pytest.mark.parametrize("tail", ['{"step": 8}\n', "[1]\n"])
 def test_bad_input_is_one_line(tmp_path: Path, tail: str):
-    said = f"samples: run/samples.jsonl: line 10 is no line of samples.jsonl: {tail}"
+    said = f"samples: run/samples.jsonl: line 10 is not a line of samples.jsonl: {tail}"
     assert samples(tmp_path, B_DIES, tail=tail) == (2, "", said)
-    assert samples(tmp_path, [], tail="")[::2] == (2, "samples: run/samples.jsonl: no step is in it\n")
+    assert samples(tmp_path, [], tail="")[::2] == (2, "samples: run/samples.jsonl: has no step\n")
     (tmp_path / "run" / "samples.jsonl").unlink()
     done = subprocess.run([sys.executable, SCRIPT, "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "samples: run/samples.jsonl: No such file or directory\n")

@@ -1,1 +1,1 @@
-"""The simulated world: its own physics, planted bugs that it must find, and a thousand seeds."""
+"""Tests of the simulator: the virtual network and disk, injected bugs that it must detect, and a thousand seeds."""

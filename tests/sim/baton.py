@@ -1,9 +1,9 @@
-"""Threads of several processes in one, of which one runs at a time, on a virtual clock; and a disk whose every operation may fail, take
-long, or be a process's last.
+"""A deterministic scheduler: threads of several simulated processes run one at a time on a virtual clock; and a disk whose operations may
+fail, be slow, or kill the process.
 
-A thread goes on until it waits: in `sleep`, in a condition, in an operation of a slow disk. Who is next is the one whose time comes first;
-of several, chance decides, which the seed holds. What the code under test takes from `threading`, `time`, `os` and `io` is put in
-its place by `Disk.install` and by writers.py, so it runs as it is.
+A thread runs until it waits: in `sleep`, in a condition, in an operation of a slow disk. The thread with the earliest wake-up time runs
+next; ties are broken at random, by the seed. `Disk.install` and writers.py replace what the code under test uses of `threading`, `time`,
+`os` and `io`, so that it runs unchanged.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 import pytest
 
 _close = os.close
-REAL_S = 60.0  # a thread that holds the baton for longer waits for something that is not of this world
+REAL_S = 60.0  # a thread that runs for longer waits for something outside of the simulation
 
 
 class Death(BaseException):
-    """Of a process: it unwinds the thread it comes to, and nothing that is done on the way counts."""
+    """Death of a process: unwinds its thread; operations during unwinding have no effect."""
 
 
 class Hang(AssertionError):
-    """Nobody can go on, or it takes too long."""
+    """No thread can continue, or the run takes too long."""
 
 
 class Process:
-    """What dies as a whole. `operations` are the disk's; `dies_at`: one of them, instead of which it dies."""
+    """A simulated process. `operations`: number of its disk operations; `dies_at`: the operation at which it dies instead."""
 
     def __init__(self, name: str) -> None:
         self.name, self.dead = name, False
@@ -46,7 +46,7 @@ class Process:
 
 
 class Task:
-    """One thread of a process (None: of the world's own)."""
+    """A thread of a process; None: of the simulation itself."""
 
     def __init__(self, name: str, process: Process | None) -> None:
         self.name, self.process = name, process
@@ -57,7 +57,7 @@ class Task:
 
 
 class Baton:
-    """The threads, and the clock, in seconds."""
+    """The scheduler: threads, and the virtual clock in seconds."""
 
     def __init__(self, seed: int, limit_s: float) -> None:
         self.now_s, self.limit_s = 0.0, limit_s
@@ -91,7 +91,7 @@ class Baton:
         return task
 
     def run(self) -> None:
-        """Until all threads have ended. Raises what one of them raised."""
+        """Runs until all threads have ended. Raises the exception of a thread."""
         self._pass_on(None)
         if not self._over.acquire(timeout=REAL_S):
             raise Hang(f"{self.current and self.current.name} waits for something that is not of this world")
@@ -121,7 +121,7 @@ class Baton:
             self._ready(task, self.now_s)
 
     def kill(self, process: Process) -> None:
-        """All its threads unwind as soon as they are to go on; a caller that is one of them raises Death itself."""
+        """Kills a process: its threads unwind when they would run next; raises Death if the caller is one of them."""
         if process.dead:
             return
         process.dead = True
@@ -137,7 +137,7 @@ class Baton:
         heapq.heappush(self._queue, (at_s, self.random.random(), next(self._numbers), task, task.turn))
 
     def _pass_on(self, giver: Task | None) -> None:
-        """From `giver`, which waits (None: it ends), to who is next."""
+        """Switches from `giver`, which waits, to the next thread. None: the thread ends."""
         task = self._next()
         self.current = task
         if task is None:
@@ -173,7 +173,7 @@ class Baton:
 
 
 class Condition:
-    """As threading.Condition, where nobody else runs between two waits."""
+    """Replaces threading.Condition; no other thread runs between two waits."""
 
     def __init__(self, baton: Baton) -> None:
         self._baton = baton
@@ -200,7 +200,7 @@ class Condition:
 
 
 class Threading:
-    """In the place of the module `threading`, and of concurrent.futures.ThreadPoolExecutor."""
+    """Replaces the module `threading`, and concurrent.futures.ThreadPoolExecutor."""
 
     def __init__(self, baton: Baton) -> None:
         self._baton = baton
@@ -236,7 +236,7 @@ class _Thread:
 
 
 class _Executor:
-    """A thread for each piece of work; whoever uses it gives it one at a time."""
+    """Runs each submitted call in a thread; callers submit one at a time."""
 
     def __init__(self, baton: Baton, name: str) -> None:
         self._baton, self._name = baton, name
@@ -270,7 +270,7 @@ class _Future(Future[Any]):
 
 @dataclass
 class Outage:
-    """Storage from `since_s` until `until_s`, for those whom it `meets`. error 0: each operation takes `slow_s`; else those that write
+    """A storage failure from `since_s` to `until_s`, for processes that it `meets`. error 0: each operation takes `slow_s`; else writes
     fail, after `room` of them."""
 
     since_s: float
@@ -282,7 +282,7 @@ class Outage:
 
 
 class Disk:
-    """Files under `folder`, which are real, and what happens to whoever touches them."""
+    """Real files under `folder`, with simulated failures of operations on them."""
 
     def __init__(self, baton: Baton, folder: Path) -> None:
         self._baton, self._folder = baton, str(folder)
@@ -291,7 +291,7 @@ class Disk:
         self.looks: Callable[[Process, str], None] = lambda process, what: None  # before each operation
 
     def operation(self, name: str, path: object, *, writes: bool, process: Process | None = None) -> bool:
-        """False: its process is dead, and nothing is to be done. Raises Death, OSError."""
+        """Simulates a disk operation. Returns False if the process is dead, so that it has no effect. Raises Death, OSError."""
         task = self._baton.current
         process = process or (task.process if task else None)
         if process is None:
@@ -321,7 +321,7 @@ class Disk:
         return True
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Takes the place of what `os` and `io` do for the code under test."""
+        """Replaces functions of `os` and `io` for the code under test."""
         for name, writes in _OPERATIONS.items():
             patch.setattr(os, name, self._watched(name, getattr(os, name), writes=writes))
         os_open, io_open = os.open, io.open
@@ -387,7 +387,7 @@ class Disk:
 
 
 class _Raw(io.FileIO):
-    """What a file's buffer writes to. A write of a process that is dead is as little as its buffer was."""
+    """The raw file below a buffer. Writes of a dead process are dropped."""
 
     def __init__(self, disk: Disk, process: Process, path: Any, mode: str) -> None:
         super().__init__(path, mode)
@@ -414,7 +414,7 @@ _OPERATIONS = {
 
 
 def _kind(path: str) -> str:
-    """What it is, without numbers."""
+    """Returns the kind of a file, its name without numbers."""
     if path.isdigit():
         return "a file"
     parts = path.split("/")

@@ -1,7 +1,7 @@
-"""Bugs, planted in the real machines: each must be found by the simulator, or its green seeds say little.
+"""Bugs that are injected into the real state machines: the simulator must detect each of them.
 
-Where a peer or an earlier draft had the bug, it says so. Those with a class of faults were in the rules, or around them, until the
-simulator knew the faults that show them.
+Docstrings name bugs of torchft ("torchft's") or of an earlier version. Bugs with a class of faults existed until the simulator had that
+class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.simulator.cluster import Machines
 
 
 class IdsRestart(LighthouseMachine):
-    """The peer's: after a restart quorum ids begin at 1, whatever the state file and the members say."""
+    """torchft's: after a restart quorum ids begin at 1, whatever the state file and the members have."""
 
     _newest = 0
 
@@ -36,7 +36,7 @@ class IdsRestart(LighthouseMachine):
 
 
 class EmptyShrink(LighthouseMachine):
-    """The peer's: anybody may ask for a shrink, and the callers are counted before it, so that it may leave nobody."""
+    """torchft's: any group may request a shrink, and requests are counted before it, so that it may leave no group."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out, roster = super().handle(event, now_s), self.roster
@@ -49,7 +49,7 @@ class EmptyShrink(LighthouseMachine):
 
 
 class GhostCaller(LighthouseMachine):
-    """The peer's: a caller that is gone stays a candidate until the next quorum."""
+    """torchft's: a group whose request was dropped stays a candidate until the next quorum."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.StreamClosed | m.CallCancelled):
@@ -60,7 +60,7 @@ class GhostCaller(LighthouseMachine):
 
 
 class Forgetful(LighthouseMachine):
-    """After a restart it knows the last id, but not who was in: a lone newcomer takes the job over."""
+    """After a restart the lighthouse knows the last quorum id, but not its members: a single new group takes the job over."""
 
     def __init__(self, *args: Any, saved: m.PersistentState | None = None, fresh: bool = False, **more: Any) -> None:
         super().__init__(*args, saved=replace(saved, quorum=None, settled=0) if saved else None, fresh=True, **more)
@@ -72,7 +72,7 @@ class Forgetful(LighthouseMachine):
 
 
 class StaleVote(GroupMachine):
-    """A vote of an earlier attempt counts for the current one: what a doubled or late call says, a rank has not said."""
+    """A vote of an earlier attempt, from a duplicated or late call, counts for the current one."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.Vote) and (self._stale(event) or event.key in self._outcomes):
@@ -84,7 +84,7 @@ class StaleVote(GroupMachine):
 
 
 class NoCommitIds(GroupMachine):
-    """Two groups at one step are taken to be equal, whichever version of that step they hold."""
+    """Groups at the same step are considered equal, whichever commit of that step they have."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out = super().handle(event, now_s)
@@ -99,7 +99,7 @@ class NoCommitIds(GroupMachine):
 
 
 class JoinerContributes(StepMachine):
-    """A group that is behind trains at once, and fetches the state meanwhile."""
+    """A joiner contributes at once, before it has the state."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         asks = self.phase is Phase.ASKING
@@ -111,7 +111,7 @@ class JoinerContributes(StepMachine):
 
 
 class DividesByMembers(StepMachine):
-    """The peer's: the sum is divided by the number of groups, though some of them gave zeros."""
+    """torchft's: the sum is divided by the number of groups, although some of them contributed zeros."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         out = super().handle(event, now_s)
@@ -124,7 +124,7 @@ class DividesByMembers(StepMachine):
 
 
 class ChangeIsPrivate(StepMachine):
-    """Each rank goes by the change that it has seen itself, not by what its group has decided."""
+    """Each rank acts on the membership change that it has seen itself, not on the decision of its group."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if isinstance(event, m.Outcome) and event.kind == "commit":
@@ -133,15 +133,15 @@ class ChangeIsPrivate(StepMachine):
 
 
 class DeadSlotsAreHoles(Ledger):
-    """With slots_per_step, too, a dead group's slots wait for another step: the data of a step depends on who was alive."""
+    """With slots_per_step, too, a dead group's slots are left to a later step: the data of a step depends on the live groups."""
 
     def reassign(self, participants: Sequence[str]) -> None:
         pass
 
 
 class TakesStateWhenTold(StepMachine):
-    """An earlier draft's: a rank takes the state as soon as it hears that all ranks have it, and waits for the word on each commit in its
-    trainer's thread; so one may be in the step that applies what was held, while another waits for its vote, or in the next sum."""
+    """An earlier version's: a rank applies the state when it hears that all ranks have it, and waits for each commit in its trainer's
+    thread; so one rank may apply kept steps while a second one waits for its vote, or is in the next all-reduce."""
 
     def votes_in_background(self, vote: m.Vote) -> bool:
         return vote.kind == "healed"
@@ -156,7 +156,7 @@ class TakesStateWhenTold(StepMachine):
 
 
 class NobodyStalls(LighthouseMachine):
-    """Whoever hangs, while its server beats, is waited for."""
+    """The others wait for a group that hangs while its server sends heartbeats."""
 
     def handle(self, event: m.Event, now_s: float) -> m.Out:
         if self._record is not None:
@@ -165,28 +165,28 @@ class NobodyStalls(LighthouseMachine):
 
 
 class ForgetsTheLayout(LighthouseMachine):
-    """What all must have alike is that of the first caller after each start."""
+    """The settings that all groups must share are those of the first request after each start."""
 
     def _choose_fingerprint(self, event: m.Call, now_s: float) -> None:
         self._fingerprint = event.fingerprint
 
 
 class RefusalsEndMembers(GroupMachine):
-    """Whoever is refused ends, also a member that a restarted lighthouse does not know any more."""
+    """Every refused group ends, also a member that a restarted lighthouse does not know."""
 
     def _refused(self, code: Literal["ALREADY_EXISTS", "INVALID_ARGUMENT"], reason: str) -> None:
         self._fail_waiting(code, reason)
 
 
 class CommitsWithoutALease(GroupMachine):
-    """A group that the lighthouse has not answered for long commits all the same: others may have been allowed to take over."""
+    """A group commits although the lighthouse has not answered for long, and others may have taken over."""
 
     def _lighthouse_is_silent(self, now_s: float) -> bool:
         return False
 
 
 def with_roster(**rules: Callable[..., Any]) -> Machines:
-    """With a lighthouse whose roster has other rules: functions of the roster and of what its own rule is called with."""
+    """Returns machines with a lighthouse whose roster has different rules: functions of the roster and of the arguments of its own rule."""
 
     class Changed(LighthouseMachine):
         def __init__(self, *args: Any, **more: Any) -> None:
@@ -198,12 +198,12 @@ def with_roster(**rules: Callable[..., Any]) -> Machines:
 
 
 def healthy_without_a_majority(roster: Roster) -> int:
-    """Rule 5 is gone: less than half of the healthy groups may go on."""
+    """Without rule 5: less than half of the healthy groups may continue."""
     return min(Roster.healthy(roster), max(1, 2 * len(roster.candidates) - 1))
 
 
 def end_claim_of_namesake(roster: Roster, member: Member) -> None:
-    """A name's successor ends the claim of the member before it, though that one may only be out of the lighthouse's sight."""
+    """A name's successor ends the claim of the previous member, although that one may only be unreachable for the lighthouse."""
     claim = roster.claims.get(member.name)
     if claim and (claim.replica_id != member.replica_id or member.void):
         del roster.claims[member.name]

@@ -1,9 +1,9 @@
-"""Groups that save, and die, over storage that fails: the loop of train.py, Saver, Checkpointer, WriterLease, MetricsWriter,
-BackgroundWriter and sinks as they are, in the virtual world of baton.py. Of each group there is one rank; a step is made by nobody, its
-weights tell its history.
+"""Simulates groups that save and die while storage fails: the loop of train.py, Saver, Checkpointer, WriterLease, MetricsWriter,
+BackgroundWriter and sinks run unchanged under the scheduler of baton.py. Each group has one rank; steps compute nothing, and weights encode
+their history.
 
-In place of ft/manager.py stands Manager: whoever is first of those that hold the state writes; a death moves the role; who comes back heals
-from the others, or, where nobody holds anything, all go on from the newest checkpoint.
+Manager replaces ft/manager.py: the first group that has the state writes; a death moves that role; a restarted group heals from the others,
+or, if no group has the state, all resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WHO = ("all", "the writer", "the others")
 
 
 class Plan:
-    """A job, and what is done to it, drawn from a seed. Each method draws one fault more, and returns the plan."""
+    """A job and its faults, drawn from a seed. Each method adds a fault, and returns the plan."""
 
     def __init__(self, seed: int, fault_class: str = "") -> None:
         self.rng = rng = random.Random(f"saves {seed}")
@@ -81,7 +81,7 @@ class Plan:
         return since, at_s, self.rng.choice(long_s), self.rng.choice(WHO)
 
     def dies(self, *where: str) -> Plan:
-        """At one of these places."""
+        """Adds a death at one of these places."""
         self.deaths.append((where[0] if len(where) == 1 else self.rng.choice(where), self.rng.randint(1, 45)))
         return self
 
@@ -91,7 +91,7 @@ class Plan:
         return self
 
     def is_killed(self, whom: str, since: float = 0.0) -> Plan:
-        """`since`: which part of the job is over by then."""
+        """Adds a SIGKILL. `since`: its earliest time, as a share of the job."""
         self.kills_at_s.append((self.rng.uniform(self.whole_s * since, self.whole_s), whom))
         return self
 
@@ -151,7 +151,7 @@ class Part:
 
 
 class Manager:
-    """One group's, as ft.seam.Seam has it; what all groups know is the Job's."""
+    """The manager of one group, with the interface of ft.seam.Seam; state that all groups share is in Job."""
 
     def __init__(self, job: Job, group: Group) -> None:
         self._job, self._group = job, group
@@ -232,7 +232,7 @@ class Manager:
 
 
 class Weights:
-    """They tell the history that they come from."""
+    """Weights that encode their history of steps."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager, self.values = manager, torch.zeros(2, dtype=torch.float64)
@@ -261,7 +261,7 @@ class Nothing:
 
 
 class Figures(Nothing):
-    """In the place of a MetricsProcessor."""
+    """Replaces MetricsProcessor."""
 
     def __init__(self, job: Job, relay: MetricsWriter) -> None:
         self._job, self._relay = job, relay
@@ -276,7 +276,7 @@ class Figures(Nothing):
 
 
 class Group(Process):
-    """One start of a group's only rank."""
+    """One process of a group's only rank."""
 
     run: Trainer
 
@@ -293,7 +293,7 @@ class Group(Process):
         return pending
 
     def ask(self) -> None:
-        """SIGTERM."""
+        """Handles SIGTERM: the trainer saves and leaves."""
         self.was_asked, self.pending = True, STOP
         self.manager.want_to_leave()
 
@@ -314,7 +314,7 @@ class Group(Process):
 
 
 class Trainer(train.Run):
-    """Its loop is train.py's."""
+    """A trainer with the loop of train.py."""
 
     def __init__(self, job: Job, group: Group) -> None:
         plan, clock = job.plan, job.baton.time
@@ -400,7 +400,7 @@ class Trainer(train.Run):
         return Nothing(), Nothing(), Nothing(), Nothing()
 
     def close(self) -> None:
-        """As main() closes what it has opened, last first."""
+        """Closes resources in the order of main()."""
         failure = None
         for opened in (self.metrics_processor, self.checkpointer, self.manager, self.background_writer):
             try:
@@ -412,7 +412,7 @@ class Trainer(train.Run):
 
 
 class Saves(Saver):
-    """Of a Trainer; the job hears of each."""
+    """The saver of a Trainer; reports each save to the job."""
 
     def __init__(self, trainer: Trainer) -> None:
         job = self.job = trainer.job
@@ -451,7 +451,7 @@ class Saves(Saver):
 
 
 class Job:
-    """Plays a plan, and looks whether what must hold does."""
+    """Runs a plan, and checks the invariants."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
@@ -509,7 +509,7 @@ class Job:
         self.disturbed_s = self.baton.now_s
 
     def form(self) -> None:
-        """A quorum, if all who are known ask for it."""
+        """Forms a quorum if all known groups have requested it."""
         if not self.known or not self.known <= self.asking:
             return
         members = sorted(self.asking, key=lambda group: group.name)
@@ -558,7 +558,7 @@ class Job:
         self.forget(group, lost=not clean or not finished)
 
     def forget(self, group: Group, *, lost: bool = True) -> None:
-        """All know that this group is gone: the others form another quorum. `lost`: it did not leave with a finished run."""
+        """All groups learn that this group is gone, and form a new quorum. `lost`: it has not left with a finished run."""
         self.known.discard(group)
         self.asking.discard(group)
         self.disturbed_s = self.baton.now_s
@@ -614,7 +614,7 @@ class Job:
     # ---- what happens
 
     def happens(self, when: str) -> None:
-        """What is to begin with this, which comes for the first time."""
+        """Starts the faults that are planned for the first occurrence of this event."""
         self.began[when] += 1
         if self.began[when] > 1:
             return
@@ -677,13 +677,13 @@ class Job:
             )
 
     def stands(self, folder: Path) -> int:
-        """The newest step that is whole."""
+        """Returns the step of the newest complete checkpoint."""
         with self.aside():
             return max(checkpoint_files.newest(folder / "checkpoint", kind=kind) or 0 for kind in ("full", "model"))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is looked at meanwhile is no operation of anybody's."""
+        """Disk operations in this context are not simulated."""
         current, self.baton.current = self.baton.current, None
         try:
             yield
@@ -692,7 +692,7 @@ class Job:
 
     @property
     def quiet_since_s(self) -> float:
-        """From here on nothing is done to the job, so far."""
+        """Time after which no fault is planned so far."""
         now_s = self.baton.now_s
         ends = [min(outage.until_s, now_s) + outage.slow_s for outage in self.disk.outages if outage.since_s <= now_s]
         return max([self.disturbed_s, *ends])
@@ -765,7 +765,7 @@ class Job:
             self.must(not problem and same, f"step {step} cannot be read, or is a mixture: {problem}")
 
     def look_back(self) -> None:
-        """When all is over."""
+        """Checks the invariants at the end."""
         self.look_at_folders(content=True)
         done = self.ended_as["finished"] + self.ended_as["finished already"]
         self.must(done > 0 or bool(self.plan.asked), "nobody has finished")
@@ -794,7 +794,7 @@ def journal(path: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Played:
-    """A seed's run. failure: "" if all held."""
+    """Result of a seed. `failure`: "" if all invariants held."""
 
     plan: Plan
     failure: str
@@ -807,7 +807,7 @@ class Played:
 
 
 def play(seed: int, folder: Path, fault_class: str = "") -> Played:
-    """Leaves nothing in `folder`."""
+    """Runs a plan; leaves `folder` empty."""
     plan = Plan(seed, fault_class)
     place = folder / f"saves-{seed}"
     place.mkdir()

@@ -1,1 +1,2 @@
-"""A virtual world for the real protocol code: one seed is one run, on every machine and Python. `python -m tests.simulator --help`."""
+"""Simulates a cluster around the real protocol code; a seed gives the same run on every machine and Python. `python -m tests.simulator
+--help`."""

@@ -1,7 +1,7 @@
 """`python -m tests.simulator --seed 7 --groups 50 --steps 200 --trace` shows one run; `--seeds 1000` runs many on all cores.
 
-Ends with a table of what occurred and how often. Exit code 1: an invariant did not hold, or something never occurred in 1,000 seeds, or of
-many seeds one hardly had an event.
+Prints a table of events and their counts. Exit code 1: an invariant was violated, an expected event did not occur in 1,000 seeds, or one of
+many seeds had almost no events.
 """
 
 from __future__ import annotations

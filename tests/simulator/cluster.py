@@ -1,4 +1,4 @@
-"""A whole job in one process: the lighthouse and its state file, groups and their launchers, checkpoints, and what is done to them."""
+"""Simulates a job in one process: lighthouse and state file, groups and launchers, checkpoints, and faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RESTART_S = (1.0, 4.0)  # from the end of a group to its next start: launcher, i
 
 @dataclass(frozen=True)
 class Machines:
-    """What is tested. A planted bug is another class here."""
+    """The state machines under test. An injected bug replaces one of the classes."""
 
     lighthouse: Callable[..., LighthouseMachine] = LighthouseMachine
     group: Callable[..., GroupMachine] = GroupMachine
@@ -43,7 +43,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a seed decides before anything happens."""
+    """Settings of a run that are drawn from the seed before it starts."""
 
     seed: int
     groups: int
@@ -63,7 +63,7 @@ class Setting:
 
 
 def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) -> Setting:
-    """Everything that is drawn for a run, but for what happens inside it. fault_class: None: as the seed has it; "": none."""
+    """Draws the settings and faults of a run. `fault_class`: None: by the seed; "": none."""
     dice, more, slots = World(seed).dice("setting"), World(seed).dice("sums"), World(seed).dice("whole")
     compute_s = dice.between(0.15, 0.4)
     # Most jobs compute for longer than they sum. In the others much may happen to a sum.
@@ -98,7 +98,7 @@ def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) 
 
 
 def drawn_in(name: str, drawn: Setting, duration_s: float) -> Setting:
-    """The same run with the faults of a class; half of the runs have no others."""
+    """Returns the settings with the faults of a class; half of the runs have only these."""
     dice, one = World(drawn.seed).dice(name), faults.CLASSES[name]
     others = drawn.faults if dice.chance(0.5) else ()
     found = sorted((*others, *one.draw(dice, drawn.groups, duration_s)), key=lambda fault: fault.at_s)
@@ -110,7 +110,7 @@ def drawn_in(name: str, drawn: Setting, duration_s: float) -> Setting:
 
 @dataclass
 class Name:
-    """One REPLICA_GROUP_ID: the place that a launcher keeps filled."""
+    """A REPLICA_GROUP_ID, whose group a launcher restarts."""
 
     name: str
     starts: int = 0
@@ -169,7 +169,7 @@ class Cluster:
     # -- a run ------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Raises Violation, or whatever else goes wrong in the machines."""
+        """Runs the job. Raises Violation, or an exception of the state machines."""
         self.start_lighthouse()
         for name in self.names:  # in any order, some of them late
             late_s = self.dice.between(0.0, 20.0) if self.dice.chance(0.15) else self.dice.between(0.0, 1.0)
@@ -185,7 +185,7 @@ class Cluster:
                     self.truth.ledger(rank.process.name, rank.commit_id, rank.machine.state_dict()["ledger"])
 
     def _watch(self) -> None:
-        """Once a second: are all there, and does every wait end?"""
+        """Checks once a second whether all groups are present and every wait can end."""
         live = self.live()
         for group in live:
             inside.check(group)
@@ -209,7 +209,7 @@ class Cluster:
         self.world.after(1.0, None, self._watch)
 
     def saw(self, who: str, event: m.Event, out: m.Out) -> None:
-        """Every event of every machine passes here."""
+        """Called for every event of every state machine."""
         effects = tuple(map(type, out.effects)) if out.effects else ()
         self.transitions[type(event), effects] += 1
         if out.reason and out.reason != self._reason:
@@ -228,11 +228,11 @@ class Cluster:
     # -- starts and ends --------------------------------------------------------------------------------------------
 
     def new_process(self, name: str, host: str, site: str) -> Process:
-        """With the clock of its host."""
+        """Creates a process with the clock of its host."""
         return Process(name, host, site, clock_s=World(self.setting.seed).dice(f"clock of {host}").between(0.0, 1000.0))
 
     def start_lighthouse(self, *, beside: bool = False) -> None:
-        """Unless there is one: two faults may have wanted the same restart, and an address has room for one. beside: all the same."""
+        """Starts a lighthouse unless one runs, since two faults may cause the same restart. `beside`: starts it in any case."""
         if self.lighthouse is not None and self.lighthouse.process.alive and not beside:
             return
         self.lighthouses += 1
@@ -261,7 +261,7 @@ class Cluster:
         return self.names[-1]
 
     def gone(self, group: GroupNode) -> None:
-        """The launcher sees its processes gone, and starts the group again."""
+        """The launcher notices that the processes have ended, and restarts the group."""
         name = self.name_of(group)
         if name.group is group:
             name.group = None
@@ -284,7 +284,7 @@ class Cluster:
         self._checkpoints.setdefault(step, {})[snapshot.commit_id, group_rank] = snapshot
 
     def newest_checkpoint(self, group_rank: int) -> Snapshot | None:
-        """Of those that have every rank's part, the same for all ranks."""
+        """Returns the newest checkpoint that has the parts of all ranks."""
         for step in sorted(self._checkpoints, reverse=True):
             parts = self._checkpoints[step]
             for commit_id, _ in parts:
@@ -295,7 +295,7 @@ class Cluster:
     # -- what the truth asks ----------------------------------------------------------------------------------------
 
     def holders_of(self, record: Committed) -> list[str]:
-        """Live groups with that step in their history, which nothing has kept from being heard lately."""
+        """Returns the live groups with that step in their history that were reachable recently."""
         found = []
         for group in self.live():
             records = [self.truth.commits_by_id.get(rank.commit_id) for rank in group.ranks if rank.weights is not None]
@@ -306,7 +306,7 @@ class Cluster:
         return found
 
     def serves(self, address: str, group_rank: int, reader: Process, quorum_id: int) -> bool:
-        """Whether that rank's offer still stands and can be read."""
+        """Returns True if that rank's offer of its state is valid and reachable."""
         group = self.nodes[address]
         rank = group.ranks[group_rank]
         alive = rank.process.alive and not rank.process.stopped
@@ -314,7 +314,7 @@ class Cluster:
 
 
 def brief(words: Any) -> str:
-    """An event or effect on one line: what is set in it, without the parts that fill a page."""
+    """Formats an event or effect on one line, with its non-default fields, without long ones."""
     shown = []
     for name in words.__dataclass_fields__:
         value = getattr(words, name)

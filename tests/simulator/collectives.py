@@ -1,11 +1,11 @@
-"""The inter-group process groups: a rendezvous that needs everybody, and all-reduces that complete, fail or hang for each rank alone.
+"""Simulates inter-group process groups: a rendezvous of all members, and all-reduces that complete, fail or hang per rank.
 
-What is modelled is what gloo was seen to do (torch 2.13): a dead member's peers get an error, or nothing at all, or, near the end, their
-sums; a stopped or cut-off member leaves them hanging; closing the sockets of a generation ends its pending work here and at the peers.
+Models the observed behaviour of gloo (torch 2.13): the peers of a dead member get an error, or hang, or, near the end, complete; a stopped
+or unreachable member makes them hang; closing the sockets of a generation ends its pending work here and at the peers.
 
-A rendezvous has two parts. Each member says in a store, at one member's site, that it is there: who cannot reach the store says nothing,
-and hears of nobody. Once all are there, each connects to all others, and is through when its own connections stand: of a pair that is
-cut both wait, and the rest goes on to sums that never come. Nobody is told who it is that does not answer.
+A rendezvous has two parts. Each member registers in a store at one member's site; a member that cannot reach the store waits. When all have
+registered, each connects to all others, and is done when its own connections exist: both ends of a cut link wait, and the others continue
+to an all-reduce that hangs. No member learns which one does not answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AGAIN_S = 0.2  # between two tries of a connection
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One rank in one piece of work."""
+    """A rank in a collective or rendezvous."""
 
     process: Process
     given: Any
@@ -33,7 +33,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One collective of one generation: `key` names it, and it runs once all of `size` are there."""
+    """A collective of a generation, named by `key`; it runs when `size` members have joined."""
 
     key: Key
     size: int
@@ -56,7 +56,7 @@ class Work:
 
 
 class Collectives:
-    """All inter-group work of the world. A rank enters with `join`, and leaves a whole generation with `abandon`."""
+    """All inter-group collectives. A rank joins one with `join`, and leaves a generation with `abandon`."""
 
     def __init__(self, world: World, network: Network, *, seconds: tuple[float, float]) -> None:
         self.world = world

@@ -1,9 +1,9 @@
-"""What goes wrong in a run, drawn from its seed before it starts: a list, so that a failing run can be told with fewer entries.
+"""Draws the faults of a run from its seed before it starts, as a list, so that a failing run can be reduced to fewer faults.
 
-Times are spread over the first two thirds of a run; the last third shows whether all live groups find together again. Every other run is
-of one class of faults besides (CLASSES), in turns, half of them with nothing else.
+Faults begin in the first two thirds of a run; the last third shows whether all live groups train together again. Every other run has faults
+of one class (CLASSES), in rotation, half of them only these.
 
-`DETECTION_S` says how long the others may take to know of a fault, from its beginning and from its end; liveness.py holds them to it.
+`DETECTION_S` bounds the time in which the others must detect a fault, and its end; liveness.py checks it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def interrupted(dice: Dice, duration_s: float) -> tuple[Fault, ...]:
 
 @dataclass(frozen=True)
 class Class:
-    """Faults that occur together, and are told by one name. `draw`: of the dice, the groups, and the run's length in seconds."""
+    """Faults that occur together, under one name. `draw`: of the dice, the groups, and the run's length in seconds."""
 
     draw: Callable[[Dice, int, float], tuple[Fault, ...]]
     weight: int = 1  # of the turns; 0: played only where it is asked for

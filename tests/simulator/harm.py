@@ -1,4 +1,4 @@
-"""Harm done to a job: each fault of faults.py, carried out on the processes and the network of a cluster, and its end."""
+"""Executes the faults of faults.py on the processes and the network of a simulated cluster, and ends them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Ranks of one group: their collectives, and the search for those who wait for ever.
+"""Simulates the collectives among the ranks of one group, and detects deadlocks.
 
-A collective blocks a trainer's thread until all ranks are in it. The n-th of one rank meets the n-th of the others. Whoever comes to
-another one than the group's first did would hang there, or sum what does not belong together: that is a fault at once.
+A collective blocks a trainer's thread until all ranks are in it. The n-th collective of a rank matches the n-th of the others; a mismatch
+is a violation at once.
 
-A wait that nothing can end is a fault, too, told with what all ranks wait for. A rank's wait is over when
-- a collective inside the group:          all its ranks have come to it;
-- a question for a quorum:                all ranks have asked; the rest is the lighthouse's;
-- the group's word on a vote:             all ranks have voted, or one that has not votes no (the first no decides);
-- the machine, with votes that wait aside: one of those is over, the state arrives, or the time that a heal is given is;
-- anything else: by itself, for it is the network's, or other groups'.
-So ranks that wait for nobody but each other, whoever has to act for a wait to end, wait for ever: the greatest such set is looked for.
+A wait that nothing can end is a violation, too, reported with the waits of all ranks. The condition that ends a rank's wait, by its kind:
+- a collective inside the group:  all its ranks have joined it;
+- a quorum request:               all ranks have sent it; the rest is up to the lighthouse;
+- the group's result of a vote:   all ranks have voted, or one that has not votes no (the first no decides);
+- the state machine:              a pending vote is decided, the state arrives, or the grace time of the heal is over;
+- anything else:                  the network or other groups end it.
+A set of ranks that wait only for each other is deadlocked; the check finds the largest such set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What must hold, told by somebody who sees everything: each check runs at the event that could break it, and raises Violation.
+"""Checks the invariants with knowledge of the whole cluster: each check runs at the event that could violate it, and raises Violation.
 
-The history of the job is a tree of commits. Its trunk is what is settled; an unsettled step may fork, once, until a quorum has chosen.
+The history of the job is a tree of commits. Settled steps are its trunk; an unsettled step may have two versions until a quorum has chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """An invariant is violated."""
 
 
 def require(holds: bool, *words: Any) -> None:

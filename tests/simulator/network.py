@@ -1,8 +1,8 @@
-"""The network between processes: calls that may be lost, doubled or overtaken; streams that keep their order and break; cuts.
+"""Simulates the network between processes: calls that may be lost, duplicated or reordered; ordered streams that may break; cuts.
 
 It behaves as gRPC over TCP does. A call has one answer or none: a lost request and a lost answer look alike to the caller, and a
 retry reaches the server twice. TCP sends a lost packet again, so a message is lost only with its connection, which the caller notices
-within seconds; in a cut nobody notices anything before the call's own deadline. A stream delivers in order or breaks; a dead process
+within seconds; in a cut the caller notices nothing before the call's own deadline. A stream delivers in order or breaks; a dead process
 closes its streams, a dead host is only silent.
 """
 
@@ -21,7 +21,7 @@ Answer = Callable[[Any], None]  # None stands for "no answer": refused, broken, 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of every link between two hosts. Within a host nothing is lost or late."""
+    """Quality of every link between two hosts. Within a host nothing is lost or delayed."""
 
     loss: float = 0.0  # a request, or an answer, never arrives
     duplicate: float = 0.0  # a request is handled twice

@@ -1,5 +1,5 @@
-"""Faults of what is around the groups, and of several of them at once: the lighthouse, its name and its disk, links, capacity, clocks, and
-joiners that never come through. Each is a method of the name that faults.py has for it."""
+"""Faults of the environment, and of several groups at once: the lighthouse, its name and its disk, links, capacity, clocks, and joiners
+that never finish healing. Each is a method with the name of the fault in faults.py."""
 
 from __future__ import annotations
 

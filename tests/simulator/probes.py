@@ -1,4 +1,4 @@
-"""Reachability as a rank's own connection attempts tell it: what process_groups/probe.py does, on the simulated network."""
+"""Detects reachability by a rank's own connection attempts: process_groups/probe.py on the simulated network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A trainer's rank: drives the real step.StepMachine and stands in for what surrounds it (forward, backward, optimizer, weights).
+"""Simulates a trainer's rank: drives the real step.StepMachine, and replaces its environment (forward, backward, optimizer, weights).
 
-Weights are one number, the hash of all that made them. A gradient names its slot and the weights it was computed with, so that a sum
-shows who gave what, and from which state.
+Weights are one number, the hash of their history. A gradient names its slot and the weights that it was computed with, so that a sum shows
+who contributed what, and from which state.
 """
 
 from __future__ import annotations

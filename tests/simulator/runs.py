@@ -1,4 +1,4 @@
-"""One seed, many seeds, and what to make of them: tables, and the shortest telling of a run that failed."""
+"""Runs one seed or many, and reports: tables of events, and a minimal reproduction of a failed run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ YOUNG = 50_000  # objects between two looks for garbage in cycles: a run makes m
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one seed. `failure` is empty if every invariant held."""
+    """Result of a seed. `failure` is empty if every invariant held."""
 
     setting: Setting
     failure: str = ""

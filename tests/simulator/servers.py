@@ -1,4 +1,4 @@
-"""The lighthouse's process and a group server's: thin drivers of the real machines, as ft/rpc's are, over the simulated network."""
+"""Simulates the processes of the lighthouse and of group servers: thin drivers of the real state machines, like those of ft/rpc."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEEPALIVE_S = 15.0  # of a connection to the lighthouse
 
 
 class LighthouseNode:
-    """One start of the lighthouse. Its state file is `cluster.state_file`, which outlives it."""
+    """A process of the lighthouse. Its state file is `cluster.state_file`, which outlives it."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.cluster, self.world, self.network = cluster, cluster.world, cluster.network
@@ -245,7 +245,7 @@ class LighthouseNode:
 
 
 class GroupNode:
-    """One start of a group: its server, its ranks, and the launcher that starts it again when it ends."""
+    """An incarnation of a group: its server, its ranks, and the launcher that restarts it."""
 
     def __init__(self, cluster: Cluster, name: str, number: int, site: str = "", *, fingerprint: str = "") -> None:
         """site: where it runs, if not where its name always did. fingerprint: what it is said to train, if not what the job does."""

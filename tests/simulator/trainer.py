@@ -1,11 +1,12 @@
-"""The thread that trains, as train.py's loop and ft/manager.py make it: it takes what the machine wants, in order, and waits where they do.
+"""Simulates the training thread of train.py and ft/manager.py: executes the effects of the state machine in order, and waits where they
+wait.
 
     begin_step -> Compute:    forward and backward, the sum of figures -> Computed -> ... -> CommitStep: norm, optimizer -> begin_step
                                                                                       ... -> Compute: the step did not hold -> forward
                -> CommitStep: (of zeros, or of held sums) the sum of figures, norm, optimizer -> begin_step
 
-Each of these has a collective among the ranks of the group in it (inside.py). While the thread waits, events of other threads (notices, the
-end of a heal, votes that wait aside) still reach the machine; what comes of them is done when the thread is free.
+Each of these includes a collective among the ranks of the group (inside.py). While the thread waits, events of other threads (notices, the
+end of a heal, votes) still reach the state machine; their effects are executed when the thread is free.
 """
 
 from __future__ import annotations

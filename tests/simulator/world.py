@@ -1,6 +1,6 @@
-"""Time and chance: a clock that jumps from event to event, processes that die or stop, and random numbers made from one seed.
+"""Discrete-event simulation: a virtual clock, processes that die or stop, and random numbers from one seed.
 
-Everything else in tests/simulator stands on this file. Nothing here knows what is simulated.
+The base of tests/simulator; independent of what is simulated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Do = Callable[..., None]
 
 
 class Dice:
-    """Random numbers of one concern. Made of `Random.random` alone, the same bits on every Python since 3.2."""
+    """Random numbers for one purpose. Uses only `Random.random`, which gives the same bits on every Python since 3.2."""
 
     def __init__(self, seed: int, concern: str) -> None:
         self.random = Random(f"{seed}/{concern}").random
@@ -56,7 +56,7 @@ class Process:
 
 
 class World:
-    """`at` and `after` say what happens when; `run` lets it happen, in order of time, ties in order of asking."""
+    """The event queue. `at` and `after` schedule calls; `run` executes them in order of time, ties in order of scheduling."""
 
     def __init__(self, seed: int, *, trace: Callable[[str], None] | None = None) -> None:
         self.seed = seed

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 from tools.cluster import verdicts
-from tools.cluster.measurements import ALL_PAIRS, pairs, rounds
+from tools.cluster.measurements import ALL_PAIRS, disjoint_rounds, pairs
 from tools.cluster.verdicts import Names
 
 FOUR = Names(["a", "b", "c", "d"])
@@ -39,7 +39,7 @@ def test_a_slow_link_between_two_hosts_is_named_and_neither_host():
     rates = links(FOUR, _1_2=1e7, _2_1=1.1e7)
     [finding] = slow_links(FOUR, rates, share=0.5)
     assert finding.ranks == (1, 2)
-    assert finding.text == "between rank 1 on b and rank 2 on c: slow links: 10.5 MB/s, where 1000 is usual (2 of them)"
+    assert finding.text == "between rank 1 on b and rank 2 on c: slow links: 10.5 MB/s, where 1000 is usual (2 links)"
     assert told(slow_links(FOUR, links(FOUR, _2_1=1e7), share=0.5)) == ["from rank 2 on c to rank 1 on b"]
 
 
@@ -53,7 +53,7 @@ def test_a_host_behind_a_slow_cable_is_named_once():
 
 def test_a_host_that_only_sends_slowly_is_told_so():
     bad = {f"_3_{to}": 1e6 for to in (0, 1, 2)}
-    assert told(slow_links(FOUR, links(FOUR, **bad), share=0.5)) == ["rank 3 on d, what it sends"]
+    assert told(slow_links(FOUR, links(FOUR, **bad), share=0.5)) == ["rank 3 on d, sending"]
 
 
 def test_all_ranks_of_a_host_behind_one_cable_are_one_finding():
@@ -86,7 +86,7 @@ def test_least_is_asked_of_every_link():
 def test_late_links():
     late = {f"_2_{to}": 0.04 for to in (0, 1, 3)}
     [finding] = late_links(FOUR, links(FOUR, 1e-4, **late))
-    assert finding.text == "rank 2 on c, what it sends: late links: 40 ms, where 0.1 is usual (3 of them)"
+    assert finding.text == "rank 2 on c, sending: late links: 40 ms, where 0.1 is usual (3 links)"
     assert late_links(FOUR, links(FOUR, 1e-5, _0_1=1e-4)) == []  # ten times as much, but microseconds
 
 
@@ -101,9 +101,9 @@ def test_a_slow_rank_is_named():
     rates = {0: 100.0, 1: 98.0, 2: 41.0, 3: 103.0}
     [finding] = verdicts.slow_ranks(FOUR, rates, what="compute", unit="GFLOP/s", share=0.5)
     assert finding.text == "rank 2 on c: slow compute: 41 GFLOP/s, where 99 is usual"
-    notes = {rank: f"; it had a core {rank / 4:.0%} of that time" for rank in rates}
+    notes = {rank: f"; its thread ran {rank / 4:.0%} of that time" for rank in rates}
     [finding] = verdicts.slow_ranks(FOUR, rates, what="compute", unit="GFLOP/s", share=0.5, notes=notes)
-    assert finding.text.endswith("where 99 is usual; it had a core 50% of that time")
+    assert finding.text.endswith("where 99 is usual; its thread ran 50% of that time")
     assert verdicts.slow_ranks(FOUR, {0: 1.0}, what="compute", unit="", share=0.5) == []
 
 
@@ -124,19 +124,19 @@ def test_a_wrong_clock_is_named_even_rank_0s_by_which_all_were_measured():
 def test_a_result_wrong_at_one_rank_is_its_own():
     finding = verdicts.wrong(FOUR, "all_reduce MAX", [(-1, 2, "element 0 is 1, not 2")])
     assert finding.ranks == (2,)
-    assert finding.text == "rank 2 on c: all_reduce MAX gave it a wrong result: element 0 is 1, not 2"
+    assert finding.text == "rank 2 on c: wrong result of all_reduce MAX at this rank only: element 0 is 1, not 2"
     assert verdicts.wrong(FOUR, "all_gather", [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]).ranks == (3,)
 
 
 def test_a_block_that_is_wrong_wherever_it_arrives_is_its_senders():
     finding = verdicts.wrong(FOUR, "broadcast", [(1, 0, "x"), (1, 2, "x"), (1, 3, "x")])
     assert finding.ranks == (1,)
-    assert finding.text.startswith("rank 1 on b: in broadcast all that it sends arrives wrong")
+    assert finding.text.startswith("rank 1 on b: all data that it sends in broadcast arrives wrong")
 
 
 def test_one_block_at_one_rank_is_between_the_two():
     finding = verdicts.wrong(FOUR, "send/recv", [(1, 2, "x")])
-    assert finding.ranks == (1, 2) and "what rank 1 on b sends to rank 2 on c arrives wrong" in finding.text
+    assert finding.ranks == (1, 2) and "data from rank 1 on b to rank 2 on c arrives wrong" in finding.text
 
 
 def test_a_sum_wrong_everywhere_is_looked_for_two_by_two():
@@ -146,12 +146,12 @@ def test_a_sum_wrong_everywhere_is_looked_for_two_by_two():
     finding = verdicts.wrong(FOUR, "all_reduce SUM", seen, ring)
     assert finding.ranks == (2,) and "rank 2 on c: all_reduce SUM is wrong at every rank" in finding.text
     once = verdicts.wrong(FOUR, "all_reduce SUM", seen, dict.fromkeys(ring, True))
-    assert once.ranks == (0, 1, 2, 3) and "right between any two" in once.text
+    assert once.ranks == (0, 1, 2, 3) and "but right between pairs of ranks" in once.text
 
 
 def test_silent_ranks_are_named_and_their_neighbours_errors_are_not():
     assert [finding.text for finding in verdicts.silent(FOUR, {2: "values: reduce MIN"}, 15)] == [
-        "rank 2 on c said nothing for 15 s; last seen at: values: reduce MIN"
+        "rank 2 on c did not respond for 15 s; last step: values: reduce MIN"
     ]
     assert verdicts.failed(FOUR, {0: "timed out", 1: "timed out"}, {2}) == []
     [finding] = verdicts.failed(FOUR, {1: "out of memory"}, ())
@@ -161,12 +161,12 @@ def test_silent_ranks_are_named_and_their_neighbours_errors_are_not():
 
 def test_in_a_round_of_links_no_host_is_in_two_pairs():
     hosts = ["a", "a", "b", "b", "c", "d", "d", "d"]
-    made = rounds(pairs(hosts), hosts)
+    made = disjoint_rounds(pairs(hosts), hosts)
     assert sorted(pair for together in made for pair in together) == list(itertools.combinations(range(8), 2))
     for together in made:
         busy = Counter(host for pair in together for host in {hosts[rank] for rank in pair})
         assert set(busy.values()) == {1}
-    assert len(rounds(pairs(list("abcdefgh")), list("abcdefgh"))) < 14  # at best 7
+    assert len(disjoint_rounds(pairs(list("abcdefgh")), list("abcdefgh"))) < 14  # at best 7
 
 
 def test_of_many_ranks_hosts_are_linked_place_by_place():

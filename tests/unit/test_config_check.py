@@ -251,7 +251,7 @@ SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco",
         (["--fault_tolerance.num_fragments=2", "--checkpoint.interval=10"], "--checkpoint.interval = 10: must be a multiple of 4, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 8 or 12"),
         (["--training.steps=16", "--checkpoint.interval=8", "--validation.enable", "--validation.freq=4"], "--validation.freq = 4: must be a multiple of 8, the steps between two synchronisations of groups (fault_tolerance.sync_steps / num_fragments); nearest: 8"),
         (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: the first synchronisation of groups is after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
-        (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: the model has 5 blocks to share out; nearest: 5"),
+        (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: must be at most 5, the blocks of the model; nearest: 5"),
     ],
 )  # fmt: skip
 def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv: list[str], expected: str) -> None:

@@ -53,7 +53,7 @@ def test_of_a_cut_pair_one_sits_out_and_is_back_within_a_minute():
     assert "NOT pair, in a sum: seconds from the repair" in in_time(made(0.0), [late], SETTINGS).words
     both = made(0.0)
     both["1"].ranks[0] = [line for line in both["1"].ranks[0] if not 11.0 < line.at_s < 46.0]
-    assert "NOT pair, in a sum: groups that sit out 2.00" in in_time(both, [fault("pair, in a sum")], SETTINGS).words
+    assert "NOT pair, in a sum: excluded groups 2.00" in in_time(both, [fault("pair, in a sum")], SETTINGS).words
 
 
 def test_a_lighthouse_that_is_away_stops_nobody_where_nobody_may_take_over():

@@ -84,7 +84,7 @@ def test_what_a_survivor_may_not(lines: list[DiaryLine], words: str):
 def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradients_are_in_it():
     healed = diaries(g1=[*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]])
     verdict = survivors_went_on(healed, [FAULT], {12: set("01")})
-    assert verdict.holds and "1 steps from a survivor that had all sums" in verdict.words
+    assert verdict.holds and "1 steps healed from a survivor with complete all-reduces" in verdict.words
     far = diaries(g1=[*STEADY[:11], DiaryLine("healed", 12.5, 1, 13), *STEADY[13:]])
     assert not survivors_went_on(far, [FAULT], {12: set("01"), 13: set("01")}).holds
 
@@ -92,13 +92,13 @@ def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradient
 def test_one_bit_of_one_group_after_one_step():
     other = [replace(line, digest="x") if line.step == 7 else line for line in STEADY]
     verdict = bitwise_equal(diaries(g1=other), [FAULT])
-    assert not verdict.holds and "group 1, rank 0, step 7: other weights" in verdict.words
+    assert not verdict.holds and "group 1, rank 0, step 7: different weights" in verdict.words
 
 
 def test_two_histories_are_none_but_a_commit_that_nobody_went_on_from_is_no_history():
     forked = [replace(line, commit_id="x", digest="y") if line.step in (7, 8) else line for line in STEADY]
     verdict = bitwise_equal(diaries(g1=forked), [FAULT])
-    assert not verdict.holds and "group 1, rank 0 went on from another commit of step 7" in verdict.words
+    assert not verdict.holds and "group 1, rank 0 continued from a different commit of step 7" in verdict.words
     lost = [*STEADY[:9], commit(10, commit_id="x", digest="y"), *diaries()["2"].ranks[0][9:]]
     assert bitwise_equal(diaries(g2=lost), [FAULT]).holds
 
@@ -141,7 +141,7 @@ def test_a_flipped_bit_counts_until_it_is_mended():
 
 def test_a_fault_after_which_the_groups_never_were_together():
     verdict = bitwise_equal(diaries(g2=STEADY[:9]), [FAULT])
-    assert not verdict.holds and "after a fault no step was everybody's" in verdict.words
+    assert not verdict.holds and "after a fault no step was committed by all groups" in verdict.words
     assert not bitwise_equal({"0": diaries()["0"]}, []).holds, "nothing was compared"
 
 

@@ -18,8 +18,8 @@ from models import llama
 from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from tests.multiproc.test_explain import explained
-from tools.explain.command import WIDTH, explain, job_of, main, ranks_asked
-from tools.explain.rank import DeviceType, ExplainedJob, MemoryTracker, Stretch, join, ranks
+from tools.explain.command import WIDTH, explain, job_of, main, requested_ranks
+from tools.explain.rank import DeviceType, ExplainedJob, MemoryTracker, Segment, join, ranks
 
 MIB = 1 << 18  # fp32 elements
 SIZES = llama.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96)
@@ -46,11 +46,11 @@ def test_the_ruler_sees_what_comes_and_goes():
         d = torch.zeros(2 * MIB)
         gradient = torch.zeros(MIB // 2)
         del a, c, d
-    [stretch] = tracker.stretches(gradients=tracker.serials([gradient]), held=set())
-    assert stretch.most == (3 << 20, (3 << 20) + (1 << 19))  # a, b and c; then a and d, and the gradient
-    assert stretch.change == (0, 1 << 19)
-    [stretch] = tracker.stretches(gradients=set(), held=tracker.serials([gradient]))
-    assert stretch.change == (0, 0)
+    [segment] = tracker.segments(gradients=tracker.serials([gradient]), resident=set())
+    assert segment.peak == (3 << 20, (3 << 20) + (1 << 19))  # a, b and c; then a and d, and the gradient
+    assert segment.change == (0, 1 << 19)
+    [segment] = tracker.segments(gradients=set(), resident=tracker.serials([gradient]))
+    assert segment.change == (0, 0)
 
 
 def test_the_ruler_sees_what_autograd_keeps():
@@ -58,16 +58,16 @@ def test_the_ruler_sees_what_autograd_keeps():
     with MemoryTracker() as tracker:
         y = model(x).sum()
         y.backward()
-    [stretch] = tracker.stretches(tracker.serials(p.grad for p in model.parameters()), set())
+    [segment] = tracker.segments(tracker.serials(p.grad for p in model.parameters()), set())
     # what tanh keeps, its gradient, and the weight's before it is laid out as the weight is; a few bytes for the sum
-    assert 3 << 20 <= stretch.most[0] < (3 << 20) + 64
-    assert stretch.change[1] - stretch.change[0] == 1 << 20  # the weight's gradient
+    assert 3 << 20 <= segment.peak[0] < (3 << 20) + 64
+    assert segment.change[1] - segment.change[0] == 1 << 20  # the weight's gradient
 
 
-def test_stretches_join():
-    up = Stretch("", change=(5, 6), most=(7, 8))
-    down = Stretch("", change=(-5, -6), most=(1, 0))
-    assert join([up, up, down]).most == (12, 14)
+def test_segments_join():
+    up = Segment("", change=(5, 6), peak=(7, 8))
+    down = Segment("", change=(-5, -6), peak=(1, 0))
+    assert join([up, up, down]).peak == (12, 14)
     assert join([up, down]).change == (0, 0)
 
 
@@ -90,15 +90,15 @@ def test_what_stays_is_the_parameters_times_their_bytes():
     [rank] = ranks(job(1))
     size = sum(p.numel() for p in job(1).model().parameters())
     steps = 4 * len(list(job(1).model().parameters()))
-    assert rank.held.gradients == 4 * size
-    assert rank.held.optimizer == 8 * size + steps
-    assert rank.held.parameters == 4 * (size + T * SIZES.dim // SIZES.n_heads)  # and the rotary table
+    assert rank.resident.gradients == 4 * size
+    assert rank.resident.optimizer == 8 * size + steps
+    assert rank.resident.parameters == 4 * (size + T * SIZES.dim // SIZES.n_heads)  # and the rotary table
 
 
 def test_later_passes_find_gradients():
     [once], [often] = ranks(job(1)), ranks(replace(job(1), passes=3))
-    assert once.peak <= often.peak <= once.peak + once.held.gradients
-    assert often.peak == once.held.parameters + once.held.optimizer + once.held.gradients + once.activations
+    assert once.peak <= often.peak <= once.peak + once.resident.gradients
+    assert often.peak == once.resident.parameters + once.resident.optimizer + once.resident.gradients + once.activations
 
 
 def test_cuda_keeps_less_of_a_norm():
@@ -106,7 +106,7 @@ def test_cuda_keeps_less_of_a_norm():
     [on_cpu] = ranks(job(2, device_type="cpu", tensor_parallel_degree=2))
     [on_cuda] = ranks(job(2, device_type="cuda", tensor_parallel_degree=2))
     assert on_cuda.activations < 0.9 * on_cpu.activations
-    assert on_cuda.held == on_cpu.held
+    assert on_cuda.resident == on_cpu.resident
 
 
 # The text
@@ -116,7 +116,7 @@ def test_the_text_says_what_is_where():
     text = explain(job(8, pipeline_parallel_degree=2, tensor_parallel_degree=2))
     assert max(map(len, text.splitlines())) <= WIDTH
     for line in (
-        "pp        2      0 4          the layers: each rank has some of them",
+        "pp        2      0 4          layers: each rank has some of them",
         "rank 0 of pp  tok_embeddings, layers.0 to 1",
         "rank 1 of pp  layers.2 to 3, norm, output",
         "layers.*.feed_forward.w2.weight  32 x 96  rows: dp_shard; columns: tp  16 x 48",
@@ -139,7 +139,7 @@ def test_order_of_issue_under_prefetch():
     [
         (job(2, batch=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="LoopedBFS"), "2 microbatches for 4 stages"),
         (job(2, pipeline_parallel_degree=2, module_fqns_per_model_part=UNEVEN), "stages have 2 to 5 modules"),
-        (job(4), "cut unevenly, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
+        (job(4), "unevenly sharded, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
         (replace(job(1), layout=ExecutionConfig()), "float32 runs at a small part"),
     ],
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_devices_that_are_not_here_are_no_error(capsys, tmp_path):
     more = ["--training.enable_cpu_offload", "--float8.enable", "--device=cuda", "--ranks=2"]
     assert main([str(tmp_path / "run.toml"), "--explain", *argv, *more]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for warning in ("figures are those of allgather", "float8.enable: these figures", "are in host memory"):
+    for warning in ("numbers are for allgather", "float8.enable: these numbers", "are in host memory"):
         assert warning in text, text
 
 
@@ -191,12 +191,12 @@ def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):
     for name in ("WORLD_SIZE", "NPROC", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
     config = ParallelismConfig(data_parallel_shard_degree=4, tensor_parallel_degree=2)
-    assert ranks_asked(config) == 8
+    assert requested_ranks(config) == 8
     monkeypatch.setenv("NGPU", "8")
     monkeypatch.setenv("NNODES", "4")
-    assert ranks_asked(config) == 32
+    assert requested_ranks(config) == 32
     monkeypatch.setenv("WORLD_SIZE", "16")
-    assert ranks_asked(config) == 16
+    assert requested_ranks(config) == 16
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_shipped_configurations(name: str, parameters: int, gpus: int, monkeypat
     for variable in ("WORLD_SIZE", "NPROC", "NGPU"):
         monkeypatch.delenv(variable, raising=False)
     config = load([f"configs/{name}.toml"])
-    assert ranks_asked(config.parallelism) == gpus
+    assert requested_ranks(config.parallelism) == gpus
     check_settings(config, world_size=gpus)
     wanted = job_of(config, world_size=gpus, device="")
     assert sum(p.numel() for p in wanted.model().parameters()) == parameters

@@ -30,8 +30,8 @@ def said(model: nn.Module, *, keep: bool = True, shared: bool = False, slots: in
 
 def taken(tracker: MemoryTracker, member: Member) -> int:
     """Bytes that are there at the end, less the model's own."""
-    [stretch] = tracker.stretches(gradients=set(), held=tracker.serials(member.model.parameters()))
-    return stretch.change[0]
+    [segment] = tracker.segments(gradients=set(), resident=tracker.serials(member.model.parameters()))
+    return segment.change[0]
 
 
 @pytest.mark.parametrize(("keep", "slots"), [(True, 0), (False, 0), (True, 3)])
@@ -83,4 +83,4 @@ def test_explain_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         (apart, "if this group computes all 4 slots"),
     ):
         assert main([*ask, "--fault_tolerance.enable=true", *more]) == 0
-        assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, memory of a rank on top")[2]
+        assert words in capsys.readouterr().out.partition("FAULT TOLERANCE, additional memory of a rank")[2]

@@ -64,13 +64,13 @@ def test_1f1b_keeps_few_microbatches_alive() -> None:
 
 def test_pictures() -> None:
     assert picture("1F1B", 2, 2, 3, columns=108) == [
-        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 slots of time",
+        "1F1B: 3 microbatches through 2 stages on 2 ranks, 12 time slots",
         "rank 0  F0 F1 .  .  B0 =  F2 B1 =  .  B2 =",
         "rank 1  .  F0 B0 =  F1 B1 =  F2 B2 =  .  .",
-        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = goes on, . idle",
+        "bubble 25.0%; F0: microbatch 0; F forward, B backward, = continues, . idle",
     ]
     assert picture("ZBVZeroBubble", 2, 4, 2, columns=108) == [
-        "ZBVZeroBubble: 2 microbatches through 4 stages on 2 ranks, 14 slots of time",
+        "ZBVZeroBubble: 2 microbatches through 4 stages on 2 ranks, 14 time slots",
         "rank 0  0F0 0F1 .   3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 .   0I1 0W1",
         "rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1 .",
         "bubble 14.3%; 1F0: stage 1, microbatch 0; F forward, I backward for inputs, W for weights, . idle",
@@ -79,7 +79,7 @@ def test_pictures() -> None:
 
 def test_of_a_long_picture_the_middle_is_left_out() -> None:
     lines = picture("GPipe", 2, 2, 64, columns=108)
-    assert "195 slots" in lines[0] and all(len(line) <= 108 for line in lines)
+    assert "195 time slots" in lines[0] and all(len(line) <= 108 for line in lines)
     assert lines[1].split()[2] == "F0" and lines[1].split()[14] == "..." and lines[1].split()[-2:] == ["B63", "="]
 
 

@@ -18,8 +18,8 @@ from ft.config import FaultTolerance
 from scripts.agent import run_ranks
 from scripts.plan import RESTARTS_WITHIN_S, LaunchSettings
 from scripts.replicas import (
-    SHORT_LIFE_S,
-    SHORT_LIVES,
+    MAX_SHORT_RUNS,
+    SHORT_RUN_S,
     LighthouseSupervisor,
     ReplicaSupervisor,
     assign_devices,
@@ -50,19 +50,19 @@ def test_a_group_that_dies_at_once_is_tried_later_and_later_and_then_given_up(tm
         said = ended(one, now_s)
         if one.code is None:
             assert said == "group 0 died (exit code 1)"
-            pauses.append(one.again_at_s - now_s)
+            pauses.append(one.restart_at_s - now_s)
             assert one.poll(now_s) == "", "not yet"
-            assert one.poll(one.again_at_s).startswith("group 0 starts again (process ")
-    assert said == "group 0 failed for good (exit code 1)" and one.code == 1
-    assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16] and len(pauses) == SHORT_LIVES - 1
+            assert one.poll(one.restart_at_s).startswith("group 0 restarts (pid ")
+    assert said == "group 0 failed and is not restarted (exit code 1)" and one.code == 1
+    assert [round(pause) for pause in pauses] == [1, 2, 4, 8, 16] and len(pauses) == MAX_SHORT_RUNS - 1
 
 
 def test_a_long_life_forgives_the_short_ones(tmp_path: Path):
     one, now_s = group(tmp_path, "raise SystemExit(1)"), time.monotonic()
     ended(one, now_s)
-    one.poll(one.again_at_s)
-    assert ended(one, now_s + SHORT_LIFE_S + 60) == "group 0 died (exit code 1)"
-    assert one.short_lives == 0
+    one.poll(one.restart_at_s)
+    assert ended(one, now_s + SHORT_RUN_S + 60) == "group 0 died (exit code 1)"
+    assert one.short_runs == 0
 
 
 class Dies(ReplicaSupervisor):
@@ -83,11 +83,11 @@ def test_a_group_that_is_preempted_once_a_day_stays_for_years(tmp_path: Path):
     for _ in range(1000):
         now_s += RESTARTS_WITHIN_S
         assert one.poll(now_s) == "group 0 died (ended by SIGKILL)"
-        assert one.poll(one.again_at_s) == "group 0 starts again (process 7)"
+        assert one.poll(one.restart_at_s) == "group 0 restarts (pid 7)"
     one.poll(now_s + 3600)
-    one.poll(one.again_at_s)
+    one.poll(one.restart_at_s)
     assert one.poll(now_s + 7200) == (
-        "group 0 failed for good (ended by SIGKILL; 2 restarts within 24 h, MAX_RESTARTS allows no more)"
+        "group 0 failed and is not restarted (ended by SIGKILL; 2 restarts within 24 h, MAX_RESTARTS reached)"
     )
 
 
@@ -124,7 +124,7 @@ def test_a_lighthouse_that_dies_comes_again_at_the_same_address(tmp_path: Path):
         first = one.process
         first.kill()
         first.wait()
-        assert re.fullmatch(r"the lighthouse died, and is there again \(process \d+\)", one.poll(10.0))
+        assert re.fullmatch(r"the lighthouse died and was restarted \(pid \d+\)", one.poll(10.0))
         assert one.process.pid != first.pid
         socket.create_connection(("127.0.0.1", one.port)).close()
         one.process.kill()
@@ -198,7 +198,7 @@ def test_the_visible_devices_are_dealt_out_among_the_groups():
     [
         (
             None,
-            "--groups 3: 1 GPU each are more than the 2 that are visible here; nearest: --groups 2; SHARE_GPUS=1 lets groups share them",
+            "--groups 3: with 1 GPU each, more than the 2 that are visible here; nearest: --groups 2; SHARE_GPUS=1 lets groups share them",
         ),
         (4, "NPROC=4: more ranks than the 2 GPUs that are visible here"),
     ],
@@ -212,11 +212,11 @@ def test_devices_are_shared_where_the_user_says_so(tmp_path: Path, monkeypatch: 
     assert assign_devices(["0", "1"], 3, None, True) == [["0"], ["1"], ["0"]]
     assert assign_devices(["5"], 2, None, True) == [["5"], ["5"]]
     monkeypatch.delenv("SHARE_GPUS", raising=False)
-    one = ReplicaSupervisor.here("1", ["a.toml"], {"A": "b"}, tmp_path, 1, ["6", "7"])
+    one = ReplicaSupervisor.local("1", ["a.toml"], {"A": "b"}, tmp_path, 1, ["6", "7"])
     assert one.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "6,7", "REPLICA_GROUP_ID": "1"}, "its own devices alone"
-    assert ReplicaSupervisor.here("1", [], {}, tmp_path, 1).env == {"REPLICA_GROUP_ID": "1"}
+    assert ReplicaSupervisor.local("1", [], {}, tmp_path, 1).env == {"REPLICA_GROUP_ID": "1"}
     monkeypatch.setenv("SHARE_GPUS", "1")
-    assert ReplicaSupervisor.here("1", [], {}, tmp_path, 1, ["5"]).env["NCCL_HOSTID"] == "pharos-1"
+    assert ReplicaSupervisor.local("1", [], {}, tmp_path, 1, ["5"]).env["NCCL_HOSTID"] == "pharos-1"
 
 
 def test_a_drills_groups_have_devices_of_their_own():

@@ -50,7 +50,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_first_of_them_is_where_r
     assert nodes.renew("1") == "" and not nodes.lost("1")
     slurm.of_the_job.remove("n3")
     assert nodes.lost("1") and not nodes.lost("0")
-    assert nodes.renew("1") == "n5 takes the place of n3" and nodes.renew("1") == ""
+    assert nodes.renew("1") == "n5 replaces n3" and nodes.renew("1") == ""
     assert (nodes.of["1"], nodes.spares) == (["n4", "n5"], [])
     program(tmp_path / "srun", "echo $*")
     step = SlurmStep("1", ["a.toml"], {"PATH": str(tmp_path)}, tmp_path / "log", 1, nodes)
@@ -68,7 +68,7 @@ def test_a_node_that_does_not_answer_is_left_for_a_spare_and_else_tried_again():
     slurm = Slurm("n1 n2 n3")
     nodes = slurm.nodes(NUM_REPLICA_GROUPS="2")
     slurm.silent = {"n1", "n2"}
-    assert nodes.renew("0") == "n3 takes the place of n1"
+    assert nodes.renew("0") == "n3 replaces n1"
     assert nodes.renew("1") == "" and nodes.of["1"] == ["n2"]
 
 
@@ -90,9 +90,9 @@ def test_a_job_is_queued_again_only_if_it_came_further(
 ):
     program(tmp_path / "scontrol", f"echo $* >>{tmp_path}/asked")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert groups.again("7", before=20, now=20) == 1 and not (tmp_path / "asked").exists()
-    assert "since it began at step 20, no step was saved" in capsys.readouterr().err
-    assert groups.again("7", before=20, now=21) == 0 and (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert groups.requeue("7", before=20, now=20) == 1 and not (tmp_path / "asked").exists()
+    assert "it has saved no checkpoint since it began at step 20" in capsys.readouterr().err
+    assert groups.requeue("7", before=20, now=21) == 0 and (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(("rows", "done"), [("", False), ("9\n", False), ("9\n10\n", True), ("9\n10", False)])

@@ -1,4 +1,4 @@
-"""The report: on the console, as JSON, as a picture of the links. The lowest rank that has reported calls `tell`."""
+"""Writes the report as text, JSON and a picture of the links. The lowest rank with a report calls `publish`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tools.cluster.settings import USUAL_SHARE, CheckSettings
 from tools.cluster.verdicts import Finding
 
 Reports = Mapping[int, Mapping[str, Any]]  # by rank
-MAX_SHOWN = 16  # ranks whose links are printed; the files have all
-WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # SIDE: of the square of links
+MAX_SHOWN = 16  # maximum number of ranks for which links are printed; the files have all
+WIDTH, SIDE, LEFT, TOP = 880, 340, 76, 92  # pixels; SIDE: of the matrix of links
 MORE_STYLE = """
   .good { fill: var(--c1); } .bad { fill: var(--mark); } .none { fill: var(--grid); opacity: .5; }
   text.small { font-size: 11px; } text.head { font-weight: 600; fill: var(--ink); }
@@ -27,8 +27,8 @@ MORE_STYLE = """
 """
 
 
-def tell(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]) -> None:
-    """Prints it, and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
+def publish(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]) -> None:
+    """Prints the report and writes <folder>/check_cluster/report.json and report.svg. Raises OSError."""
     folder = settings.folder / "check_cluster"
     folder.mkdir(parents=True, exist_ok=True)
     report = as_json(settings, hosts, reports, found)
@@ -42,9 +42,9 @@ def tell(settings: CheckSettings, hosts: Sequence[str], reports: Reports, found:
 def as_json(
     settings: CheckSettings, hosts: Sequence[str], reports: Reports, found: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Everything, in seconds, bytes and bytes a second; ranks and sizes are keys of text, as JSON has it."""
+    """Returns all values, in seconds, bytes and bytes a second. Keys that are ranks or sizes are strings, as in JSON."""
     some = next(iter(reports.values()))
-    # By operation and size: the slowest rank, and what the busiest link then carried
+    # By operation and size: the time of the slowest rank, and the rate of the busiest link
     operations: dict[str, dict[str, dict[str, float]]] = {}
     for op, sizes in ((op, sizes) for own in reports.values() for op, sizes in own["figures"]["seconds"].items()):
         for bytes_, taken in sizes.items():
@@ -89,7 +89,7 @@ def text(report: Mapping[str, Any]) -> str:
             links = figures[rank]["links"] if rank in figures else {}
             latest = max((row["latency_s"] for row in links.values()), default=0.0)
             rows.append([rank, *(_mega(links.get(peer, {}), "bytes_s") for peer in everyone), figure(latest * 1e6)])
-        head = "links, MB/s (from the rank at the left to that above) and latency to the slowest, us"
+        head = "links, MB/s (from the rank on the left to the rank above) and the largest latency, us"
         parts += ["", head, table(["from", *everyone, "latency"], rows)]
     rows = []
     for rank, host in zip(everyone, hosts, strict=True):
@@ -102,8 +102,8 @@ def text(report: Mapping[str, Any]) -> str:
     values = {(op, how) for own in figures.values() for op, how in own["values"].items()}
     parts += sorted(f"{op}: {how}" for op, how in values if how.startswith("not"))
     if report["slow"] < USUAL_SHARE:
-        parts.append(f"below {report['slow']:g} of the usual figure is slow here (--slow)")
-    parts += [f"FOUND {len(report['findings'])}:" if report["findings"] else "all is well"]
+        parts.append(f"--slow: rates below {report['slow']:g} of the usual one are reported")
+    parts += [f"FINDINGS ({len(report['findings'])}):" if report["findings"] else "no findings"]
     return "\n".join([*parts, *(f"  {finding['text']}" for finding in report["findings"])])
 
 
@@ -117,7 +117,7 @@ def _size(size: int) -> str:
 
 
 def draw(report: Mapping[str, Any], lines: str) -> str:
-    """An SVG: every link a square, and the report's text below, in plot_loss.py's colours. `report`: of `as_json`; `lines`: of `text`."""
+    """Draws an SVG: a matrix of links and below it the report's text. `report`: from `as_json`; `lines`: from `text`."""
     rows = [row for line in lines.splitlines() for row in textwrap.wrap(line, 112) or [""]]
     height = TOP + SIDE + 34 + 17 * len(rows)
     title = f"{report['world_size']} ranks, {(hosts := len(set(report['hosts'])))} host{'s' * (hosts > 1)}, {report['backend']}"
@@ -133,7 +133,7 @@ def draw(report: Mapping[str, Any], lines: str) -> str:
 
 
 def _draw_links(report: Mapping[str, Any]) -> list[str]:
-    """A square of squares: the more of the best link's rate, the fuller the colour; red with a rank that a finding names."""
+    """Draws the matrix of links: opacity is the share of the best link's rate; red marks links of a finding."""
     size = report["world_size"]
     cell = SIDE / size
     links = {
@@ -143,18 +143,18 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
     }
     best = max((row["bytes_s"] for row in links.values()), default=1.0)
     named = [set(finding["ranks"]) for finding in report["findings"] if "link" in finding["what"]]
-    parts = [_text(24, TOP - 30, "links, MB/s: from the rank at the left to that above", "head")]
+    parts = [_text(24, TOP - 30, "links, MB/s: from the rank on the left to the rank above", "head")]
     for a, b in permutations(range(size), 2):
-        kind, fill, told = "none", "", "not measured"
+        kind, fill, label = "none", "", "not measured"
         x, y = LEFT + b * cell, TOP + a * cell
         if (a, b) in links:
             rate = links[a, b]["bytes_s"]
             bad = any(({a, b} <= ranks if len(ranks) > 1 else {a, b} & ranks) for ranks in named)
-            kind, told = "bad" if bad else "good", f"{rate / 1e6:.4g} MB/s"
+            kind, label = "bad" if bad else "good", f"{rate / 1e6:.4g} MB/s"
             fill = f' fill-opacity="{0.25 + 0.75 * (1.0 if bad else rate / best):.2f}"'
         parts.append(
             f'<rect class="{kind}" x="{x + 1:.1f}" y="{y + 1:.1f}" width="{cell - 2:.1f}" height="{cell - 2:.1f}" rx="2"{fill}>'
-            f"<title>{a} to {b}: {told}</title></rect>"
+            f"<title>{a} to {b}: {label}</title></rect>"
         )
         if (a, b) in links and size <= 8:
             parts.append(_text(x + cell / 2, y + cell / 2 + 4, figure(rate / 1e6), "small head", "middle"))
@@ -166,7 +166,7 @@ def _draw_links(report: Mapping[str, Any]) -> list[str]:
 
 
 def figure(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Formats with three significant digits, or all digits before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,9 +1,9 @@
-"""The prediction of a run before anything is started: its flags, settings and text.
+"""`--explain`: predicts memory, collectives and schedule of a run, and starts nothing.
 
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda] [--section.key value ...]
 
-N: --ranks; else the launcher's environment; else the product of the degrees in [parallelism]. The device: --device; else a GPU where this
-machine has one, or where the model is too large for anything else.
+Ranks, if --ranks is not given: from the launcher's environment, else the product of the degrees in [parallelism]. Device, if --device is
+not given: cuda if this machine has a GPU or the model has LARGE parameters or more, else cpu.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from parallelisms.layout import choose_precision
 from parallelisms.mesh import AXES, DP_SHARD_CP, ParallelDims, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from tools.explain.picture import bubble, picture
-from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, plain, ranks, without_devices
+from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, effective_axis, ranks, without_devices
 from training.optimizer import build_optimizer
 from training.tokenizer import build_tokenizer
 
-LARGE = 1 << 28  # parameters that nobody trains on a CPU
+LARGE = 1 << 28  # parameters; a model this large is not trained on CPUs
 WIDTH = 110
-_MAX_ROWS = 17  # of a table that is cut, with its head
+ExtraMemory = Callable[[RankProfile], Mapping[str, int]]  # bytes that fault tolerance takes of a rank, by purpose
+_MAX_ROWS = 17  # of a shortened table, with its header
 _AXES = {
-    "pp": "the layers: each rank has some of them",
-    "dp_replicate": "sequences: each rank, or group that shards, has its own and all of the parameters",
+    "pp": "layers: each rank has some of them",
+    "dp_replicate": "sequences: each rank, or group of shards, has its own, and all parameters",
     "dp_shard": "sequences, and parameters, gradients and optimizer state: each rank has its own",
     "cp": "tokens of a sequence; parameters are sharded over it, too",
-    "tp": "matrices, and between them tokens: each rank has some rows or columns",
+    "tp": "matrices: each rank has some rows or columns; between matrices, tokens",
 }
-# What a ring sends: of n ranks each one this share of the whole
+# Bytes that each of n ranks sends in a ring, in units of (n - 1) / n of the unsharded size
 _SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 _CARDS = {24: "RTX 4090", 40: "A100 40", 80: "A100, H100", 141: "H200", 180: "B200"}  # GB
 _USED_ELSEWHERE = 4 << 30  # of a GPU: CUDA's context, NCCL's buffers, workspaces, gaps between blocks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the text; 0, or 2 for bad input."""
+    """Prints the report. Returns the exit code: 0, or 2 for bad input."""
     try:
         argv, n_ranks, device = _options(argv)
         config = load(argv)
-        world_size = n_ranks or ranks_asked(config.parallelism)
-        anywhere = replace(config.for_any_machine(), parallelism=without_devices(config.parallelism))
-        check_settings(anywhere, world_size=world_size)
+        world_size = n_ranks or requested_ranks(config.parallelism)
+        portable = replace(config.for_any_machine(), parallelism=without_devices(config.parallelism))
+        check_settings(portable, world_size=world_size)
         job = job_of(config, world_size=world_size, device=device)
-        beside = fault_tolerance(config, job) if config.fault_tolerance.enable else None
+        extra_memory = fault_tolerance(config, job) if config.fault_tolerance.enable else None
     except ValueError as error:
         print(f"pharos: {error}", file=sys.stderr)
         return 2
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of how it is used: the run itself will say them
-        print(explain(job, beside), end="")
+        warnings.simplefilter("ignore")  # of torch; the run itself shows them
+        print(explain(job, extra_memory), end="")
     return 0
 
 
@@ -85,38 +86,38 @@ def _options(argv: Sequence[str]) -> tuple[list[str], int, str]:
     return rest, int(given.ranks or 0), given.device
 
 
-def ranks_asked(config: ParallelismConfig) -> int:
-    """WORLD_SIZE, or NPROC (or NGPU) times NNODES, where one is set; else as many as the degrees multiply to."""
+def requested_ranks(config: ParallelismConfig) -> int:
+    """Returns WORLD_SIZE, or NPROC (or NGPU) times NNODES, if set; else the product of the degrees."""
     nproc = os.environ.get("NPROC", os.environ.get("NGPU", ""))
-    for asked, nnodes in ((os.environ.get("WORLD_SIZE", ""), "1"), (nproc, os.environ.get("NNODES", "1"))):
-        if asked.isdecimal() and int(asked):
-            return int(asked) * int(nnodes if nnodes.isdecimal() else "1")
+    for n_ranks, nnodes in ((os.environ.get("WORLD_SIZE", ""), "1"), (nproc, os.environ.get("NNODES", "1"))):
+        if n_ranks.isdecimal() and int(n_ranks):
+            return int(n_ranks) * int(nnodes if nnodes.isdecimal() else "1")
     shards, replicas = max(1, config.data_parallel_shard_degree), config.data_parallel_replicate_degree
     others = (config.pipeline_parallel_degree, config.context_parallel_degree, config.tensor_parallel_degree)
     return shards * replicas * prod(others)
 
 
-def fault_tolerance(config: RunConfig, job: ExplainedJob) -> Callable[[RankProfile], dict[str, int]]:
-    """Memory that groups take of a rank. Raises ValueError: no number of groups in the environment, or another device's process group."""
+def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
+    """Raises ValueError: the number of replica groups is not in the environment, or the process group is for a different device."""
     settings = config.fault_tolerance
     slots = Environment.read(os.environ).slots_per_step(settings) if settings.deterministic_reduce else 0
     in_child = settings.group_kind(gradient_device_type(config, job.device_type)).startswith("baby")
 
-    def beside(rank: RankProfile) -> dict[str, int]:
+    def extra_memory(rank: RankProfile) -> dict[str, int]:
         kinds = [kind for stage in rank.stages for kind in stage.kinds for _ in range(kind.layers)]
         tensors = [torch.empty(kind.local_shape, dtype=job.layout.precision.master, device="meta") for kind in kinds]
         return memory(tensors, settings, in_child=in_child, slots=slots)
 
-    return beside
+    return extra_memory
 
 
 def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
-    """Builds the job as train.py does. Raises ValueError: no such tokenizer, where no setting has the vocabulary size."""
+    """Builds the job as train.py does. Raises ValueError: model.vocab_size is not set and there is no tokenizer to take it from."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
-    whole = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
+    build = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
     with torch.device("meta"):
-        size = sum(p.numel() for p in whole().parameters())
+        size = sum(p.numel() for p in build().parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
@@ -125,7 +126,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     sizes = degrees(config.parallelism, world_size)
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
-        build=whole,
+        build=build,
         optimizer=partial(build_optimizer, config.optimizer),
         layout=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
@@ -136,13 +137,13 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     )
 
 
-def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]] | None = None) -> str:
-    """The text: at most WIDTH columns, ends in a newline. `beside`: further bytes of a rank, by purpose."""
-    acted, n = ranks(job), job.degrees.world_size
+def explain(job: ExplainedJob, extra_memory: ExtraMemory | None = None) -> str:
+    """Returns the report: at most WIDTH columns, ends in a newline. `extra_memory`: for fault tolerance."""
+    profiles, n = ranks(job), job.degrees.world_size
     head = (
         f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].location}, {job.degrees}. Nothing was started: ranks were "
-        "simulated by tensors without memory. Figures are of one rank and one step unless they say otherwise; the last ranks of an "
-        "uneven cut have less."
+        "simulated with fake tensors. Numbers are for one rank and one step unless stated otherwise; with uneven sharding the last ranks "
+        "have less."
     )
     sections: list[tuple[str, Iterable[str]]] = [
         ("", _wrapped(head)),
@@ -150,14 +151,14 @@ def explain(job: ExplainedJob, beside: Callable[[RankProfile], Mapping[str, int]
         ("DTYPES", _dtypes(job)),
         ("MESH", _mesh(job.degrees)),
         ("RANKS", _ranks(job)),
-        ("MODULES", _modules(acted)),
-        ("PARAMETERS, by kind, on the first rank", _parameters(job, acted)),
-        ("MEMORY of a rank's device, in a step", _memory(job, acted)),
-        ("FAULT TOLERANCE, memory of a rank on top", _beside(acted, beside)),
-        ("COMMUNICATION of a rank, in a step", _communication(job, acted)),
-        ("FSDP", _fsdp(job, acted[0])),
-        ("PIPELINE", _pipeline(job, acted)),
-        ("WARNINGS", chain(*(_wrapped(f"- {warning}", "  ") for warning in _warnings(job, acted)))),
+        ("MODULES", _modules(profiles)),
+        ("PARAMETERS of the first rank, by kind", _parameters(job, profiles)),
+        ("DEVICE MEMORY of a rank, in one step", _memory(job, profiles)),
+        ("FAULT TOLERANCE, additional memory of a rank", _fault_tolerance_memory(profiles, extra_memory)),
+        ("COMMUNICATION of a rank, in one step", _communication(job, profiles)),
+        ("FSDP", _fsdp(job, profiles[0])),
+        ("PIPELINE", _pipeline(job, profiles)),
+        ("WARNINGS", chain(*(_wrapped(f"- {warning}", "  ") for warning in _warnings(job, profiles)))),
     ]
     lines = []
     for title, body in sections:
@@ -174,35 +175,35 @@ def _batch(job: ExplainedJob) -> Iterator[str]:
     step = per_token * sequences * seq_len
     yield f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(model.layers)} blocks"
     yield (
-        f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; a rank sees {job.local_batch_size} at once, "
-        f"in {job.passes} pass{'es' * (job.passes > 1)}"
+        f"{sequences * seq_len:,} tokens a step: {sequences} sequences of {seq_len:,}; each rank computes {job.passes} "
+        f"pass{'es' * (job.passes > 1)} over {job.local_batch_size} sequence{'s' * (job.local_batch_size > 1)}"
     )
-    yield f"{per_token:.3e} flops a token, {step:.3e} a step, {step / d.world_size:.3e} of them a rank's, forward and backward"
+    yield f"{per_token:.3e} flops a token, {step:.3e} a step, {step / d.world_size:.3e} a step and rank; forward and backward"
     mode = job.layout.activation_checkpoint.mode
     if mode != "none":
         share = {"full": "a third more", "selective": "up to a third more", "memory_budget": "some more"}[mode]
-        yield f"activation checkpointing ({mode}) computes {share}, which these figures and MFU leave out"
+        yield f"activation checkpointing ({mode}) computes {share}, which these numbers and MFU do not count"
 
 
 def _dtypes(job: ExplainedJob) -> Iterator[str]:
     precision = job.layout.precision
     rows = {
-        "parameters the optimizer updates, its state": precision.master,
-        "gathered weights, matmuls, activations, messages of tp, cp and pp": precision.compute,
-        "norms, rotations, softmax and loss, inside": torch.float32,
-        "sums of gradients over ranks and microbatches": precision.reduce,
+        "parameters in the optimizer, its state": precision.master,
+        "gathered weights, matmuls, activations, communication of tp, cp and pp": precision.compute,
+        "inside norms, rotary embedding, softmax and loss": torch.float32,
+        "reduction of gradients over ranks and microbatches": precision.reduce,
     }
     yield from _table((what, str(dtype).removeprefix("torch.")) for what, dtype in rows.items())
 
 
 def _mesh(degrees: ParallelDims) -> Iterator[str]:
-    rows, stride = [("axis", "ranks", "first group", "what its ranks share")], degrees.world_size
+    rows, stride = [("axis", "ranks", "first group", "divided among its ranks")], degrees.world_size
     for axis, size in zip(AXES, degrees, strict=True):
         stride //= size
         if size > 1:
             group = [str(place * stride) for place in range(size)]
-            rows.append((axis, str(size), " ".join(_ends(group, 4)), _AXES[axis]))
-    yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is shared"]
+            rows.append((axis, str(size), " ".join(_shortened(group, 4)), _AXES[axis]))
+    yield from _table(rows) if len(rows) > 1 else ["one rank: nothing is divided"]
 
 
 def _ranks(job: ExplainedJob) -> Iterator[str]:
@@ -215,82 +216,82 @@ def _ranks(job: ExplainedJob) -> Iterator[str]:
         dp_rank = degrees.coordinate(rank).dp_rank
         sequences = f"{dp_rank * n} to {(dp_rank + 1) * n - 1}" if n > 1 else str(dp_rank)
         rows.append((str(rank), *(str(place[axis]) for axis in shown), sequences))
-    head = ("rank", *(AXES[axis] for axis in shown), "which of the step's sequences, if assigned in order")
-    yield from _table([head, *rows], is_cut=True)
+    head = ("rank", *(AXES[axis] for axis in shown), "sequences of the step, if assigned in order")
+    yield from _table([head, *rows], shorten=True)
 
 
-def _modules(acted: Sequence[RankProfile]) -> Iterator[str]:
+def _modules(profiles: Sequence[RankProfile]) -> Iterator[str]:
     rows = []
-    for rank, stage in ((profile, stage) for profile in acted for stage in profile.stages):
+    for rank, stage in ((profile, stage) for profile in profiles for stage in profile.stages):
         blocks = [name for name in stage.modules if name.startswith("layers.")]
         names = [name for name in stage.modules if name not in blocks[1:]]
-        if len(blocks) > 1:  # those in a row as one: layers.0 to 7
+        if len(blocks) > 1:  # consecutive blocks as a range: layers.0 to 7
             names[names.index(blocks[0])] += f" to {blocks[-1].removeprefix('layers.')}"
-        rows.append((_who(rank, acted), ", ".join(names)))
+        rows.append((_label(rank, profiles), ", ".join(names)))
     yield from _table(rows)
 
 
-def _who(rank: RankProfile, acted: Sequence[RankProfile]) -> str:
-    return f"rank {rank.pp_rank} of pp" if len(acted) > 1 else "every rank"
+def _label(rank: RankProfile, profiles: Sequence[RankProfile]) -> str:
+    return f"rank {rank.pp_rank} of pp" if len(profiles) > 1 else "every rank"
 
 
-def _parameters(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
-    d, rows = job.degrees, {"name": ("name", "whole", "cut", "of a rank")}
-    for kind in (kind for rank in acted for stage in rank.stages for kind in stage.kinds):
-        cuts = []
+def _parameters(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
+    d, rows = job.degrees, {"name": ("name", "shape", "sharded", "local shape")}
+    for kind in (kind for rank in profiles for stage in rank.stages for kind in stage.kinds):
+        shardings = []
         for dim, what in enumerate(("rows", "columns")):
-            axes = [plain(axis, dp_shard=d.dp_shard, cp=d.cp) for axis, cut in kind.cuts if cut == dim]
-            cuts += [f"{what}: {', '.join(axes)}"] if axes else []
+            axes = [effective_axis(axis, dp_shard=d.dp_shard, cp=d.cp) for axis, at in kind.shardings if at == dim]
+            shardings += [f"{what}: {', '.join(axes)}"] if axes else []
         whole, own = (" x ".join(f"{n:,}" for n in shape) for shape in (kind.shape, kind.local_shape))
-        rows.setdefault(kind.name, (kind.name, whole, "; ".join(cuts) or "whole", own))
+        rows.setdefault(kind.name, (kind.name, whole, "; ".join(shardings) or "no", own))
     yield from _table(rows.values())
 
 
-def _memory(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+def _memory(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "optimizer", "activations", "peak")]
-    rows += [(_who(rank, acted), *map(_size, (*astuple(rank.held), rank.activations, rank.peak))) for rank in acted]
+    rows += [(_label(p, profiles), *map(_size, (*astuple(p.resident), p.activations, p.peak))) for p in profiles]
     yield from _table(rows, right=range(1, 6))
     yield from _wrapped(
-        "activations: the most that they, gathered weights, gradients on their way and buffers come to at one instant; peak: the most "
-        "that all comes to at one instant, so it may be less than the sum"
+        "activations: peak of activations, gathered weights, unreduced gradients and buffers together; peak: of all memory, which may be "
+        "less than the sum of the columns, as their peaks are at different times"
     )
     if job.device_type == "cuda":
-        most = max(rank.peak for rank in acted) + _USED_ELSEWHERE
+        most = max(rank.peak for rank in profiles) + _USED_ELSEWHERE
         fits = [f"{gb} GB ({name})" for gb, name in _CARDS.items() if gb * 10**9 >= most]
-        yield f"with 4 GiB for CUDA, NCCL and gaps: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
+        yield f"with 4 GiB more for CUDA, NCCL and fragmentation: {f'fits on {fits[0]}' if fits else 'fits on no GPU known here'}"
     if job.layout.cpu_offload:
-        yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory, and not in the peak"
+        yield "training.enable_cpu_offload: parameters, gradients and optimizer state are in host memory; the table counts them here"
 
 
-def _beside(acted: Sequence[RankProfile], beside: Callable[[RankProfile], Mapping[str, int]] | None) -> Iterator[str]:
-    if beside is not None:
-        most = max((beside(rank) for rank in acted), key=lambda sizes: sum(sizes.values()))
+def _fault_tolerance_memory(profiles: Sequence[RankProfile], extra_memory: ExtraMemory | None) -> Iterator[str]:
+    if extra_memory is not None:
+        most = max((extra_memory(rank) for rank in profiles), key=lambda sizes: sum(sizes.values()))
         yield from _table([(what, _size(size)) for what, size in most.items() if size], right=[1])
-        yield "the gradients are kept until the step holds, and no longer than that: they are in the table above"
+        yield "gradients are kept only until the step is committed; the table above counts them"
 
 
-def _communication(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+def _communication(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     def sent(rank: RankProfile) -> float:
         return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
 
-    rank = max(acted, key=sent)
+    rank = max(profiles, key=sent)
     if not rank.collectives:
         return
-    rows: list[tuple[str, ...]] = [("axis", "kind", "times", "each, up to", "together", "sent")]
-    figures: dict[tuple[str, str], list[int]] = {}
+    rows: list[tuple[str, ...]] = [("axis", "kind", "times", "largest", "total", "sent")]
+    sizes_of: dict[tuple[str, str], list[int]] = {}
     for c, n in rank.collectives.items():
-        row = figures.setdefault((c.group, c.kind), [0, 0, 0])
+        row = sizes_of.setdefault((c.group, c.kind), [0, 0, 0])
         row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
-    for axis, kind in sorted(figures, key=lambda key: ([*AXES, DP_SHARD_CP].index(key[0]), key[1])):
-        times, largest, total = figures[axis, kind]
+    for axis, kind in sorted(sizes_of, key=lambda key: ([*AXES, DP_SHARD_CP].index(key[0]), key[1])):
+        times, largest, total = sizes_of[axis, kind]
         sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
         rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
-    if len(acted) > 1:
-        yield f"rank {rank.pp_rank} of pp, which sends most:"
+    if len(profiles) > 1:
+        yield f"rank {rank.pp_rank} of pp, which sends the most:"
     yield from _table(rows, right=range(2, 6))
     yield from _wrapped(
-        "bytes are of the whole: what an all-gather gives, what a reduce-scatter takes; sent: by this rank if the group is a ring. Beside "
-        "these, two all-reduces of a few numbers: what the step counts, and the gradient's norm"
+        "sizes are unsharded: the output of an all-gather, the input of a reduce-scatter; sent: by this rank in a ring. Not listed: two "
+        "all-reduces of a few numbers, for the step's counts and the gradient norm"
     )
 
 
@@ -311,21 +312,21 @@ def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
             first, *others = (name for name, _ in same)
             names = f"{first} ... {others[-1]} ({1 + len(others)} groups)" if others else first
             rows.append((names, _size(size * precision.compute.itemsize), _size(size * precision.reduce.itemsize)))
-        yield f"one message per group; its buffer for {shards} shards:"
-        yield from _table(rows, right=(1, 2), is_cut=True)
+        yield f"one collective per group; its buffer for {shards} shards:"
+        yield from _table(rows, right=(1, 2), shorten=True)
     elif d.dp_replicate > 1:
-        yield "nothing is sharded: gradients are summed by one all-reduce per group"
+        yield "nothing is sharded: one all-reduce of gradients per group"
     else:
-        yield "nothing is shared by data-parallel ranks: FSDP casts the weights once per step and sends nothing"
+        yield "no data parallelism: FSDP casts the weights once per step and sends nothing"
         return
     forward, backward = _order(stage.step.labels)
-    yield "order in which the CPU issues: G gathers, F and B compute forward and backward, R reduces gradients"
+    yield "order in which the CPU issues work: G all-gather, F forward, B backward, R reduction of gradients"
     for name, order in (("forward ", forward), ("backward", backward)):
-        yield from _wrapped(f"{name} {' '.join(_ends(order, 20))}", " " * 9)
+        yield from _wrapped(f"{name} {' '.join(_shortened(order, 20))}", " " * 9)
 
 
 def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Collectives that FSDP issued in the first forward and backward, by the profiler's record."""
+    """Returns the work that FSDP issued in the first forward and backward, by its profiler labels."""
     letters = {"all_gather": "G", "post_forward": "F", "post_backward_accumulate": "B", "post_backward_reduce": "R"}
     forward, backward = list[str](), list[str]()
     now = forward
@@ -336,73 +337,73 @@ def _order(labels: Sequence[str]) -> tuple[list[str], list[str]]:
         if what == "pre_backward":
             now = backward
         if what in letters:
-            # a pipeline gathers before the first forward, which tells groups their names
+            # a pipeline gathers before the first forward, when FSDP's groups have no names yet
             short = name.rstrip(")") or "all"
             for long, brief in (("layers.", ""), ("tok_embeddings", "emb"), ("norm, output", "head"), (", ", "+")):
                 short = short.replace(long, brief)
             now.append(f"{letters[what]}:{short}")
-    return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # of a pipeline one microbatch, to the end
+    return list(dict.fromkeys(forward)), list(dict.fromkeys(backward))  # without the repetitions of later microbatches
 
 
-def _pipeline(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+def _pipeline(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     if job.degrees.pp > 1:
-        schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in acted)
+        schedule, n_stages = schedule_of(job.layout.parallelism), sum(len(rank.stages) for rank in profiles)
         for line in picture(schedule, job.degrees.pp, n_stages, job.microbatches, columns=WIDTH - 2):
             yield from [line] if line.startswith("rank ") else _wrapped(line)
 
 
-def _warnings(job: ExplainedJob, acted: Sequence[RankProfile]) -> Iterator[str]:
+def _warnings(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     d, layout, config, on_cuda = job.degrees, job.layout, job.layout.parallelism, job.device_type == "cuda"
-    stages = [stage for rank in acted for stage in rank.stages]
+    stages = [stage for rank in profiles for stage in rank.stages]
     if d.pp > 1:
         share = bubble(schedule_of(config), d.pp, len(stages), job.microbatches)
-        blocks, peaks = [len(stage.modules) for stage in stages], [rank.peak for rank in acted]
+        blocks, peaks = [len(stage.modules) for stage in stages], [rank.peak for rank in profiles]
         if job.microbatches < len(stages):
             yield (
                 f"{job.microbatches} microbatches for {len(stages)} stages: the pipeline is never full; raise training.local_batch_size or "
                 "lower parallelism.pipeline_parallel_microbatch_size"
             )
         if share > 0.25:
-            yield f"the bubble takes {share:.0%} of the ranks' time; more microbatches make it smaller"
+            yield f"the bubble is {share:.0%} of the ranks' time; more microbatches make it smaller"
         if max(blocks) - min(blocks) > 1:
-            yield f"stages have {min(blocks)} to {max(blocks)} modules: the longest sets the pace"
+            yield f"stages have {min(blocks)} to {max(blocks)} modules: the largest stage sets the pace"
         if max(peaks) > 1.25 * min(peaks):
-            yield f"memory is uneven over the pipeline: {_size(min(peaks))} to {_size(max(peaks))}"
+            yield f"peak memory differs between pipeline ranks: {_size(min(peaks))} to {_size(max(peaks))}"
     uneven = [
         f"{name} ({size:,})"
         for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
         for dim, size in enumerate(kind.shape)
-        if kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, cut in kind.cuts if cut == dim) > size
+        if kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, at in kind.shardings if at == dim) > size
     ]
     if uneven:
-        yield f"cut unevenly, so the last ranks have less: {', '.join(uneven)}"
+        yield f"unevenly sharded, so the last ranks have less: {', '.join(uneven)}"
     if d.tp > 8:
-        yield f"parallelism.tensor_parallel_degree = {d.tp}: its messages stand between the matmuls and leave a node of 8 GPUs"
+        yield f"parallelism.tensor_parallel_degree = {d.tp}: its collectives lie between matmuls and cross nodes of 8 GPUs"
     if d.pp > 1 and config.fsdp_reshard_after_forward == "always":
         yield 'parallelism.fsdp_reshard_after_forward = "always" with a pipeline gathers all weights for every microbatch'
     if on_cuda and d.world_size > 1 and job.local_batch_size * job.seq_len // (d.cp * d.tp) < 1024:
-        yield "fewer than 1,024 tokens per rank and pass: the GPU waits for messages and for the CPU"
+        yield "fewer than 1,024 tokens per rank and pass: the GPU waits for communication and for the CPU"
     if d.cp > 1 and config.context_parallel_rotate_method == "ring":
-        yield "parallelism.context_parallel_rotate_method: figures are those of allgather, which holds all keys and values at once"
+        yield "parallelism.context_parallel_rotate_method: numbers are for allgather, which gathers all keys and values at once"
     if layout.compile.enable:
-        yield "compile.enable: fused blocks keep less than these figures, which are of eager mode"
+        yield "compile.enable: compiled blocks save less than these numbers, which are for eager mode"
     if layout.float8.enable:
-        yield "float8.enable: these figures are those without it"
+        yield "float8.enable: these numbers are without float8"
     if layout.activation_checkpoint.mode == "memory_budget":
-        yield "activation_checkpoint.memory_budget: the compiler chooses; these figures are those without checkpointing"
+        yield "activation_checkpoint.memory_budget: the compiler chooses; these numbers are without checkpointing"
     if on_cuda and layout.precision.compute.itemsize == 4:
-        yield "training.mixed_precision_param: float32 runs at a small part of the peak that MFU is measured against"
+        yield "training.mixed_precision_param: float32 reaches a small part of the peak that MFU is relative to"
     if on_cuda:
         yield (
-            "MFU counts attention without its causal half and nothing that is computed again; on a device whose peak is unknown there "
-            "is none unless metrics.peak_tflops says it"
+            "MFU counts attention without a discount for the causal mask, and no recomputation; for a device of unknown peak it needs "
+            "metrics.peak_tflops"
         )
 
 
-def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, is_cut: bool = False) -> Iterator[str]:
-    """Columns as wide as their widest cell; the last one is wrapped. `is_cut`: the middle of a long one is left out."""
+def _table(rows: Iterable[Sequence[str]], right: Container[int] = (), *, shorten: bool = False) -> Iterator[str]:
+    """Columns as wide as their widest cell; the last one is wrapped. `shorten`: leaves out the middle of a long table."""
     rows = list(rows)
-    if is_cut and len(rows) > _MAX_ROWS:
+    if shorten and len(rows) > _MAX_ROWS:
         rows[_MAX_ROWS - 4 : -3] = [("..", *([""] * (len(rows[0]) - 1)))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = " " * (sum(widths[:-1]) + 2 * len(widths[:-1]))
@@ -416,13 +417,13 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
     return wrap(text, WIDTH - 2, subsequent_indent=indent)
 
 
-def _ends(words: Sequence[str], most: int) -> list[str]:
-    """All of a few; the beginning and the end of many."""
+def _shortened(words: Sequence[str], most: int) -> list[str]:
+    """Returns `words`; only the beginning and the end if there are more than `most`."""
     return list(words) if len(words) <= most else [*words[: most - most // 3], "..", *words[-(most // 3) :]]
 
 
 def _size(size: float) -> str:
-    """Three digits: "1.25 GiB"."""
+    """Formats bytes with three digits, as "1.25 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1000 or unit == "GiB":
             break

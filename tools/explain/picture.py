@@ -1,14 +1,14 @@
-"""The picture of a pipeline schedule, and its bubble."""
+"""Draws a pipeline schedule and computes its bubble."""
 
 from __future__ import annotations
 
 from parallelisms.pipeline_schedule import LENGTH, Timeline, table, timeline
 
-_MEANING = {"F": "F forward", "B": "B backward, = goes on", "I": "I backward for inputs", "W": "W for weights"}
+_MEANING = {"F": "F forward", "B": "B backward, = continues", "I": "I backward for inputs", "W": "W for weights"}
 
 
 def bubble(schedule: str, pp: int, n_stages: int, n_microbatches: int) -> float:
-    """The share of all ranks' time, first action to last, in which a rank has nothing to compute."""
+    """Returns the idle share of all ranks' time from the first action to the last."""
     return _bubble(timeline(table(schedule, pp, n_stages, n_microbatches)))
 
 
@@ -21,14 +21,14 @@ def _slots(times: Timeline) -> int:
 
 
 def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int, *, columns: int) -> list[str]:
-    """Lines: the schedule's name, a row per rank with a column per time slot, the bubble. Rows above `columns` lack their middle."""
+    """Returns lines: the schedule's name, a row per rank, a column per time slot, the bubble. Rows wider than `columns` are shortened."""
     times = timeline(table(schedule, pp, n_stages, n_microbatches))
-    n_slots, alone = _slots(times), n_stages == pp
+    n_slots, one_stage_per_rank = _slots(times), n_stages == pp
     cells = [["."] * n_slots for _ in times]
     for row, timed in zip(cells, times, strict=True):
         for start, action in timed:
             row[start : start + LENGTH[action.kind]] = [str(action), *["="] * (LENGTH[action.kind] - 1)]
-            if alone:
+            if one_stage_per_rank:
                 row[start] = row[start].removeprefix(str(action.stage))
     width, room = max(len(cell) for row in cells for cell in row), columns - len(f"rank {pp - 1}  ")
     if (width + 1) * n_slots - 1 > room:
@@ -36,9 +36,9 @@ def picture(schedule: str, pp: int, n_stages: int, n_microbatches: int, *, colum
         cells = [[*row[:half], "...", *row[-half:]] for row in cells]
     kinds = {action.kind for row in times for _, action in row}
     legend = ", ".join(meaning for kind, meaning in _MEANING.items() if kind in kinds)
-    first = "F0: microbatch 0" if alone else "1F0: stage 1, microbatch 0"
+    first = "F0: microbatch 0" if one_stage_per_rank else "1F0: stage 1, microbatch 0"
     return [
-        f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} slots of time",
+        f"{schedule}: {n_microbatches} microbatches through {n_stages} stages on {pp} ranks, {n_slots} time slots",
         *(f"rank {rank}  {' '.join(cell.ljust(width) for cell in row).rstrip()}" for rank, row in enumerate(cells)),
         f"bubble {_bubble(times):.1%}; {first}; {legend}, . idle",
     ]

@@ -1,11 +1,11 @@
-"""Memory and messages of each rank of a job, without the job: some of its ranks are simulated, operation by operation, the rest follows.
+"""Predicts memory and collectives of each rank of a job: simulates some ranks, operation by operation, and derives the others.
 
-`stand_in` makes a rank without memory, devices or other ranks: tensors without memory are torch's FakeTensors, other ranks its "fake"
-process group, which answers every collective at once. `measure` lets it step, or a real rank. What runs is the product's own parallelize(),
-with FSDP, DTensor and autograd; so what is kept, gathered, computed again and freed is what a real rank keeps and frees.
+`fake_rank` sets up a rank without memory, devices or peers: its tensors are torch's FakeTensors, and torch's "fake" process group completes
+every collective at once. `measure` runs and records one training step on such a rank, or on a real one. The code that runs is parallelize()
+of a real run, with FSDP, DTensor and autograd, so tensors are kept, gathered, recomputed and freed as on a real rank.
 
-Ranks that differ in data-, context- or tensor-parallel place alone have equal shapes, so the first of each stage stands for all. A stage of
-a pipeline is simulated alone for two microbatches, and the schedule's table says how often and in which order that record is repeated.
+Ranks that differ only in their data-, context- or tensor-parallel coordinate have equal shapes, so one rank per stage represents all.
+Each stage of a pipeline is simulated by itself for two microbatches; the schedule's table gives the order in which its segments repeat.
 """
 
 from __future__ import annotations
@@ -61,76 +61,76 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message between the ranks of one group."""
+    """A kind of collective (or send, receive) of one process group, and its size."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, broadcast, send, receive
     group: str  # the process group's name
-    bytes: int  # of the whole: what an all-gather gives, what a reduce-scatter takes
+    bytes: int  # unsharded size: the output of an all-gather, the input of a reduce-scatter
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes that stay from step to step (gradients: from the backward to the optimizer), this rank's shards of them."""
+class Resident:
+    """Bytes of this rank's shards that persist between steps (gradients: from the backward pass to the optimizer)."""
 
-    parameters: int = 0  # and buffers; with what FSDP pads
+    parameters: int = 0  # with buffers and the padding of FSDP
     gradients: int = 0
     optimizer: int = 0
 
 
 @dataclass
-class Stretch:
-    """Changes from one mark to the next. Pairs of bytes: without gradients and what is held; the same with gradients."""
+class Segment:
+    """Part of a step between two profiler labels. Byte pairs: activations and temporary tensors; the same and gradients."""
 
     label: str = ""
-    change: tuple[int, ...] = (0, 0)  # from its beginning to its end
-    most: tuple[int, ...] = (0, 0)  # above its beginning, at one instant
+    change: tuple[int, ...] = (0, 0)  # from the start of the segment to its end
+    peak: tuple[int, ...] = (0, 0)  # maximum above the start of the segment
     collectives: Counter[Collective] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    held: Held
-    stretches: tuple[Stretch, ...]  # in order
-    labels: tuple[str, ...]  # what FSDP and the pipeline said they do, in order
+    resident: Resident
+    segments: tuple[Segment, ...]  # in order
+    labels: tuple[str, ...]  # profiler labels of FSDP, the pipeline and the optimizer, in order
 
 
-def join(stretches: Iterable[Stretch]) -> Stretch:
-    """One after the other as one."""
-    whole = Stretch()
-    for stretch in stretches:
-        whole.most = tuple(map(max, whole.most, map(add, whole.change, stretch.most)))
-        whole.change = tuple(map(add, whole.change, stretch.change))
-        whole.collectives += stretch.collectives
+def join(segments: Iterable[Segment]) -> Segment:
+    """Concatenates consecutive segments into one."""
+    whole = Segment()
+    for segment in segments:
+        whole.peak = tuple(map(max, whole.peak, map(add, whole.change, segment.peak)))
+        whole.change = tuple(map(add, whole.change, segment.change))
+        whole.collectives += segment.collectives
     return whole
 
 
 @contextmanager
-def stand_in(*, global_rank: int, world_size: int, device_type: DeviceType) -> Iterator[None]:
-    """Makes this process `global_rank` of `world_size` ranks that do not exist. The default process group must be free. All tensors are on
-    a "cpu", whatever `device_type`: FSDP would ask a CUDA device for streams."""
+def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> Iterator[None]:
+    """Makes this process rank `global_rank` of `world_size`, without the others. No default process group may exist. All tensors are on
+    "cpu", whatever `device_type` is: FSDP would create streams on a CUDA device."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", rank=global_rank, world_size=world_size, store=FakeStore())
     try:
-        # CUDA's norm and attention keep what their fused kernels keep; a CPU's norm would keep several fp32 copies of its input. Functions
-        # and no TorchFunctionMode, which would not be there when the backward computes a block again.
+        # Fused CUDA kernels of norm and attention save less for backward than the CPU's norm, which saves several fp32 copies of its input.
+        # Patched functions, as a TorchFunctionMode would not be active when the backward pass recomputes a block.
         cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
-        cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # tensors without memory walk in blocks, too
+        cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # fake tensors take the blockwise path, too
         with cpu if device_type == "cpu" else cuda:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # DTensor remembers groups by their place in the mesh, and these are gone
+        _clear_sharding_prop_cache()  # the cache refers to process groups that no longer exist
 
 
 def without_memory(model: Model) -> FakeTensorMode:
-    """From now on parallelize() gives `model`, built on the meta device, parameters without memory. Switch the result on for what is
-    computed from them, but not for parallelize() itself: DeviceMesh computes with tensors of its own."""
+    """Makes parallelize() materialize `model`, which is on the meta device, as FakeTensors. Returns the mode to enter for the computation,
+    but not for parallelize() itself, as DeviceMesh needs the values of its own tensors."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kind: Any = type(model)
 
-    class WithoutMemory(kind):  # type: ignore[misc]  # a class and not two attributes: a pipeline copies its model
+    class WithoutMemory(kind):  # type: ignore[misc]  # a subclass, as attributes would be lost when a pipeline copies its model
         def to_empty(self, *, device: torch.device, recurse: bool = True) -> nn.Module:
             with fake:
                 return cast(nn.Module, super().to_empty(device=device, recurse=recurse))
@@ -143,8 +143,8 @@ def without_memory(model: Model) -> FakeTensorMode:
 
 
 class FakeCollectives(TorchDispatchMode):
-    """Stands in for the collectives of the other ranks. A value that nobody computed is one, as the gradient of the loss is; what is sent
-    is kept, as a pipeline keeps it until the end of the step."""
+    """Completes a fake rank's operations that need values or peers: `item()` of a fake tensor returns 1 (or True), and sent tensors stay
+    alive, as a pipeline keeps them until the end of the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,12 +159,12 @@ class FakeCollectives(TorchDispatchMode):
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Flash attention on a CPU keeps what it keeps on CUDA: q, k, v, the result, and one fp32 number per query."""
+    """Computes flash attention on the CPU, which saves the same as on CUDA: q, k, v, the result, one fp32 number per query."""
     return cast(Tensor, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0])
 
 
 class _FusedRMSNorm(Function):
-    """The shapes of aten._fused_rms_norm: it keeps x, the weight and one fp32 number per row."""
+    """Computes only the shapes of aten._fused_rms_norm, which saves x, the weight and one fp32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
@@ -175,7 +175,7 @@ class _FusedRMSNorm(Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
         grad_weight = torch.empty_like(weight.to_local() if isinstance(x, DTensor) else weight)
-        if isinstance(x, DTensor):  # some tokens of a sequence: the gradient is a term of a sum over ranks
+        if isinstance(x, DTensor):  # x has some tokens of a sequence: the weight's gradient is partial
             grad_weight = DTensor.from_local(grad_weight, x.device_mesh, [Partial()], run_check=False)
         return torch.empty_like(x), None, grad_weight, None
 
@@ -185,8 +185,8 @@ def measure(
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
     microbatches: Sequence[tuple[Tensor, Tensor]],
 ) -> MeasuredStep:
-    """One step over `microbatches`: forward, backward, and the optimizer's update with the making of its state."""
-    gc.collect()  # it frees what lies in cycles at moments of its own: without it two equal steps count the same
+    """Runs and records one step over `microbatches`: forward, backward, and the first optimizer step, which creates its state."""
+    gc.collect()  # and disabled below: collection of reference cycles at arbitrary times would change the record
     with ExitStack() as stack, MemoryTracker() as tracker:
         stack.callback(gc.enable if gc.isenabled() else gc.disable)
         gc.disable()
@@ -197,12 +197,12 @@ def measure(
         gradients = tracker.serials(p.grad for p in parameters)
         optimizer.step()
         optimizer.zero_grad()
-        # only now: the first step moves shards into padded storages
+        # after the step: the first one moves shards into padded storages
         tensors = tracker.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
         states = tracker.serials(tree_leaves([optimizer.state[p] for p in parameters]))
-        held = Held(*(sum(tracker.bytes[serial] for serial in serials) for serials in (tensors, gradients, states)))
+        resident = Resident(*(sum(map(tracker.bytes.__getitem__, group)) for group in (tensors, gradients, states)))
     labels = tuple(event for event in tracker.events if isinstance(event, str))
-    return MeasuredStep(held, tuple(tracker.stretches(gradients, tensors | states)), labels)
+    return MeasuredStep(resident, tuple(tracker.segments(gradients, tensors | states)), labels)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -210,57 +210,57 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Notes when a storage comes, changes its size, or goes, and every collective. Memory inside of an operation is not seen."""
+    """Records each allocation, resize and free of a storage, and each collective. Temporary memory inside an operation is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
-        # a storage's serial and bytes from now on; or a label
+        # (serial of a storage, its new size in bytes), a collective, or a profiler label
         self.events: list[tuple[int, int] | Collective | str] = []
-        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a live storage: its serial, a watch
-        self.bytes: list[int] = []  # by serial, when it was last alive
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by address: serial, weak reference
+        self.bytes: list[int] = []  # by serial: the last known size of the storage
         self._patches = ExitStack()
         self._pause = threading.Lock()
 
     def serials(self, tensors: Iterable[Any]) -> set[int]:
         """Serial numbers of the storages behind the tensors' local parts."""
-        return {self._see(local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
+        return {self._record_storage(local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
 
-    def stretches(self, gradients: set[int], held: set[int]) -> list[Stretch]:
-        """All that was seen, cut where the pipeline began another action, and where the optimizer began."""
-        result, now = [Stretch()], dict[int, int]()
+    def segments(self, gradients: set[int], resident: set[int]) -> list[Segment]:
+        """Splits the record where the pipeline begins an action and where the optimizer step begins. `resident`: serials to ignore."""
+        result, now = [Segment()], dict[int, int]()
         for event in self.events:
             last = result[-1]
             if isinstance(event, str):
                 if event.startswith(("PP:", "Optimizer.step")):
-                    result.append(Stretch(event))
+                    result.append(Segment(event))
             elif isinstance(event, Collective):
                 last.collectives[event] += 1
-            elif event[0] not in held:
+            elif event[0] not in resident:
                 serial, size = event
                 change = size - now.get(serial, 0)
                 now[serial] = size
                 last.change = tuple(map(add, last.change, (0 if serial in gradients else change, change)))
-                last.most = tuple(map(max, last.most, last.change))
+                last.peak = tuple(map(max, last.peak, last.change))
         return result
 
     def __enter__(self) -> MemoryTracker:
         resize = torch.UntypedStorage.resize_
 
-        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+        def recorded_resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            self._see(storage)
+            self._record_storage(storage)
             return result
 
-        # resize_ is no operation that a mode would see
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted))
-        # DTensor finds the shapes of results by FakeTensors of the whole size, which nobody holds
+        # a dispatch mode does not see resize_
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", recorded_resize))
+        # DTensor infers shapes by unsharded FakeTensors, which take no memory in a real step
         find_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def unseen(*arguments: Any) -> Any:
+        def find_shapes_unrecorded(*arguments: Any) -> Any:
             with self._pause:
                 return find_shapes(*arguments)
 
-        self._patches.enter_context(mock.patch.object(ShardingPropagator, find_shapes.__name__, unseen))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, find_shapes.__name__, find_shapes_unrecorded))
         super().__enter__()
         return self
 
@@ -269,24 +269,24 @@ class MemoryTracker(TorchDispatchMode):
         self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a DTensor's operation comes again as those on its local part
+        if any(kind not in _TENSOR_TYPES for kind in types):
+            return NotImplemented  # the operation of a DTensor is dispatched again for its local tensor
         result = func(*args, **(kwargs or {}))
         if self._pause.locked():
             return result
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._see(leaf.untyped_storage())
+                self._record_storage(leaf.untyped_storage())
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note(func, args)
+            self._record_collective(func, args)
         elif func is torch.ops.profiler._record_function_enter_new.default:
             self.events.append(str(args[0]))
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> int:
+    def _record_storage(self, storage: torch.UntypedStorage) -> int:
         address, size = storage._cdata, storage.nbytes()
         if address not in self._live:
-            self._live[address] = len(self.bytes), weakref.ref(storage, lambda _: self._gone(address))
+            self._live[address] = len(self.bytes), weakref.ref(storage, lambda _: self._record_free(address))
             self.bytes.append(0)
         serial, _ = self._live[address]
         if self.bytes[serial] != size:
@@ -294,25 +294,25 @@ class MemoryTracker(TorchDispatchMode):
             self.events.append((serial, size))
         return serial
 
-    def _gone(self, address: int) -> None:
+    def _record_free(self, address: int) -> None:
         self.events.append((self._live.pop(address)[0], 0))
 
-    def _note(self, func: Any, args: Sequence[Any]) -> None:
+    def _record_collective(self, func: Any, args: Sequence[Any]) -> None:
         name = func._schema.name.partition("::")[2]
         kind = next((kind for key, kind in _KINDS.items() if key in name.replace("_", "")), None)
         if kind is not None:
             group = next((argument for argument in reversed(args) if isinstance(argument, str)), "")
             for argument in args:
                 if isinstance(argument, torch.ScriptObject):
-                    with suppress(RuntimeError):  # another of the call's objects, such as the reduce operation
+                    with suppress(RuntimeError):  # not a process group, such as the reduce operation
                         group = group or str(dist.ProcessGroup.unbox(argument).group_name)
             size = max(leaf.numel() * leaf.itemsize for leaf in tree_leaves(args[:2]) if isinstance(leaf, Tensor))
-            if name == "all_gather_into_tensor":  # the functional form is given the part alone
+            if name == "all_gather_into_tensor":  # the functional form has only the shard as its argument
                 size *= args[1]
             self.events.append(Collective(kind, group, size))
 
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_TENSOR_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _KINDS = {
     "gather": "all-gather",
     "reducescatter": "reduce-scatter",
@@ -327,7 +327,7 @@ _KINDS = {
 @dataclass(frozen=True)
 class ExplainedJob:
     title: str
-    build: Callable[[], Model]  # the whole model, for the meta device
+    build: Callable[[], Model]  # unsharded model; called under the meta device
     optimizer: Callable[[list[Model]], torch.optim.Optimizer]
     layout: ExecutionConfig
     degrees: ParallelDims
@@ -354,69 +354,69 @@ class ExplainedJob:
 
     @property
     def microbatches(self) -> int:
-        """Figures of one pass through a pipeline."""
+        """Microbatches of one pass through the pipeline."""
         return self.local_batch_size // self.layout.parallelism.pipeline_parallel_microbatch_size
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """Parameters that differ by the number of their layer alone, such as layers.*.attention.wq.weight."""
+    """Parameters that differ only in their layer index, such as layers.*.attention.wq.weight."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole
-    cuts: tuple[tuple[str, int], ...]  # an axis of the mesh, and the dim that it cuts
+    shape: tuple[int, ...]  # unsharded
+    shardings: tuple[tuple[str, int], ...]  # (mesh axis, tensor dim that it shards)
     local_shape: tuple[int, ...]
-    layers: int  # so many of them
+    layers: int  # number of such parameters on this rank
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model on one rank, and its step."""
+    """A model part on one rank, and its measured step."""
 
     modules: tuple[str, ...]
     kinds: tuple[ParameterKind, ...]
-    groups: tuple[tuple[str, int], ...]  # each of FSDP's messages: names, and elements of all shards with padding
+    groups: tuple[tuple[str, int], ...]  # FSDP parameter groups: module names, elements of all shards with padding
     step: MeasuredStep
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The first rank of a stage of the pipeline, or of all: what it keeps, takes and sends in a step."""
+    """Memory and collectives in one step of the first rank at a pipeline coordinate, which represents the others there."""
 
     pp_rank: int
     stages: tuple[Stage, ...]
-    held: Held
-    activations: int
-    peak: int
-    collectives: Counter[Collective]  # of a step; `group` is the axis
+    resident: Resident
+    activations: int  # peak, bytes
+    peak: int  # of all memory, bytes
+    collectives: Counter[Collective]  # of a step; `group` is the mesh axis
 
 
 def ranks(job: ExplainedJob) -> list[RankProfile]:
-    """One for each place in the pipeline."""
+    """Returns one profile per pipeline coordinate."""
     if job.degrees.pp > 1:
         return _pipeline_ranks(job)
-    stage = _act(job)
-    return [_rank(job, 0, (stage,), join(stage.step.stretches))]
+    stage = _simulate_stage(job)
+    return [_rank(job, 0, (stage,), join(stage.step.segments))]
 
 
-def _rank(job: ExplainedJob, pp_rank: int, stages: tuple[Stage, ...], whole: Stretch) -> RankProfile:
-    """`whole`: all of one pass, and the optimizer."""
-    held = Held(*map(sum, zip(*(astuple(stage.step.held) for stage in stages), strict=True)))
-    activations, with_gradients = whole.most
-    if job.passes > 1:  # the later ones find all gradients there
-        with_gradients = max(with_gradients, activations + held.gradients)
-    peak = held.parameters + held.optimizer + with_gradients
+def _rank(job: ExplainedJob, pp_rank: int, stages: tuple[Stage, ...], whole: Segment) -> RankProfile:
+    """Builds a profile. `whole`: the segments of one pass and of the optimizer step, joined."""
+    resident = Resident(*map(sum, zip(*(astuple(stage.step.resident) for stage in stages), strict=True)))
+    activations, with_gradients = whole.peak
+    if job.passes > 1:  # later passes begin with all gradients allocated
+        with_gradients = max(with_gradients, activations + resident.gradients)
+    peak = resident.parameters + resident.optimizer + with_gradients
     collectives = Counter({c: n * job.passes for c, n in whole.collectives.items()})
-    return RankProfile(pp_rank, stages, held, activations, peak, collectives)
+    return RankProfile(pp_rank, stages, resident, activations, peak, collectives)
 
 
-def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
-    """A step of one pass on the first rank with this place in the pipeline, which has one stage there."""
+def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
+    """Simulates a step of one pass on the first rank at `pp_rank`, which has one stage."""
     sizes, layout = job.degrees, job.layout
     parallelism = without_devices(layout.parallelism)
-    # Without what cannot be simulated, which the report mentions
+    # Without the options that are not simulated; the report's warnings name them
     eager = replace(layout, parallelism=parallelism, compile=CompileConfig(), float8=Float8Config(), cpu_offload=False)
-    with stand_in(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
+    with fake_rank(global_rank=pp_rank * prod(sizes[1:]), world_size=sizes.world_size, device_type=job.device_type):
         mesh, model = build_mesh(sizes, "cpu"), job.model()
         fake = without_memory(model)
         parallel = job.parallelize(mesh, model, eager)
@@ -431,114 +431,114 @@ def _act(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
         for name, parameter in part.named_parameters():
             assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
             axes = parameter.device_mesh
-            cuts = tuple(
+            dims = tuple(
                 (axis, placement.dim)
                 for axis, placement in zip(axes.mesh_dim_names or (), parameter.placements, strict=True)
                 if isinstance(placement, Shard | _StridedShard) and axes[axis].size() > 1
             )
             kind = re.sub(r"\.\d+\.", ".*.", name)
-            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), cuts, tuple(local(parameter).shape), 0))
+            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, tuple(local(parameter).shape), 0))
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
-        for together in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
-            shards = [local(p) for module in together for p in module.parameters()]
+        for group_modules in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
+            shards = [local(p) for module in group_modules for p in module.parameters()]
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
-            groups.append((", ".join(names[module] for module in together), elements * sizes.dp_shard * sizes.cp))
+            groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
         return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh))
 
 
 def without_devices(config: ParallelismConfig) -> ParallelismConfig:
-    """Less the options that need certain GPUs."""
+    """Returns the config without the options that need certain GPUs."""
     return replace(config, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False)
 
 
 def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
-    """Its messages with the axis for the group; without those of a rank with itself."""
+    """Replaces the group of each collective by its mesh axis, and drops collectives of groups of one rank."""
     axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
     sharding = data_parallel_mesh(mesh)
     for axis in sharding.mesh_dim_names or ():
         group = sharding.get_group(axis)
         if group.size() > 1:
-            axes[group.group_name] = plain(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
-    stretches = []
-    for stretch in step.stretches:
+            axes[group.group_name] = effective_axis(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
+    segments = []
+    for segment in step.segments:
         named: Counter[Collective] = Counter()
-        for collective, times in stretch.collectives.items():
+        for collective, times in segment.collectives.items():
             if name := axes.get(collective.group):
                 named[replace(collective, group=name)] += times
-        stretches.append(replace(stretch, collectives=named))
-    return replace(step, stretches=tuple(stretches))
+        segments.append(replace(segment, collectives=named))
+    return replace(step, segments=tuple(segments))
 
 
-def plain(axis: str, *, dp_shard: int, cp: int) -> str:
-    """The axis of dp_shard and cp that has several ranks, if the other has one."""
+def effective_axis(axis: str, *, dp_shard: int, cp: int) -> str:
+    """Returns, for the axis of dp_shard and cp together, the one of them that has several ranks if the other has one."""
     if axis != DP_SHARD_CP or (dp_shard > 1 and cp > 1):
         return axis
     return DP_SHARD if cp == 1 else CP
 
 
 def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
-    """From stages simulated one by one, for two microbatches, on a pipeline with one rank for each."""
+    """Simulates each stage for two microbatches on a pipeline with one stage per rank, and replays it by the schedule."""
     config = job.layout.parallelism
     modules = stage_modules(config, list(job.model().layers))
     rows = table(schedule_of(config), job.degrees.pp, len(modules), job.microbatches)
-    alone = replace(
+    one_stage_per_rank = replace(
         config,
         pipeline_parallel_degree=len(modules),
         pipeline_parallel_schedule="GPipe",
         pipeline_parallel_schedule_csv="",
         module_fqns_per_model_part=tuple(" ".join(names) for names in modules),
     )
-    scene = replace(
+    stage_job = replace(
         job,
-        layout=replace(job.layout, parallelism=alone),
+        layout=replace(job.layout, parallelism=one_stage_per_rank),
         degrees=job.degrees._replace(pp=len(modules)),
         local_batch_size=2 * config.pipeline_parallel_microbatch_size,
     )
-    seen, acted = dict[Any, Stage](), list[Stage]()
+    seen, stages = dict[Any, Stage](), list[Stage]()
     option = job.layout.activation_checkpoint.selective_ac_option
     every = int(option) if option.isdigit() else 1
     for index, names in enumerate(modules):
-        # Stages with equal shapes, whose blocks compute again at the same places
+        # Equal for stages of equal shapes with checkpointing on the same blocks
         kind = tuple(re.sub(r"\d+", lambda number: str((int(number[0]) + 1) % every), name) for name in names)
         if kind not in seen:
-            seen[kind] = _act(scene, pp_rank=index)
-        acted.append(replace(seen[kind], modules=tuple(names)))
+            seen[kind] = _simulate_stage(stage_job, pp_rank=index)
+        stages.append(replace(seen[kind], modules=tuple(names)))
     profiles = []
-    for pp_rank, mine in enumerate(placement(config, len(modules))):
+    for pp_rank, indices in enumerate(placement(config, len(modules))):
         replays = {}
-        for index in mine:
-            # Messages between two stages of one rank are assignments
-            unsent = {"SEND_F", "RECV_B"} if index + 1 in mine else set[str]()
-            unsent |= {"RECV_F", "SEND_B"} if index - 1 in mine else set()
-            replays[index] = _Replay(acted[index].step, job.microbatches, unsent)
-        parts = [replay.buffers() for replay in replays.values()]
+        for index in indices:
+            # Adjacent stages on one rank pass tensors without send and receive
+            unsent = {"SEND_F", "RECV_B"} if index + 1 in indices else set[str]()
+            unsent |= {"RECV_F", "SEND_B"} if index - 1 in indices else set()
+            replays[index] = _Replay(stages[index].step, job.microbatches, unsent)
+        segments = [replay.buffers() for replay in replays.values()]
         for action in (action for cell in rows[pp_rank] for action in cell):
-            parts += replays[action.stage].play(action)
-        parts += [stretch for replay in replays.values() for stretch in replay.end()]
-        profiles.append(_rank(job, pp_rank, tuple(acted[index] for index in mine), join(parts)))
+            segments += replays[action.stage].play(action)
+        segments += [segment for replay in replays.values() for segment in replay.end()]
+        profiles.append(_rank(job, pp_rank, tuple(stages[index] for index in indices), join(segments)))
     return profiles
 
 
 class _Replay:
-    """Replays the record of a stage with two microbatches for more of them. The first forward gathers the weights and the first
-    backward takes the memory of gradients; after the last one they are reduced."""
+    """Replays a stage's record of two microbatches for any number. The first forward gathers the weights, the first backward allocates
+    the gradients, and the last backward reduces them."""
 
     def __init__(self, step: MeasuredStep, microbatches: int, unsent: set[str]) -> None:
-        self._start, *others = step.stretches
-        named = {re.sub(r"^PP:\d+", "", stretch.label): stretch for stretch in others}  # F0, SEND_F0, UNSHARD, ...
-        self._seen = {name: stretch for name, stretch in named.items() if name.rstrip("01") not in unsent}
+        self._start, *others = step.segments
+        named = {re.sub(r"^PP:\d+", "", segment.label): segment for segment in others}  # F0, SEND_F0, UNSHARD, ...
+        self._seen = {name: segment for name, segment in named.items() if name.rstrip("01") not in unsent}
         self._microbatches = microbatches
         self._forwards = self._backwards = 0
 
-    def buffers(self) -> Stretch:
-        """For the hidden states and gradients that arrive: each microbatch has its own for the whole step."""
+    def buffers(self) -> Segment:
+        """Returns the receive buffers of hidden states and gradients: one of each per microbatch, for the whole step."""
         a, b = (size * self._microbatches // 2 for size in self._start.change)
-        return Stretch("", (a, b), (a, b))  # its messages are of the first step alone
+        return Segment("", (a, b), (a, b))  # without collectives: those here occur only in a run's first step
 
-    def play(self, action: Action) -> Iterable[Stretch]:
-        if action.kind == "I":  # what it frees, W frees at the latest
-            return [Stretch("", (0, 0), self._seen[f"B{min(self._backwards, 1)}"].most)]
+    def play(self, action: Action) -> Iterable[Segment]:
+        if action.kind == "I":  # memory that I frees is counted as freed by W
+            return [Segment("", (0, 0), self._seen[f"B{min(self._backwards, 1)}"].peak)]
         if action.kind == "F":
             which, before, after = f"F{min(self._forwards, 1)}", ["UNSHARD"] * (self._forwards == 0), list[str]()
             self._forwards += 1
@@ -549,5 +549,5 @@ class _Replay:
         names = [*before, f"RECV_{which}", which, f"SEND_{which}", *after]
         return [self._seen[name] for name in names if name in self._seen]
 
-    def end(self) -> Iterable[Stretch]:
-        return [stretch for label, stretch in self._seen.items() if label.startswith(("RESHARD", "Optimizer"))]
+    def end(self) -> Iterable[Segment]:
+        return [segment for label, segment in self._seen.items() if label.startswith(("RESHARD", "Optimizer"))]
