@@ -4,7 +4,8 @@
     torchft's ManagerClient     -> torchft.ManagerService
 
 clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints
-{"address": ...}, and ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad settings. No torch here.
+{"address": ...}, and ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad
+settings. No torch here.
 """
 
 from __future__ import annotations
