@@ -145,9 +145,7 @@ def drill(asked: DrillRequest, cleanup: ExitStack) -> int:
             harm(job, asked, [kind for kind in kinds if kind != FINISH], incidents, began_s)
         except Failed as why:
             failed = str(why)
-    verdicts = [
-        Verdict("all groups trained together after every fault", not failed, failed or f"{len(incidents)} faults")
-    ]
+    verdicts = [Verdict("all groups were together after every fault", not failed, failed or f"{len(incidents)} faults")]
     if incidents:
         verdicts += faults.judge(job.run, job.diaries, incidents, job.config.fault_tolerance)
     if disk:

@@ -27,6 +27,7 @@ from bench.pairs import Failed, Worker
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 REPLICA = Path(__file__).with_name("replica.py")
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}  # as in train.py
 POLL_S, FORKED_S = 0.01, 180.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0", "OMP_NUM_THREADS": "1"}
 TORCHFT = """
@@ -327,7 +328,7 @@ class RecoveryJob(AbstractContextManager["RecoveryJob"]):
     ) -> None:  # fmt: skip
         self._folder = tempfile.TemporaryDirectory(prefix="recovery-")
         self.folder, self._side = Path(self._folder.name), side
-        env = {**os.environ, **LOOPBACK, "NUM_REPLICA_GROUPS": str(groups)}
+        env = {**os.environ, **LOOPBACK, **KEEP_MEMORY, "NUM_REPLICA_GROUPS": str(groups)}
         env |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._lighthouse: LighthouseProcess | None = None

@@ -47,7 +47,7 @@ class Replica:
         self.parameters = list(self.model.parameters())
         for parameter in self.parameters:
             parameter.data.fill_(float(group))
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters, lr=LEARNING_RATE)
+        self.optimizer: Any = torch.optim.SGD(self.parameters, lr=LEARNING_RATE, fused=True)
         self.states: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.orders: dict[str, Any] = {}
         self._file = (Path(folder) / "diary.0.jsonl").open("a", buffering=1, encoding="utf-8")
@@ -123,8 +123,8 @@ def ours(replica: Replica) -> None:
         if commit is None:
             replica.say("abort", step=assignment.step)
             continue
-        grads = [parameter.grad for parameter in replica.parameters if parameter.grad is not None]
-        torch._foreach_div_(grads, commit.divisor)
+        replica.optimizer.grad_scale = torch.tensor(float(commit.divisor), device=replica.device)
+        replica.optimizer.found_inf = torch.zeros((), device=replica.device)
         replica.optimizer.step()
         replica.optimizer.zero_grad()
         contributors = len(commit.contributors)

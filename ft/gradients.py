@@ -216,9 +216,9 @@ class Gradients:
         """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
         separate slots: indices, among the step's slots, of those that are computed."""
         attempt, step = self._attempt, self._step
-        assert attempt is not None, "begin_attempt comes first"
         step.after_last_backward = step.is_kept = False
         if self._per_slot:
+            assert attempt is not None, "begin_attempt comes first"
             awaited = {index for slot_index in slot_indices for index in self._indices_of(slot_index)}
             attempt.missing = [len(awaited.intersection(bucket.members)) for bucket in self._layout.buckets]
             return

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -166,6 +167,9 @@ class Manager:
         self._attempt: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
+        self._forming: Future[m.Configured] | None = None  # process group that is formed while the trainer computes
+        self._former = ThreadPoolExecutor(1, "ft-form")
+        self._ahead: m.Compute | None = None  # what the trainer has computed meanwhile, until the machine asks for it
         self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
         self.shrink_only = False  # True: no further group may join in the next quorum
@@ -250,8 +254,16 @@ class Manager:
     ) -> StepTotals:
         """Returns when all reductions are complete. If a group fails meanwhile, they are repeated in a new generation, and no step is lost.
         `kept`: a further attempt would send the same gradients. `failure`: the reason, if this attempt has to fail."""
-        effect = self._trainer_effect
-        if isinstance(effect, m.Compute | m.LaunchTail):
+        effect, is_computed = self._trainer_effect, True
+        if self._forming is not None:
+            assert isinstance(effect, m.Compute)
+            self._ahead, self._trainer_effect = effect, None
+            with self._telemetry.phase_timer.phase("rebuild"):
+                self._feed(self._forming.result())
+            self._forming = None
+            effect = self._carry_out_effects()
+            is_computed, self._ahead = self._ahead is not None, None
+        if isinstance(effect, m.Compute | m.LaunchTail) and is_computed:
             assert self.quorum is not None
             self._trainer_effect = None
             if failure:
@@ -341,6 +353,7 @@ class Manager:
         self.healer.close()
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
+        self._former.shutdown(wait=False)
         self.gradients.close()  # its hooks on parameters that are still in use would keep its buffers alive
         if self.membership.server:
             self.membership.server.close()
@@ -403,6 +416,9 @@ class Manager:
                     if not self._wait(until):
                         break
             effect, event, quorum = self._effects.popleft(), None, self.quorum
+            if self._ahead and isinstance(effect, TrainerEffect) and getattr(effect, "slots", ()) != self._ahead.slots:
+                self.gradients.drop()  # those slots are no longer this group's
+                self._ahead = None
             phase = PHASE_OF.get(type(effect))
             with phase_timer.phase(phase) if phase else nullcontext():
                 match effect:
@@ -484,7 +500,7 @@ class Manager:
             raise GroupReleased(has_state=not self.machine.void)
         return event
 
-    def _configure(self, quorum: m.QuorumResult) -> m.Event:
+    def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
         """Offers the state, forms the process group, and only then starts a fetch, as the other members wait for the process group."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
@@ -494,12 +510,27 @@ class Manager:
         self._telemetry.quorum(quorum)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(quorum)
-        configured = m.Configured(quorum.quorum_id, ok=True) if quorum.same_generation else self._form(quorum)
+        configured: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
+        if not quorum.same_generation and (ahead := self._compute_ahead()):
+            configured, self._trainer_effect, self._forming = None, ahead, self._former.submit(self._form, quorum)
+        elif not quorum.same_generation:
+            configured = self._form(quorum)
         self.membership.sweep(quorum.quorum_id)
         if quorum.heal:
             with self._telemetry.phase_timer.phase("heal"):
                 self.healer.fetch(quorum)
         return configured
+
+    def _compute_ahead(self) -> m.Compute | None:
+        """Returns what the trainer computes while the process group is formed, equal on all ranks of the group. None: in `reduce`, before
+        the first commit and after the last, with gradients that are kept, and where gradients are reduced before `reduce`."""
+        machine, options, until = self.machine, self._options, self._until
+        is_early = options.zeros_wait or options.deterministic_reduce or type(self.gradients) is not Gradients
+        is_first_or_last = not self._has_committed or (until is not None and self.step + 1 >= until)
+        if self._assignment is not None or is_early or is_first_or_last or machine.contribution.tokens:
+            return None
+        _, attempt, step = machine.attempt_id
+        return m.Compute(step, slots, attempt) if (slots := machine.owned_slots()) else None
 
     def _form(self, quorum: m.QuorumResult) -> m.Configured:
         self._launched = 0
@@ -617,6 +648,7 @@ class Manager:
 
     def _drop_gradients(self) -> None:
         self.gradients.drop()
+        self._ahead = None
         self._telemetry.lost()
 
     def _cast_vote(self, vote: m.Vote) -> m.Outcome | None:
@@ -689,7 +721,7 @@ class Manager:
         done_bytes, total_bytes = self.healer.progress
         self.client.report(
             report,
-            phase=status.phase or machine.phase.value,
+            phase=status.phase or (Phase.COMPUTING if self._forming else machine.phase).value,
             summed=status.summed,
             healed_bytes=self.healer.received_bytes,
             heal_done_bytes=done_bytes,

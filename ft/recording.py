@@ -59,7 +59,7 @@ class RecordingManager(Manager):
         super()._drop_gradients()
         self._dropped = True
 
-    def _configure(self, quorum: m.QuorumResult) -> m.Event:
+    def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
         event = super()._configure(quorum)
         names = [replica_id.partition(":")[0] for replica_id in quorum.participants]
         self._write_line("quorum", quorum_id=quorum.quorum_id, participants=names, heals=quorum.heal)

@@ -308,9 +308,7 @@ class Roster:
         if self.sitting[replica_id][1]:
             return "links between it and others failed"
         failed = self.heals[m.name_of(replica_id)].failed
-        return (
-            f"its last {failed} heals failed, so the others continue without it for {rest_s(failed - HEALS_FREE):g} s"
-        )
+        return f"its last {failed} heals failed: the others continue without it for {rest_s(failed - HEALS_FREE):g} s"
 
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
         """Readmits ids that sit out and can work with all present ones, when their time is over. Before that: those whose connections

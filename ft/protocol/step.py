@@ -417,7 +417,7 @@ class StepMachine:
             else:
                 self.ledger.drop()
                 self.ledger.assign(quorum.participants)
-            if not self.contribution.tokens.keys() <= set(self._owned_slots()):
+            if not self.contribution.tokens.keys() <= set(self.owned_slots()):
                 self._drop_gradients()
         self.phase, self.reason = Phase.CONFIGURING, f"quorum {quorum.quorum_id}, step {quorum.reference[0]}"
         self._out.append(m.Configure(quorum, self._attempt))
@@ -444,7 +444,7 @@ class StepMachine:
         interval = self.config.digest_interval
         compares = interval > 0 and (self._collective_step + 1) % interval == 0
         self._digest_count = DIGEST_WORDS * len(self.quorum.members) if compares else 0
-        self._slots = slots = self._owned_slots()
+        self._slots = slots = self.owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
@@ -457,7 +457,7 @@ class StepMachine:
             self._wants_change = "healed, to be assigned"
         self._launch()
 
-    def _owned_slots(self) -> tuple[int, ...]:
+    def owned_slots(self) -> tuple[int, ...]:
         """Returns this group's slots, also those assigned to a former id of its process. Constant during an attempt."""
         if self.void or self._healed_in_generation or self.quorum is None:
             return ()

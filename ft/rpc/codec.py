@@ -69,8 +69,8 @@ class _Converter:
 
     def __init__(self, value_type: type[Any], message_type: Any = None) -> None:
         """`message_type`: by default the one of pharos.proto."""
-        self.value_type, self.message_type = value_type, message_type or WIRE_TYPES.get(value_type)
-        self.message_type = self.message_type or getattr(pharos_pb2, value_type.__name__)
+        wire_type: Any = WIRE_TYPES.get(value_type) or getattr(pharos_pb2, value_type.__name__, None)
+        self.value_type, self.message_type = value_type, message_type or wire_type
         on_wire, hints = self.message_type.DESCRIPTOR.fields_by_name, get_type_hints(value_type)
         self.names = tuple(x.name for x in fields(value_type) if x.name in on_wire)
         others = [x for x in fields(value_type) if x.name not in on_wire and x.default is not MISSING]

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
+from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
@@ -51,6 +52,40 @@ def test_initial_states_that_differ_become_one():
         finish(*ranks)
         assert sum(bool(rank.seen_of(m.LoadState)) for rank in ranks) == 2
         assert ranks[0].commits[0][2] == (0,), "who heals gives nothing"
+
+
+@pytest.mark.parametrize("case", ["formed", "failed", "reassigned"])
+def test_a_process_group_forms_while_a_survivor_computes(case: str):
+    """A joiner costs the others no wait before the forward: the process group of two is formed only once "a" has computed. Where that fails
+    what was computed is kept; where the slots are no longer its own it is dropped, and enters no sum (Job.end compares the weights)."""
+    has_computed, failures = threading.Event(), ["not formed"] if case == "failed" else []
+
+    class LateGroup(ProcessGroupGloo):
+        def configure(self, store: str, rank: int, size: int, **named: Any) -> None:
+            if size > 1:
+                assert has_computed.wait(LIMIT_S), "it waits for the process group, and computes nothing meanwhile"
+                if failures:
+                    raise RendezvousFailed(failures.pop())
+            super().configure(store, rank, size, **named)
+
+    class MistakenManager(Manager):
+        def _compute_ahead(self) -> m.Compute | None:
+            ahead = super()._compute_ahead()
+            return ahead and replace(ahead, slots=(4000 * SLOT,))
+
+    def computes(rank: Rank, slots: tuple[int, ...]) -> bool:
+        if rank.members == 2:
+            has_computed.set()
+        return True
+
+    make = MistakenManager if case == "reassigned" else Manager
+    with job(min_replicas=1) as made:
+        a = made.group("a", steps=5, together=2, group=LateGroup, able=computes, make=make)[0]
+        assert in_time(lambda: len(a.commits) > 2)
+        finish(a, made.group("b", steps=5, together=2)[0])
+        steps = [step for step, _ in a.computed]
+        assert len(steps) - len(set(steps)) == (case == "reassigned"), "no other step was computed twice"
+        assert not failures and ((4000 * SLOT,) in [slots for _, slots in a.computed]) == (case == "reassigned")
 
 
 def test_a_death_costs_the_others_no_step():

@@ -132,7 +132,7 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
         player.call("a", "b", known=known, step=1)
         player.call("c", known=known, step=m.VOID)
         assert player.machine.quorum.ids == ("a:1", "b:1")
-        words = f"its last {3 + times} heals failed, so the others continue without it for {sits_s:g} s"
+        words = f"its last {3 + times} heals failed: the others continue without it for {sits_s:g} s"
         assert player.command("rests c:1")[0] == words
         assert player.command(f"tick until={start_s + sits_s - 0.2} links=abc")[:-1] == []
         [told, *_] = player.command(f"tick until={start_s + sits_s + 1.2} links=abc")

@@ -88,7 +88,7 @@ def test_a_step_that_cannot_hold_changes_nothing(manager: Seam):
 
 def test_a_step_without_a_target_is_no_step(manager: Seam):
     manager.begin_step()
-    with pytest.raises(Stopped, match="to learn"):
+    with pytest.raises(Stopped, match="none of"):
         manager.commit(manager.reduce([0.0], 0.0, True))
 
 
