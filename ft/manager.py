@@ -7,7 +7,7 @@
 
 Any thread may feed the machine an event: notices come from the thread of the notice stream, the end of a heal from the fetch thread, all
 others from the trainer's. The trainer's thread carries out every effect, in order, inside the three calls; a notice only interrupts its
-wait for peers. So forward, backward and optimizer never race with a rebuild of the process group or with a heal.
+wait for peers. Only a process group may form while the trainer computes (`_compute_ahead`): no gradient is sent before `reduce` awaits it.
 """
 
 from __future__ import annotations

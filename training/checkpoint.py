@@ -398,7 +398,7 @@ class Checkpointer:
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
             rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
-            raise CheckpointFailed(f"checkpoint: no usable checkpoint in {self.folder} is intact ({listed}); {rest}")
+            raise CheckpointFailed(f"checkpoint: none of those in {self.folder} is intact ({listed}); {rest}")
         # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
         if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
             newest = candidates[0]

@@ -184,7 +184,7 @@ def test_one_without_a_stream_can_be_taken_out_but_not_drained(job: Jobs):
     said = "it has no stream for orders; kill removes it from the job\n"
     assert one.order("drain", "1:b") == (409, said)
     status, text = one.order("kill", "1:b")
-    assert status == 202 and "taken out" in text
+    assert status == 202 and "removed from the job" in text
     with one.watch() as reader:
         reader.until(lambda r: "1:b is lost: an operator evicted it" in r.texts)
 

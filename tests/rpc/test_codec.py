@@ -201,7 +201,7 @@ def test_what_is_no_message_or_no_known_word_is_told():
         codec.from_message(m.Vote, pharos_pb2.Vote(kind="maybe", verdict="yes"))
     with pytest.raises(ValueError, match="unknown kind"):
         codec.notice_from(pharos_pb2.Notice())
-    with pytest.raises(ValueError, match="in order"):
+    with pytest.raises(ValueError, match="sorted and unique"):
         codec.quorum_from(codec.to_message(_quorum(1, names="ba")))
     with pytest.raises(ValueError, match="world size"):
         codec.quorum_from(codec.to_message(_quorum(1, world_size=1 << 40)))

@@ -105,7 +105,7 @@ def test_it_refuses_to_write_over_anything_and_says_what_is_in_the_way(capsys: p
     before = (step_0("tiny") / "__0_0.distcp").read_bytes()
     assert seed() == 2
     there = f"tiny.toml: job.name: {step_0('tiny')} exists"
-    line = f"make_seed_checkpoint: {there}; remove it, or give the seed a job.name of its own"
+    line = f"make_seed_checkpoint: {there}; remove it, or set a different job.name"
     assert capsys.readouterr().err.splitlines() == [line]
     assert (step_0("tiny") / "__0_0.distcp").read_bytes() == before
     step_0("tiny").rename(step_0("tiny").with_name("step-4"))

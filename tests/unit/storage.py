@@ -22,9 +22,9 @@ class AtOnce(BackgroundWriter):
         super().__init__(self.said.append)
 
     def wake(self) -> None:
-        self._asked += 1
+        self._requested += 1
         if self.write_all():
-            self._done = self._asked
+            self._done = self._requested
 
 
 class Disk:

@@ -90,7 +90,7 @@ def test_the_metrics_to_watch_are_served():
 def test_every_alarm_that_is_explained_is_said(sources: str):
     """Of each line in the table some three words in a row that no figure or name interrupts."""
     page = (ROOT / "docs" / "operating.md").read_text()
-    [table] = re.findall(r"^## What a line means\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    [table] = re.findall(r"^## Log messages\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
     said = [line for cell in cells for line in re.findall(r"`([^`]+)`", cell)]
     assert len(said) > 10

@@ -140,7 +140,7 @@ def test_order_of_issue_under_prefetch():
         (job(2, batch=2, pipeline_parallel_degree=2, pipeline_parallel_schedule="LoopedBFS"), "2 microbatches for 4 stages"),
         (job(2, pipeline_parallel_degree=2, module_fqns_per_model_part=UNEVEN), "stages have 2 to 5 modules"),
         (job(4), "unevenly sharded, so the last ranks have less: tok_embeddings.weight (70), output.weight (70)"),
-        (replace(job(1), layout=ExecutionConfig()), "float32 runs at a small part"),
+        (replace(job(1), layout=ExecutionConfig()), "float32 reaches a small part"),
     ],
 )  # fmt: skip
 def test_warnings(wanted: ExplainedJob, warning: str):

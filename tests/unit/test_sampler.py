@@ -73,8 +73,8 @@ def test_a_group_of_one_rank_needs_neither_rank_nor_size():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(num_replica_groups=2), TypeError, "needs replica_rank and num_replica_groups"),
-        (dict(replica_rank=0), TypeError, "needs replica_rank and num_replica_groups"),
+        (dict(num_replica_groups=2), TypeError, "requires replica_rank and num_replica_groups"),
+        (dict(replica_rank=0), TypeError, "requires replica_rank and num_replica_groups"),
         (dict(replica_rank=0, replica_group=0, num_replica_groups=2), TypeError, "replica_rank and replica_group are the same"),
         (dict(replica_rank=0, num_replica_groups=2, rank=0, group_rank=0), TypeError, "group_rank and rank are the same"),
         (dict(replica_rank=2, num_replica_groups=2), ValueError, "replica_rank = 2 of num_replica_groups = 2: must be from 0 to 1"),
