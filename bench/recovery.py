@@ -1,6 +1,6 @@
 """The cost of a fault to a job of replica groups, beside torchft where there is one to compare with.
 
-    make recovery PEER=PYTHON                   all of it, two hours; or one by one, with other figures:
+    make recovery PEER=PYTHON              all of it, two hours, or:
     python bench/recovery.py kill          three groups, one is killed and started again: --mb 4,100,400 --kinds gloo,baby --faults 5
     python bench/recovery.py stop          one is stopped and goes on later, with all that it has started and the trainer alone
     python bench/recovery.py storm         steps in two minutes with a kill every 20 seconds, beside two minutes without
@@ -8,11 +8,9 @@
     python bench/recovery.py staggered     20 starts of three to five groups, in any order and at any time
     python bench/recovery.py killstorm     four groups, a random one killed every six seconds for three minutes
 
-PEER is a Python that has torchft-nightly; both sides take turns (--rounds), torchft with the same job, its own lighthouse, and a timeout
-of 30 s for its collectives; all else is at its defaults on both sides. A step "computes" for --step-ms. Figures are the worst of all faults
-and rounds unless they say otherwise, and a bound that is printed holds for the worst. A group writes its `start` line when all is loaded
-and made, before it asks for the first quorum. "longest" is the others' longest step from then on, in median steps, and "before" the
-same of as many steps before the fault: what the machine does by itself. Everything runs on this machine, to be idle otherwise (Linux).
+PEER is a Python that has torchft-nightly. Both sides run the same job in turns (--rounds), with their defaults; torchft's collectives time
+out after 30 s. Figures are the worst of all faults and rounds unless stated otherwise. A group writes its `start` line before its first
+quorum request; "longest": the others' longest step after it, in median steps; "before": the same, before the fault. Linux only.
 """
 
 from __future__ import annotations

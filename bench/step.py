@@ -171,7 +171,7 @@ def _backend(setting: str) -> str:
     return flags["compile"] or "inductor" if "compile" in flags else ""
 
 
-def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, cut: float = 0.0) -> None:
+def draw_on_device(parameter: Tensor, name: str, seed: int, *, std: float, truncation: float = 0.0) -> None:
     """Replaces models.llama.normal_, which draws on the CPU for the same bits in every layout, and takes a minute for 8B."""
     torch.nn.init.normal_(parameter, std=std)
 

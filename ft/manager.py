@@ -7,7 +7,7 @@
 
 Any thread may feed the machine an event: notices come from the thread of the notice stream, the end of a heal from the fetch thread, all
 others from the trainer's. The trainer's thread carries out every effect, in order, inside the three calls; a notice only interrupts its
-wait for peers. Only a process group may form while the trainer computes (`_compute_ahead`): no gradient is sent before `reduce` awaits it.
+wait for peers. Only a process group may form while the trainer computes (`_effect_ahead`); then no gradient is sent before `reduce`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase 
 }
 TICK_S = 0.5  # between two Ticks of a wait
 MISMATCHED_KEPT = 64  # most members that are remembered for their fingerprint
-# Fraction of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the rest allows for the probe's own delay.
-PROBE_FRACTION = 0.6
-# longest wait of `close` for process groups to end, which takes milliseconds, or gloo's timeout (gloo.form_gloo)
-CLOSE_S = 1.0
+PROBE_FRACTION = 0.6  # of heartbeat_timeout_s, after which a peer that answers no probe is unreachable; the rest is the probe's own delay
+CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds, or gloo's timeout (gloo.form_gloo)
 log = logging.getLogger("pharos.manager")
 
 AttemptId = tuple[int, int, int]  # quorum_id, attempt, step
@@ -167,9 +165,11 @@ class Manager:
         self._attempt: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
-        self._forming: Future[m.Configured] | None = None  # process group that is formed while the trainer computes
-        self._former = ThreadPoolExecutor(1, "ft-form")
-        self._ahead: m.Compute | None = None  # what the trainer has computed meanwhile, until the machine asks for it
+        self._forming: Future[m.Configured] | None = (
+            None  # of a process group, while the trainer computes; `reduce` awaits it
+        )
+        self._form_thread = ThreadPoolExecutor(1, "ft-ahead")
+        self._ahead: m.Compute | None = None  # what the trainer has computed meanwhile, until the machine requires it
         self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
         self.shrink_only = False  # True: no further group may join in the next quorum
@@ -257,10 +257,9 @@ class Manager:
         effect, is_computed = self._trainer_effect, True
         if self._forming is not None:
             assert isinstance(effect, m.Compute)
-            self._ahead, self._trainer_effect = effect, None
+            forming, self._forming, self._ahead, self._trainer_effect = self._forming, None, effect, None
             with self._telemetry.phase_timer.phase("rebuild"):
-                self._feed(self._forming.result())
-            self._forming = None
+                self._feed(forming.result())
             effect = self._carry_out_effects()
             is_computed, self._ahead = self._ahead is not None, None
         if isinstance(effect, m.Compute | m.LaunchTail) and is_computed:
@@ -351,9 +350,11 @@ class Manager:
         self.client.close()
         self._prober.close()
         self.healer.close()
+        self._form_thread.shutdown(wait=False, cancel_futures=True)
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
-        self._former.shutdown(wait=False)
+        if self._forming is not None:  # what it forms in spite of the shutdown would be nobody's
+            self._forming.add_done_callback(lambda _: self.group.abandon("closed"))
         self.gradients.close()  # its hooks on parameters that are still in use would keep its buffers alive
         if self.membership.server:
             self.membership.server.close()
@@ -416,14 +417,15 @@ class Manager:
                     if not self._wait(until):
                         break
             effect, event, quorum = self._effects.popleft(), None, self.quorum
-            if self._ahead and isinstance(effect, TrainerEffect) and getattr(effect, "slots", ()) != self._ahead.slots:
-                self.gradients.drop()  # those slots are no longer this group's
-                self._ahead = None
+            if self._ahead and isinstance(effect, m.LaunchTail | m.CommitStep | m.LoadState | m.LoadCheckpoint):
+                self._drop_gradients()  # this group owns no slots, or its weights are replaced
             phase = PHASE_OF.get(type(effect))
             with phase_timer.phase(phase) if phase else nullcontext():
                 match effect:
                     case m.Compute():
                         assert quorum is not None
+                        if self._ahead and (effect.step, effect.slots) != (self._ahead.step, self._ahead.slots):
+                            self._drop_gradients()  # the assignment has changed
                         self._begin_attempt((quorum.quorum_id, effect.attempt, effect.step))
                         if self._telemetry.first_began_s is None:
                             self._telemetry.first_began_s = time.monotonic()
@@ -511,8 +513,8 @@ class Manager:
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(quorum)
         configured: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
-        if not quorum.same_generation and (ahead := self._compute_ahead()):
-            configured, self._trainer_effect, self._forming = None, ahead, self._former.submit(self._form, quorum)
+        if not quorum.same_generation and (ahead := self._effect_ahead()):
+            configured, self._trainer_effect, self._forming = None, ahead, self._form_thread.submit(self._form, quorum)
         elif not quorum.same_generation:
             configured = self._form(quorum)
         self.membership.sweep(quorum.quorum_id)
@@ -521,16 +523,16 @@ class Manager:
                 self.healer.fetch(quorum)
         return configured
 
-    def _compute_ahead(self) -> m.Compute | None:
-        """Returns what the trainer computes while the process group is formed, equal on all ranks of the group. None: in `reduce`, before
-        the first commit and after the last, with gradients that are kept, and where gradients are reduced before `reduce`."""
+    def _effect_ahead(self) -> m.Compute | None:
+        """Returns the Compute that the trainer may carry out while the process group forms, equal on all ranks of the group. None: in
+        `reduce`, before the first commit, in the last step, without slots, or where the backward or a kept gradient needs an attempt."""
         machine, options, until = self.machine, self._options, self._until
-        is_early = options.zeros_wait or options.deterministic_reduce or type(self.gradients) is not Gradients
         is_first_or_last = not self._has_committed or (until is not None and self.step + 1 >= until)
-        if self._assignment is not None or is_early or is_first_or_last or machine.contribution.tokens:
+        needs_attempt = options.zeros_wait or options.deterministic_reduce or type(self.gradients) is not Gradients
+        needs_attempt = needs_attempt or not options.keep_gradients or bool(machine.contribution.tokens)
+        if self._assignment is not None or is_first_or_last or needs_attempt or not (slots := machine.owned_slots()):
             return None
-        _, attempt, step = machine.attempt_id
-        return m.Compute(step, slots, attempt) if (slots := machine.owned_slots()) else None
+        return m.Compute(machine.attempt_id[2], slots, machine.attempt_id[1])
 
     def _form(self, quorum: m.QuorumResult) -> m.Configured:
         self._launched = 0

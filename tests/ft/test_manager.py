@@ -54,10 +54,11 @@ def test_initial_states_that_differ_become_one():
         assert ranks[0].commits[0][2] == (0,), "who heals gives nothing"
 
 
-@pytest.mark.parametrize("case", ["formed", "failed", "reassigned"])
+@pytest.mark.parametrize("case", ["formed", "failed", "reassigned", "restored"])
 def test_a_process_group_forms_while_a_survivor_computes(case: str):
     """A joiner costs the others no wait before the forward: the process group of two is formed only once "a" has computed. Where that fails
-    what was computed is kept; where the slots are no longer its own it is dropped, and enters no sum (Job.end compares the weights)."""
+    what was computed is kept; where the slots are no longer its own, or its weights are replaced meanwhile, it is dropped, and enters no
+    sum (Job.end compares the weights)."""
     has_computed, failures = threading.Event(), ["not formed"] if case == "failed" else []
 
     class LateGroup(ProcessGroupGloo):
@@ -69,22 +70,28 @@ def test_a_process_group_forms_while_a_survivor_computes(case: str):
             super().configure(store, rank, size, **named)
 
     class MistakenManager(Manager):
-        def _compute_ahead(self) -> m.Compute | None:
-            ahead = super()._compute_ahead()
+        def _effect_ahead(self) -> m.Compute | None:
+            ahead = super()._effect_ahead()
             return ahead and replace(ahead, slots=(4000 * SLOT,))
+
+    class RestoredManager(Manager):
+        def _form(self, quorum: m.QuorumResult) -> m.Configured:
+            if len(quorum.members) == 2:
+                self._effects.append(m.LoadCheckpoint(0))
+            return super()._form(quorum)
 
     def computes(rank: Rank, slots: tuple[int, ...]) -> bool:
         if rank.members == 2:
             has_computed.set()
         return True
 
-    make = MistakenManager if case == "reassigned" else Manager
+    make = {"reassigned": MistakenManager, "restored": RestoredManager}.get(case, Manager)
     with job(min_replicas=1) as made:
         a = made.group("a", steps=5, together=2, group=LateGroup, able=computes, make=make)[0]
         assert in_time(lambda: len(a.commits) > 2)
         finish(a, made.group("b", steps=5, together=2)[0])
         steps = [step for step, _ in a.computed]
-        assert len(steps) - len(set(steps)) == (case == "reassigned"), "no other step was computed twice"
+        assert len(steps) - len(set(steps)) == (case in ("reassigned", "restored")), "no other step was computed twice"
         assert not failures and ((4000 * SLOT,) in [slots for _, slots in a.computed]) == (case == "reassigned")
 
 
