@@ -53,8 +53,8 @@ def test_a_group_dies_and_comes_back_and_all_dead_go_on_from_the_checkpoint(clea
     job.until("a checkpoint that it could load", lambda text: "saved" in text)
     [pid] = re.findall(r"1 \(pid (\d+)\)", text)
     os.kill(int(pid), signal.SIGKILL)
-    job.until("its second life", lambda text: re.search(r"group 1 starts again", text))
-    job.until("its heal", lambda text: text.count("is healed") > text.partition("starts again")[0].count("is healed"))
+    job.until("its second life", lambda text: re.search(r"group 1 restarts", text))
+    job.until("its heal", lambda text: text.count("is healed") > text.partition("restarts")[0].count("is healed"))
     assert "group 1 died (ended by SIGKILL)" in job.text
     assert re.search(r"dashboard: http://127\.0\.0\.1:\d+/ \(it asks for the token in \S+/groups/token\)", job.text)
     assert "loaded from" not in job.text  # who finds others alive has it from them

@@ -109,7 +109,7 @@ def test_a_job_loses_a_step_and_a_node_and_is_preempted_and_its_time_runs_out_an
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     job.until(r"group 1 died \(exit code 137\)")
-    job.until(r"group 1 starts again[\s\S]*\[1/0\] step \d+ is healed")
+    job.until(r"group 1 restarts[\s\S]*\[1/0\] step \d+ is healed")
     assert "loaded from" not in job.text, "who finds others alive has it from them"
     job.both_train()
 
