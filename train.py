@@ -147,7 +147,7 @@ class Run(Components):
         return self.print_summary("finished", next_command)
 
     def train_step(self) -> bool:
-        """Runs one step on the slots assigned to this group. False: the step was not committed, and no state has changed."""
+        """Runs one step on the slots assigned to this group. False: the step was not committed."""
         with self.progress.phase("quorum"):
             assignment = self.manager.begin_step(until=self.config.training.steps)
         if assignment.step >= self.config.training.steps:
@@ -236,7 +236,7 @@ class Run(Components):
                 sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
-            nats, tokens, byte_count = sums.cpu().tolist()  # the only device sync
+            nats, tokens, byte_count = sums.cpu().tolist()  # syncs the device
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
         loss, bits = nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)

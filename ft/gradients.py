@@ -213,7 +213,7 @@ class Gradients:
             self._attempt = _Attempt(group, participants, contributes, buffers, missing)
 
     def begin_backward(self, slot_indices: Sequence[int] = (0,)) -> None:
-        """Prepares the backwards of this attempt: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
+        """Prepares the backwards of a step: their gradients are added to those that an earlier attempt has kept. `slot_indices`, with
         separate slots: indices, among the step's slots, of those that are computed."""
         attempt, step = self._attempt, self._step
         step.after_last_backward = step.is_kept = False
@@ -376,7 +376,7 @@ class Gradients:
             self._held.clear()
 
     def drop(self) -> None:
-        """Discards the gradients, as the weights that they belong to no longer exist; .grad becomes None."""
+        """Discards the gradients, which no sum may contain any more; .grad becomes None."""
         with self._lock:
             self._drop_gradients()
             for user_allreduce in self._step.allreduces:

@@ -5,9 +5,9 @@
     group server ---notices, in a thread---------+                                               ---> Healer        offers, fetches state
                                                                                                  ---> GroupClient   quorum requests, votes
 
-Any thread may feed the machine an event: notices come from the thread of the notice stream, the end of a heal from the fetch thread, all
-others from the trainer's. The trainer's thread carries out every effect, in order, inside the three calls; a notice only interrupts its
-wait for peers. Only a process group may form while the trainer computes (`_effect_ahead`); then no gradient is sent before `reduce`.
+Any thread may feed the machine: the threads of notices, of a fetch, of background votes, and the trainer's, which carries out all effects
+but InterruptCollectives, in order, inside the three calls; a notice only interrupts its wait for peers. Only a process group may form while
+the trainer computes (`_effect_ahead`); then no gradient is sent before `reduce`.
 """
 
 from __future__ import annotations
@@ -503,7 +503,7 @@ class Manager:
         return event
 
     def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
-        """Offers the state, forms the process group, and only then starts a fetch, as the other members wait for the process group."""
+        """Offers the state, forms the process group (None: meanwhile), and only then starts a fetch: others wait for the group."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
         self._prober.watch(

@@ -50,7 +50,7 @@ class Membership:
     rendezvous: TCPStore | None = None
 
     def sweep(self, quorum_id: int) -> None:
-        """Deletes the keys of generations before this quorum's from the rendezvous store, in a thread; this one has formed or failed."""
+        """Deletes the keys of generations before this quorum's from the rendezvous store, in a thread."""
         if self.rendezvous is not None:
             threading.Thread(target=sweep, args=(self.rendezvous, quorum_id), name="ft-sweep", daemon=True).start()
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 class DataAssignment:
     """The slots of the next step that are assigned to this replica group (protocol/step.py)."""
 
-    step: int  # committed steps so far
+    step: int  # steps before it, held ones included
     slots: tuple[int, ...]
 
 
@@ -117,9 +117,8 @@ class Seam(Protocol):
         group's loss is neither NaN nor infinite."""
 
     def commit(self, totals: StepTotals) -> Commit | None:
-        """Commits the step; .grad is then the sum over all groups. None: the step has failed and no state has changed; call begin_step
-        again. `totals`: the result of `reduce`; only SoloManager decides by it: a Manager keeps the reduced values itself, and its ranks
-        vote on them. Raises Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
+        """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
+        `totals`: the result of `reduce`; only SoloManager decides by it: a Manager keeps the reduced values itself, and its ranks vote on them. Raises Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
 
     def announce(self, lane: str, text: str) -> None:
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
@@ -144,7 +143,7 @@ class Seam(Protocol):
 
     @property
     def needs_new_quorum(self) -> bool:
-        """True when a member of the newest quorum is lost, or the writer's weights are corrupt: a new quorum decides which group writes."""
+        """True when the newest generation has failed, or the writer's weights are corrupt: a new quorum decides which group writes."""
 
     @property
     def finished(self) -> bool:

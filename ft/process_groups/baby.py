@@ -101,7 +101,7 @@ class ChildEngine:
         self._receiver.start()
 
     def form(self, *arguments: Any) -> None:
-        """Makes the child form the group (ChildGroup.form); returns when it has formed. Raises RendezvousFailed."""
+        """Makes the child form the group (ChildGroup.form); returns when it has formed. Raises RendezvousFailed, or ProcessGroupError."""
         self._send("form", arguments)
         self._formed.wait()
         if self._problem is not None:

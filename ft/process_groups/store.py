@@ -58,7 +58,7 @@ def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
 
 
 def sweep(store: TCPStore, quorum_id: int) -> None:
-    """Deletes the keys ".../quorum_id/number/..." of generations before this one, which has formed or failed; 24 members leave 10 KB per
+    """Deletes the keys ".../quorum_id/number/..." of generations before this one; 24 members leave 10 KB per
     generation. To be called only by the store's owner, with which the store ends."""
     for key in store.list_keys():
         found = re.match(r"[^/]+/(\d+)/\d+/", key)

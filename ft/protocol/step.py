@@ -465,7 +465,7 @@ class StepMachine:
         return tuple([slot for slot, owner in self.ledger.assignment.items() if process_of(owner) == me])
 
     def _launch(self) -> None:
-        """Launches the all-reduce: of the gradients if one of `_slots`, all of which are computed, has valid tokens; else of zeros."""
+        """Launches the all-reduce: of the gradients of `_slots`, if they are able and one has valid tokens; else of zeros."""
         quorum, own, slots = self.quorum, self.contribution, self._slots
         assert quorum is not None
         if self.abort_reason:
