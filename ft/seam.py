@@ -118,7 +118,8 @@ class Seam(Protocol):
 
     def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
-        `totals`: the result of `reduce`; only SoloManager decides by it: a Manager keeps the reduced values itself, and its ranks vote on them. Raises Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
+        `totals`: the result of `reduce`; only SoloManager decides by it: a Manager has the reduced values, on which its ranks vote. Raises
+        Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
 
     def announce(self, lane: str, text: str) -> None:
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
