@@ -8,7 +8,7 @@ Design choices:
 - When the lighthouse cannot be reached and no retries are left, the requests of all waiting ranks fail. By default retries have no limit:
   a restart of the lighthouse ends no group, and each rank's own deadline (RankCancelled) bounds the wait.
 - A commit is held back while the lighthouse is silent for too long, and fails when a notice says that the others continued without it.
-- A group waits for others (and reports it to them every beat_s) when all its ranks do: they have requested a quorum, or voted on a commit
+- A group waits for others (and reports it to them each second) when all its ranks do: they have requested a quorum, or voted on a commit
   that is held back, or are in the all-reduce with other groups or past it. If a rank is then asked to leave, the group ends its wait after
   LEAVE_BEATS heartbeats, and releases all ranks at their next quorum request, when they have the same state.
 """
@@ -24,6 +24,7 @@ from ft.protocol import messages as m
 from ft.protocol.messages import Effect, Event, Notice, Outcome, Quorum, QuorumResult, RankCall, Source, Vote, VoteKey
 
 OUTCOMES_KEPT = 16  # newest outcomes that are remembered; a rank repeats only votes on the newest few
+WAITS_EVERY_S = 1.0  # longest interval between two Waits; a rank counts one for three seconds (rpc/clients.py)
 LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
 _WORST = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
 
@@ -220,7 +221,7 @@ class GroupMachine:
         if self._calling.failed and quorum.quorum_id <= self._calling.known:
             self.reason = f"quorum {quorum.quorum_id} has failed, so it does not answer the request for the next one"
             return
-        if any(x.replica_id == self.replica_id and x.state != self._calling.member.state for x in quorum.members):
+        if not self._calling.member.continues_as(quorum.members[quorum.ids.index(self.replica_id)]):
             self.reason = f"quorum {quorum.quorum_id} answers an older request of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:
@@ -429,7 +430,7 @@ class GroupMachine:
             self._end(f"ranks {self.absent} have not requested a quorum within {stall_s:g} s of the others")
         if waits := self.waits(now_s):
             (reason, since_s), beat_s = waits, self.config.times.beat_s
-            if now_s - self._told_waits_s >= beat_s:
+            if now_s - self._told_waits_s >= min(beat_s, WAITS_EVERY_S):
                 self._told_waits_s = now_s
                 self._out.append(m.Waits(reason, now_s - since_s))
             if self._wants_to_leave and not self._released and now_s - since_s >= LEAVE_BEATS * beat_s:

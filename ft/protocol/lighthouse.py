@@ -140,10 +140,10 @@ class LighthouseMachine:
             retried, peer.number = 0 < event.number == peer.answered, event.number
             self._last_id = max(self._last_id, event.known, member.commit_quorum_id)
             if record and record.repeats(event, retried=retried):
-                if record.members[replica_id].state == member.state:
+                if member.continues_as(record.members[replica_id]):
                     self._out.append(m.Answer((replica_id,), record.quorum))
                     return
-                record.fail(f"{replica_id} changed its state after the quorum was issued", replica_id)
+                record.fail(f"{replica_id} changed its state or its slots after the quorum was issued", replica_id)
             if record and event.failed and event.known == record.quorum.quorum_id and replica_id in roster.previous:
                 record.keep_wait(replica_id)
                 if not record.failed:

@@ -68,6 +68,10 @@ class Member:
     def state(self) -> State:
         return (self.step, self.commit_quorum_id, self.commit_id)
 
+    def continues_as(self, other: Member) -> bool:
+        """True if an answer to `other` is also one to this member: their states are equal, and the slots that were assigned so far."""
+        return (self.state, self.assignment_id) == (other.state, other.assignment_id)
+
 
 @dataclass(frozen=True)
 class Quorum:

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,14 +178,16 @@ class LighthousePlayer(Player):
         super().__init__()
         self.kind: Any = kind
         start = {name: config.pop(name) for name in ("saved", "fresh", "lower_terms") if name in config}
-        self.machine = LighthouseMachine(_config(config), 0.0, epoch="job", **{"fresh": True, **start})
+        self.machine = LighthouseMachine(
+            _config(LighthouseConfig, **config), 0.0, epoch="job", **{"fresh": True, **start}
+        )
         self.asked: dict[str, int] = {}  # the number of each group's newest question
         self.answered = 0  # the newest quorum that was answered to all: its answer tells its members
         self.running: m.Quorum | None = None  # what members know of a lighthouse before this one
 
     def config(self, **config: Any) -> None:
         """Other settings from now on."""
-        self.machine.config = _config(config)
+        self.machine.config = _config(LighthouseConfig, **config)
 
     def say(self, event: m.Event) -> list[m.Effect]:
         effects = super().say(event)
@@ -281,9 +283,9 @@ def _blame(name: str, cut: str) -> tuple[str, ...]:
     return tuple(f"{other}:1" for pair in cut.split() if name in pair for other in pair if other != name)
 
 
-def _config(config: dict[str, Any]) -> LighthouseConfig:
+def _config(make: Callable[..., Any], **config: Any) -> Any:
     times = {name: config.pop(name) for name in list(config) if name in TIMES}
-    return LighthouseConfig(**config, times=m.Timeouts(**times))
+    return make(**config, times=m.Timeouts(**times))
 
 
 class GroupPlayer(Player):
@@ -293,7 +295,7 @@ class GroupPlayer(Player):
         self, size: int = 2, *, joined: bool = False, terms: dict[str, Any] | None = None, **config: Any
     ) -> None:
         super().__init__()
-        self.machine = GroupMachine(GroupConfig("a:1", size, "http://a", "store-a", **config), 0.0)
+        self.machine = GroupMachine(_config(partial(GroupConfig, "a:1", size, "http://a", "store-a"), **config), 0.0)
         for rank in range(size):
             self.say(m.RankStream(rank, True))
         if joined:
