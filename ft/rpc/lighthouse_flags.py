@@ -32,7 +32,8 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
   --join_timeout_ms MS       wait of the first quorum request for live groups that have not requested one; 60000
   --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
-  --heartbeat_timeout_ms MS  silence after which a group is lost; 5000
+  --heartbeat_timeout_ms MS  silence after which a group is lost, fault_tolerance.heartbeat_timeout_s of the groups; 5000
+  --heal_grace_s S           wait of the others for a state that is arriving, fault_tolerance.heal_grace_s of the groups; 30
   --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: that of --bind, next port
   --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
@@ -98,12 +99,17 @@ def read_options(
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
     for place in at:
         try_to_listen(place, "--bind")
-    silent_s = given.heartbeat_timeout_ms / 1000
+    times = Timeouts(
+        heartbeat_timeout_s=given.heartbeat_timeout_ms / 1000,
+        heal_grace_s=given.heal_grace_s,
+        takeover_s=given.takeover_s,
+        stall_s=given.stall_s,
+    )
     config = LighthouseConfig(
         min_replicas=given.min_replicas,
         join_timeout_s=given.join_timeout_ms / 1000,
         tick_s=given.quorum_tick_ms / 1000,
-        times=Timeouts(heartbeat_timeout_s=silent_s, takeover_s=given.takeover_s, stall_s=given.stall_s),
+        times=times,
         num_replica_groups=given.num_replica_groups,
     )
     http = [] if given.http == "none" else _http_at(given.http, at, access)
@@ -121,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     add("--join_timeout_ms", type=_whole(0, MAX_MS), default=60_000)
     add("--quorum_tick_ms", type=_whole(1, 60_000), default=100)
     add("--heartbeat_timeout_ms", type=_whole(1, MAX_MS), default=5000)
+    add("--heal_grace_s", type=_seconds, default=30.0)
     add("--http")
     add("--state_file")
     add("--recover", action="store_true")

@@ -79,6 +79,7 @@ def test_where_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert at("--token_file", "token") == at("--insecure") == ["[::]:29510"]
     assert at()[0] == "127.0.0.1:29510" and set(at()[1:]) <= {"[::1]:29510"}
     assert at("--bind", "localhost:0") == ["localhost:0"]
+    assert read("--heal_grace_s", "20").config.times == m.Timeouts(heal_grace_s=20.0)
     options = read("--takeover_s", "never", "--http", "none")
     assert options.config.times.takeover_s is None and options.http == [] and not options.lower_terms
     options = read("--stall_s", "90", "--num_replica_groups", "3", "--lower_terms")
