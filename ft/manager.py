@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,13 +161,10 @@ class Manager:
         self._has_committed = False  # True once a step was committed
         self._mismatched: dict[str, None] = {}  # members whose fingerprint differs from this group's
         self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
-        self._attempt: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
+        self._attempt_id: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
-        self._forming: Future[m.Configured] | None = (
-            None  # of a process group, while the trainer computes; `reduce` awaits it
-        )
-        self._form_thread = ThreadPoolExecutor(1, "ft-ahead")
+        self._is_forming = False  # True: the process group forms while the trainer computes, and `reduce` awaits it
         self._ahead: m.Compute | None = None  # what the trainer has computed meanwhile, until the machine requires it
         self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
@@ -255,11 +251,11 @@ class Manager:
         """Returns when all reductions are complete. If a group fails meanwhile, they are repeated in a new generation, and no step is lost.
         `kept`: a further attempt would send the same gradients. `failure`: the reason, if this attempt has to fail."""
         effect, is_computed = self._trainer_effect, True
-        if self._forming is not None:
-            assert isinstance(effect, m.Compute)
-            forming, self._forming, self._ahead, self._trainer_effect = self._forming, None, effect, None
+        if self._is_forming:
+            assert isinstance(effect, m.Compute) and self.quorum is not None
+            self._is_forming, self._ahead, self._trainer_effect = False, effect, None
             with self._telemetry.phase_timer.phase("rebuild"):
-                self._feed(forming.result())
+                self._feed(self._wait_formed(self.quorum))
             effect = self._carry_out_effects()
             is_computed, self._ahead = self._ahead is not None, None
         if isinstance(effect, m.Compute | m.LaunchTail) and is_computed:
@@ -350,11 +346,8 @@ class Manager:
         self.client.close()
         self._prober.close()
         self.healer.close()
-        self._form_thread.shutdown(wait=False, cancel_futures=True)
         with suppress(MustExit):
             self.group.shutdown(CLOSE_S)
-        if self._forming is not None:  # what it forms in spite of the shutdown would be nobody's
-            self._forming.add_done_callback(lambda _: self.group.abandon("closed"))
         self.gradients.close()  # its hooks on parameters that are still in use would keep its buffers alive
         if self.membership.server:
             self.membership.server.close()
@@ -438,7 +431,7 @@ class Manager:
                         self.settled = step
                     case m.CommitStep():
                         self.gradients.deliver(held=effect.step if effect.held else None)
-                        self._attempt = self._attempt if effect.held else None
+                        self._attempt_id = self._attempt_id if effect.held else None
                         self._trainer_effect = effect
                     case m.AskQuorum(call):
                         event = self._request_quorum(call)
@@ -446,8 +439,8 @@ class Manager:
                         event = self._configure(new_quorum)
                     case m.AbandonGeneration(quorum_id):
                         self._telemetry.failed(machine.reason)
-                        free = self.gradients.abandon() if self._attempt else None
-                        self._attempt = None
+                        free = self.gradients.abandon() if self._attempt_id else None
+                        self._attempt_id = None
                         self.group.abandon(f"quorum {quorum_id} failed", then=free)
                     case m.DropGradients():
                         self._drop_gradients()
@@ -459,7 +452,7 @@ class Manager:
                             self.healer.fence()
                     case m.HoldSums(step):
                         self.gradients.hold(step)
-                        self._attempt = None
+                        self._attempt_id = None
                     case m.DropHeld():
                         self.gradients.drop_held()
                         self.healer.drop()
@@ -512,16 +505,26 @@ class Manager:
         self._telemetry.quorum(quorum)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(quorum)
-        configured: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
-        if not quorum.same_generation and (ahead := self._effect_ahead()):
-            configured, self._trainer_effect, self._forming = None, ahead, self._form_thread.submit(self._form, quorum)
-        elif not quorum.same_generation:
-            configured = self._form(quorum)
+        event: m.Event | None = m.Configured(quorum.quorum_id, ok=True)
+        if not quorum.same_generation:
+            self._launched = 0
+            self.group.configure(
+                f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}",
+                quorum.replica_rank,
+                len(quorum.members),
+                quorum_id=quorum.quorum_id,
+                fingerprint=self._job_fingerprint,
+                holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
+                wait=False,
+            )
+            self._trainer_effect = self._effect_ahead()
+            self._is_forming = self._trainer_effect is not None
+            event = None if self._is_forming else self._wait_formed(quorum)
         self.membership.sweep(quorum.quorum_id)
         if quorum.heal:
             with self._telemetry.phase_timer.phase("heal"):
                 self.healer.fetch(quorum)
-        return configured
+        return event
 
     def _effect_ahead(self) -> m.Compute | None:
         """Returns the Compute that the trainer may carry out while the process group forms, equal on all ranks of the group. None: in
@@ -534,18 +537,9 @@ class Manager:
             return None
         return m.Compute(machine.attempt_id[2], slots, machine.attempt_id[1])
 
-    def _form(self, quorum: m.QuorumResult) -> m.Configured:
-        self._launched = 0
-        store = f"{quorum.store_address}/{quorum.epoch}/{quorum.quorum_id}/{self._config.group_rank}"
+    def _wait_formed(self, quorum: m.QuorumResult) -> m.Configured:
         try:
-            self.group.configure(
-                store,
-                quorum.replica_rank,
-                len(quorum.members),
-                quorum_id=quorum.quorum_id,
-                fingerprint=self._job_fingerprint,
-                holders=[rank for rank, member in enumerate(quorum.members) if member in quorum.participants],
-            )
+            self.group.wait_formed()
         except RendezvousFailed as error:
             if error.mismatched:
                 self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
@@ -596,11 +590,11 @@ class Manager:
 
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
-        if self._attempt != attempt:  # an earlier attempt on this generation was complete, and was not committed
+        if self._attempt_id != attempt:  # an earlier attempt on this generation was complete, and was not committed
             self.gradients.begin_attempt(
                 self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2]
             )
-            self._attempt = attempt
+            self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
         """Launches the tail, except for zeros of a group that has computed nothing: once per quorum and step it waits for the heal instead,
@@ -619,7 +613,7 @@ class Manager:
 
     def _launch(self, effect: m.LaunchTail) -> m.Event:
         attempt, telemetry = (effect.quorum_id, effect.attempt, effect.step), self._telemetry
-        if self._attempt != attempt:
+        if self._attempt_id != attempt:
             self._begin_attempt(attempt)
         self._launched += 1
         try:
@@ -723,7 +717,7 @@ class Manager:
         done_bytes, total_bytes = self.healer.progress
         self.client.report(
             report,
-            phase=status.phase or (Phase.COMPUTING if self._forming else machine.phase).value,
+            phase=status.phase or (Phase.COMPUTING if self._is_forming else machine.phase).value,
             summed=status.summed,
             healed_bytes=self.healer.received_bytes,
             heal_done_bytes=done_bytes,

@@ -418,14 +418,15 @@ class ProcessGroup(Collectives):
         quorum_id: int = 0,
         fingerprint: Fingerprint = (),
         holders: Sequence[int] = (),
+        wait: bool = True,
     ) -> None:
-        """Abandons the current generation, and forms a new one with all members that call this; returns when it has formed.
+        """Abandons the current generation, and forms a new one with all members that call this. Returns when it has formed; with
+        `wait=False` at once, and `wait_formed` must be called before an operation is launched.
 
         `store`: "host:port/prefix" with a prefix for this generation only, the same on all members. `quorum_id`: names the generation for
         `interrupt`, larger than those before; 0: none. `fingerprint`: digests that must be equal on all members; the job's fingerprint is
-        that of most `holders`, the ranks that have the state, or of most members if there are no holders. Raises RendezvousFailed if the
-        group does not form within rendezvous_s (its `absent` has the missing ranks), is interrupted or abandoned in a different thread, or
-        a fingerprint differs; MustExit if too many old generations have not ended; ValueError for invalid arguments."""
+        that of most `holders`, the ranks that have the state, or of most members if there are no holders. Raises as `wait_formed` does;
+        MustExit if too many old generations have not ended; ValueError for invalid arguments."""
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: must be from 0 to {size - 1}")
         parse(store)
@@ -436,19 +437,31 @@ class ProcessGroup(Collectives):
         )
         with self._lock:
             self._forming, self._rank, self._size, self._quorum_id = forming, rank, size, quorum_id
-            wanted = quorum_id == 0 or quorum_id != self._interrupted
-        if not wanted:
-            forming.cancel("no longer wanted")
-        forming.start()
+            if quorum_id and quorum_id == self._interrupted:
+                forming.cancel("no longer wanted")
+            forming.start()  # before `abandon` can wait for the end of its thread
+        if wait:
+            self.wait_formed()
+
+    def wait_formed(self) -> None:
+        """Returns when the generation of the last `configure` has formed. Raises RendezvousFailed if it does not form within rendezvous_s
+        (its `absent` has the missing ranks), is interrupted or abandoned, or a fingerprint differs."""
+        with self._lock:
+            forming, why_none = self._forming, self._why_none
+        if forming is None:  # abandoned
+            raise RendezvousFailed(str(why_none))
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
             with self._lock:  # a second time, as it may have been cancelled meanwhile
                 self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
         except RendezvousFailed as error:
             with self._lock:
-                self._forming, self._why_none = None, error
-            forming.cancel("it failed")
-            self.reaper.take(forming.end, f"did not form: {error}")
+                is_abandoned = self._forming is not forming
+                if not is_abandoned:
+                    self._forming, self._why_none = None, error
+            if not is_abandoned:
+                forming.cancel("it failed")
+                self.reaper.take(forming.end, f"did not form: {error}")
             raise
 
     def _build(self, rendezvous: Rendezvous) -> Engine:
@@ -459,11 +472,15 @@ class ProcessGroup(Collectives):
         """Ends forming and all works with the reason; peers that wait for this member see a closed connection. Returns at once, from any
         thread. `then` is called, in a different thread, when no operation of the generation touches a tensor any more."""
         with self._lock:
-            forming, generation, self._generation = self._forming, self._generation, None
+            forming, generation = self._forming, self._generation
+            self._forming = self._generation = None
+            if forming is not None:
+                self._why_none = Abandoned(reason)
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
         if forming is not None:
             forming.cancel(reason)
+            self.reaper.take(forming.end, f"did not form: {reason}")
         if generation is not None:
             generation.abandon(reason, self.reaper, then)
         elif then is not None:

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import HashStore
 from ft.manager import Manager, ManagerOptions
 from ft.process_groups.baby import ProcessGroupBabyGloo
 from ft.process_groups.base import ProcessGroup
-from ft.process_groups.errors import RendezvousFailed
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import compare
 from ft.protocol import messages as m
@@ -62,12 +61,12 @@ def test_a_process_group_forms_while_a_survivor_computes(case: str):
     has_computed, failures = threading.Event(), ["not formed"] if case == "failed" else []
 
     class LateGroup(ProcessGroupGloo):
-        def configure(self, store: str, rank: int, size: int, **named: Any) -> None:
-            if size > 1:
+        def wait_formed(self) -> None:
+            if self.size() > 1:
                 assert has_computed.wait(LIMIT_S), "it waits for the process group, and computes nothing meanwhile"
                 if failures:
-                    raise RendezvousFailed(failures.pop())
-            super().configure(store, rank, size, **named)
+                    self.interrupt(failures.pop())
+            super().wait_formed()
 
     class MistakenManager(Manager):
         def _effect_ahead(self) -> m.Compute | None:
@@ -75,10 +74,10 @@ def test_a_process_group_forms_while_a_survivor_computes(case: str):
             return ahead and replace(ahead, slots=(4000 * SLOT,))
 
     class RestoredManager(Manager):
-        def _form(self, quorum: m.QuorumResult) -> m.Configured:
+        def _wait_formed(self, quorum: m.QuorumResult) -> m.Configured:
             if len(quorum.members) == 2:
                 self._effects.append(m.LoadCheckpoint(0))
-            return super()._form(quorum)
+            return super()._wait_formed(quorum)
 
     def computes(rank: Rank, slots: tuple[int, ...]) -> bool:
         if rank.members == 2:

@@ -616,6 +616,22 @@ def test_a_word_that_came_before_the_formation_is_not_lost():
     group.shutdown()
 
 
+def test_a_generation_that_forms_meanwhile_is_awaited_or_ended():
+    group = FakeGroup()
+    group.configure("localhost:1/x", 0, 1, wait=False)
+    assert group.errored() is not None, "no operation is launched before wait_formed"
+    group.wait_formed()
+    assert group.errored() is None
+    for end in (lambda: group.configure("localhost:1/x", 0, 1), group.shutdown):
+        group.configure("localhost:1/x", 0, 1, wait=False)
+        assert group.reaper.wait(10)
+        ended_before = group.engine.ended
+        end()
+        assert group.reaper.wait(10) and group.engine.ended == ended_before + 1, "it ends although nothing awaits it"
+    with pytest.raises(RendezvousFailed, match="shut down"):
+        group.wait_formed()
+
+
 @linux
 @pytest.mark.timeout(240)  # without a core in time gloo may leave a thread in each round, which costs GlooEngine.end_s
 def test_no_end_waits_for_the_backstop():
