@@ -117,19 +117,19 @@ class Run(Components):
         if (reached := max(self.manager.step, self.exported_step)) >= steps:
             return self.log.info("finished already: %d of %d steps; raise training.steps to continue", reached, steps)
         self.watchdog, profiler, garbage_collection, fault_injector = self.start_monitoring()
-        pending_signals = 0
+        requests = 0  # of this step: STOP, SAVE
         while self.manager.step < steps and not self.manager.may_exit:
             try:
                 if not self.train_step():
                     continue  # not committed: run the step again
             except GroupReleased as released:
                 return self.leave(released)
-            step, pending_signals, self.pending_signals = self.manager.step, self.pending_signals, 0
+            step, requests, self.pending_signals = self.manager.step, self.pending_signals, 0
             if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
                 self.validate()
-            if pending_signals & STOP:
+            if requests & STOP:
                 self.manager.leave()
-            if step < steps and (self.checkpointer.due(step) or pending_signals & SAVE or self.manager.may_exit):
+            if step < steps and (self.checkpointer.due(step) or requests & SAVE or self.manager.may_exit):
                 self.saver.save()
             self.save_overdue = self.checkpointer.overdue(step)
             self.metrics_processor.print_estimate(step)
@@ -140,7 +140,7 @@ class Run(Components):
             fault_injector.step(step)
         if self.manager.step < steps:
             return self.print_summary("stopped at", "the same command resumes the run")
-        self.saver.save_last(lambda: pending_signals & STOP > 0 or self.signals.take() & STOP > 0)
+        self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
         next_command = f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
@@ -201,14 +201,14 @@ class Run(Components):
             # among ranks that see the same sequences only one counts the tokens
             counted = losses if at.counts_tokens else ()
             tokens = [sum(int((b.labels != IGNORED).sum()) for b, _ in counted if b.slot == slot) for slot in slots]
-            known = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
-            broken = (~loss_sum.isfinite()).double()
-            sums = torch.cat((torch.stack((loss_sum, broken)), known.to(self.device, non_blocking=True)))
+            counts = torch.tensor([bool(pending & STOP), bool(pending & SAVE), *tokens], dtype=torch.float64)
+            is_nonfinite = (~loss_sum.isfinite()).double()
+            sums = torch.cat((torch.stack((loss_sum, is_nonfinite)), counts.to(self.device, non_blocking=True)))
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
-            total, bad, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
+            total, nonfinite_ranks, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
         self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
-        return LocalStep(tokens_per_slot, total, bad == 0, assignment.step, losses)
+        return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
         """Returns an error that names the NaN or infinite values of all ranks. Collective: all ranks have agreed on the failure."""

@@ -28,7 +28,8 @@ class StepTotals:
     """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
     which leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
 
-    tokens_per_slot: Sequence[float]  # valid tokens; 0: that slot contributed nothing
+    # valid tokens; 0: that slot contributed nothing; one element, their sum, if this group was assigned no slot
+    tokens_per_slot: Sequence[float]
     loss_sum: float  # nats over those tokens
     finite: bool
 

@@ -67,7 +67,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     tensors = model.state_dict(keep_vars=True)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress = WriteProgress(total, log)
-    streamed = StreamingPlanner(
+    planner = StreamingPlanner(
         lambda name: draw(model, tensors[name.removeprefix("model.")], config.training.seed),
         written=progress.add,
         chunk_bytes=chunk_bytes,
@@ -85,7 +85,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
         save(config, config.run_folder)
         weights = sum(parameter.numel() for parameter in model.parameters())
         log.info("seed      %s, %s parameters in %d tensors", config.model.name, f"{weights:,}", len(tensors))
-        checkpointer.save_seed(streamed)
+        checkpointer.save_seed(planner)
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:

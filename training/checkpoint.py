@@ -208,11 +208,11 @@ class Checkpointer:
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
 
-    def save_seed(self, streamed: StreamingPlanner | None = None) -> None:
-        """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `streamed`: see checkpoint_dcp.py."""
+    def save_seed(self, planner: StreamingPlanner | None = None) -> None:
+        """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `planner`: see checkpoint_dcp.py."""
         self.wait()
         self._lease = UncheckedLease()  # no quorum is needed to write it
-        self._write(0, "model", {"model": self._states["model"].state_dict()}, streamed)
+        self._write(0, "model", {"model": self._states["model"].state_dict()}, planner)
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else from initial_load_path. Called once, before any save. Returns the restored step;

@@ -42,27 +42,34 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     """Returns the members of the next quorum, or the reason why there is none yet. `settled`: the job continues from no state below this
     step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. torchft's members: their count
     before the shrink must reach min_replicas. Pharos members: a shrink that leaves fewer than min_replicas is ignored."""
-    ours, candidates, present, healthy = roster.kind == "pharos", roster.candidates, roster.present, roster.healthy()
-    shrink = bool(roster.shrinkers and roster.previous) and not (ours and len(roster.reachable) < min_replicas)
-    count = len(present) if shrink and (ours or not present) else len(candidates)
-    fast = bool(present) and not roster.missing
-    here = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"
+    is_pharos, candidates, present, healthy = (
+        roster.kind == "pharos",
+        roster.candidates,
+        roster.present,
+        roster.healthy(),
+    )
+    shrink = bool(roster.shrinkers and roster.previous) and not (is_pharos and len(roster.reachable) < min_replicas)
+    count = len(present) if shrink and (is_pharos or not present) else len(candidates)
+    all_previous_requested = bool(present) and not roster.missing
+    requests = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"
     if count == 0:
         alone = shrink and bool(candidates)
-        return Decision(reason=here + "; they request a shrink, but no previous member has requested a quorum" * alone)
+        return Decision(
+            reason=requests + "; they request a shrink, but no previous member has requested a quorum" * alone
+        )
     if count < min_replicas:
-        return Decision(reason=f"{here}; {count} would take part, min_replicas is {min_replicas}")
-    if not fast and 2 * len(candidates) <= healthy:
-        return Decision(reason=f"{here}; more than half is needed, so that no second quorum can form")
-    if not fast and len(candidates) < healthy and (waited_s := roster.waited(now_s)) < join_timeout_s:
+        return Decision(reason=f"{requests}; {count} would take part, min_replicas is {min_replicas}")
+    if not all_previous_requested and 2 * len(candidates) <= healthy:
+        return Decision(reason=f"{requests}; more than half is needed, so that no second quorum can form")
+    if not all_previous_requested and len(candidates) < healthy and (waited_s := roster.waited(now_s)) < join_timeout_s:
         waited = f"{waited_s:.1f} of {join_timeout_s:g} s"
-        return Decision(reason=f"{here}; the first request has waited {waited} for the others")
-    if ours and not roster.previous_holders and roster.claims_bind(now_s):
+        return Decision(reason=f"{requests}; the first request has waited {waited} for the others")
+    if is_pharos and not roster.previous_holders and roster.claims_bind(now_s):
         may_come = f"but {len(roster.claims)} of its members may come back"
-        return Decision(reason=f"{here}; none of them has a state of the previous quorum, {may_come}")
+        return Decision(reason=f"{requests}; none of them has a state of the previous quorum, {may_come}")
     members = tuple(candidates[replica_id] for replica_id in sorted(present if shrink else candidates))
-    why = "all previous members have requested a quorum" if fast else f"{here}, which is enough"
-    if not ours:
+    why = "all previous members have requested a quorum" if all_previous_requested else f"{requests}, which is enough"
+    if not is_pharos:
         return Decision(members, (max(member.step for member in members), 0, ""), why)
     reference = reference_state([x for x in members if x.replica_id in roster.previous_holders] or members)
     if reference and reference[0] >= settled:
@@ -103,16 +110,17 @@ def _differ(fingerprint: Fingerprint, job: Mapping[str, str]) -> list[str]:
     return [what for what, digest in fingerprint if what in job and job[what] != digest]
 
 
-def fingerprint_problem(event: Call, ours: Fingerprint) -> Problem:
-    """Returns the refusal of a group whose fingerprint (layout, dtypes, buckets, settings) is not `ours`, the job's; else None."""
-    differ = _differ(event.fingerprint, dict(ours)) if event.fingerprint else []
+def fingerprint_problem(event: Call, job: Fingerprint) -> Problem:
+    """Returns the refusal of a group whose fingerprint (layout, dtypes, buckets, settings) is not `job`, the job's; else None."""
+    differ = _differ(event.fingerprint, dict(job)) if event.fingerprint else []
     if not differ:
         return None
     return ("FAILED_PRECONDITION", f"{event.member.replica_id} differs from the job in {' and '.join(differ)}")
 
 
 def choose_excluded(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
-    """Returns the fewest members to exclude so that the rest can work together; none if fewer than `least`, or no holder, would remain."""
+    """Returns the members to exclude so that the rest can work together: the fewest; if these were all holders of the state, the
+    members of `pairs` that hold none. None if no holder, or fewer than `least` members, would remain."""
     holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = minimum_vertex_cover(pairs, holders)
     if holders <= out:  # one holder must remain, even if more members are excluded for it
@@ -134,22 +142,22 @@ def describe_pairs(pairs: Pairs) -> str:
 def minimum_vertex_cover(pairs: Pairs, keep: frozenset[str] = frozenset()) -> frozenset[str]:
     """Returns a minimum vertex cover of the graph whose edges are `pairs`: exact up to three ids, greedy by degree above. Of several exact
     ones it takes the one with ids outside `keep`, then of higher degree, then last by name."""
-    others: dict[str, set[str]] = defaultdict(set)
+    neighbours: dict[str, set[str]] = defaultdict(set)
     for one, other in pairs:
-        others[one].add(other)
-        others[other].add(one)
-    names = sorted(others)
-    last_first = sorted(others, reverse=True)
-    place = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in keep, -len(others[i]))))}
+        neighbours[one].add(other)
+        neighbours[other].add(one)
+    names = sorted(neighbours)
+    last_first = sorted(neighbours, reverse=True)
+    priority = {i: k for k, i in enumerate(sorted(last_first, key=lambda i: (i in keep, -len(neighbours[i]))))}
     for size in (1, 2, 3):
         if covers := set(_covers(pairs, frozenset(), size)):
-            return min(covers, key=lambda cover: sorted(map(place.__getitem__, cover)))
-    left = {i: len(others[i]) for i in names}  # pairs that are not covered yet
+            return min(covers, key=lambda cover: sorted(map(priority.__getitem__, cover)))
+    left = {i: len(neighbours[i]) for i in names}  # pairs that are not covered yet
     cover: set[str] = set()
     while left[worst := max(names, key=left.__getitem__)]:
         cover.add(worst)
         left[worst] = 0
-        for other in others[worst] - cover:
+        for other in neighbours[worst] - cover:
             left[other] -= 1
     return frozenset(cover)
 

@@ -73,7 +73,7 @@ class LighthouseService:
         self._pending = PendingCalls(lambda i: self.driver.feed(m.CallCancelled(i)), swept=config.tick_s <= SWEEP_S)
         self._refusals: dict[str, str] = {}  # replica_id -> reason of its last refusal
         self._answered: m.Quorum | None = None  # newest quorum that was answered
-        self._forms: dict[str, bytes] = {}  # that quorum as serialised answers, by name of the form (see _form)
+        self._serialized: dict[str, bytes] = {}  # that quorum as serialised answers, by kind of answer (see _serialize)
         self._static_quorum = codec.StaticQuorum()  # that of _static_quorum_of
         self._static_quorum_of: m.Quorum | None = None
         self._observer, self._logged_reason, self._logged_id = observer, "", 0
@@ -234,14 +234,14 @@ class LighthouseService:
 
     def _answer(self, effect: m.Answer) -> None:
         if effect.quorum is not self._answered:
-            self.issued_at, self._answered, self._forms = time.time(), effect.quorum, {}
+            self.issued_at, self._answered, self._serialized = time.time(), effect.quorum, {}
         for replica_id in effect.replica_ids:
             calls = self._pending.pop(replica_id, [])
             for pending in calls:
                 static_id = pending.static_quorum_id
-                pending.give(self._form("torchft" if static_id is None else self._short_or_full(static_id)))
+                pending.give(self._serialize("torchft" if static_id is None else self._short_or_full(static_id)))
             if not calls and replica_id in self.streams:
-                self._send(replica_id, self._form("down"))
+                self._send(replica_id, self._serialize("down"))
 
     def _short_or_full(self, static_quorum_id: str) -> str:
         if self._static_quorum_of is not self._answered:  # once per quorum, since it compares the fields of all members
@@ -250,11 +250,11 @@ class LighthouseService:
             self._static_quorum_of = self._answered
         return "short" if static_quorum_id == self._static_quorum.id else "full"
 
-    def _form(self, name: str) -> bytes:
+    def _serialize(self, name: str) -> bytes:
         """Returns the newest quorum as an answer, made once for all: "torchft", "full", "short" (no static part), "down" (stream)."""
         quorum = self._answered
         assert quorum is not None
-        if name not in self._forms:
+        if name not in self._serialized:
             if name == "torchft":
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
             elif name == "short" and (same := codec.static_quorum_update(quorum)):
@@ -262,8 +262,8 @@ class LighthouseService:
             else:
                 reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._limits)
                 reply = pharos_pb2.Down(answer=reply) if name == "down" else reply
-            self._forms[name] = reply.SerializeToString()
-        return self._forms[name]
+            self._serialized[name] = reply.SerializeToString()
+        return self._serialized[name]
 
     def _refuse(self, effect: m.Refuse) -> None:
         self.refused += 1
