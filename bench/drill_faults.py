@@ -439,8 +439,7 @@ def longest_gap_s(diaries: Diaries, incident: Incident) -> float:
 
 
 def bitwise_equal(diaries: Diaries, incidents: Sequence[Incident]) -> Verdict:
-    """Checks that equal commits of a rank have equal weights, and that of each step all groups continued from one commit, until all state
-    was lost."""
+    """Checks that equal commits of a rank have equal weights, and that all groups continue each step from one commit."""
     problems, weights, compared = list[str](), dict[tuple[int, int, str], str](), 0
     continued: dict[tuple[int, int, int], str] = {}  # (era, rank, step) -> commit
     for name, diary in diaries.items():

@@ -42,8 +42,7 @@ class DevicePool:
         self._assigned: dict[str, int] = {}  # group -> index into devices
 
     def of(self, name: str, gone: Collection[str] = ()) -> list[str]:
-        """Returns a group's devices. An added group gets those of a group that has left, else the first ones, which requires
-        SHARE_GPUS=1."""
+        """Returns a group's devices. An added group gets those of one that has left, else the first ones, which requires SHARE_GPUS=1."""
         if name not in self._assigned:
             held = {place for other, place in self._assigned.items() if other not in gone}
             self._assigned[name] = min(set(range(len(self._devices))) - held, default=0)
@@ -195,8 +194,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
     def compared(self) -> None:
-        """Waits until all groups have compared weights since the latest start or heal of each. Before that, a majority cannot be determined
-        among three groups."""
+        """Waits until all groups have compared weights since the latest start or heal of each: three have no majority before."""
         interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
 
         def is_compared(lines: Sequence[DiaryLine]) -> bool:

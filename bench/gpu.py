@@ -299,8 +299,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def page(rows: Sequence[Figures], device: str) -> str:
-    """Returns the page in Markdown: values of each turn, and a verdict per bound. `rows`: of results.jsonl; the last row of a key
-    counts."""
+    """Returns the page in Markdown: values of each turn, and a verdict per bound. `rows`: of results.jsonl, the last of each key."""
     newest, about = {row["key"]: row for row in rows}, ("key", "day", "took_s")
     whole = {key: row for key, row in newest.items() if "failed" not in row}
     good = {key: {name: value for name, value in row.items() if name not in about} for key, row in whole.items()}

@@ -53,8 +53,7 @@ Fault = Callable[[RecoveryJob, ReplicaGroup], dict[str, float]]
 def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, mend: Callable[[], float | None]) -> dict[str, float]:
     """Figures of a fault: the others go on, `mend` takes it back, all are together. Seconds: "steady", the median step before; "gap", the
     survivors' longest from then on; "back", from the restarted group's `start` line, or from when `mend` says, to its first commit with
-    all. In median steps: "longest", the others' longest from then on; "noise", that of as many steps before the fault. "lost": the others'
-    attempts that came to nothing."""
+    all. In median steps: "longest", the others' longest from then on; "noise", as many steps before. "lost": failed attempts of others."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     commits = [line for line in others[0].since(0.0, "commit") if line.at_s < at_s][-STEADY:]
     steps_s = gaps([line for line in commits if line.contributors == count])

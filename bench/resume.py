@@ -139,8 +139,7 @@ def checkpoint_values(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint_digests(folder: Path, kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """Returns the SHA-256 of every entry of a DCP checkpoint, by name: of dtype, shape and bytes of a tensor, else of repr(). `kinds`:
-    prefixes of names."""
+    """Returns the SHA-256 of every entry of a DCP checkpoint, by name: a tensor's dtype, shape, bytes; else repr(). `kinds`: prefixes."""
     return {name: _digest(value) for name, value in checkpoint_values(folder).items() if name.startswith(kinds)}
 
 
@@ -162,8 +161,7 @@ def kill_and_resume(runs: Runs, precision: str, name: str, *, kills: int, second
 def compare(
     one: Path, other: Path, step: int, kinds: tuple[str, ...] = ("",), keys: Sequence[str] = LOGGED
 ) -> tuple[str, list[str]]:
-    """Compares two runs at that step. Returns how much was compared, and the names that differ. `kinds`: as in `checkpoint_digests`;
-    `keys`: of each step's values."""
+    """Compares two runs at that step. Returns how much, and the names that differ. `kinds`: of checkpoint_digests; `keys`: of values."""
     digests = [checkpoint_digests(checkpoint(run, step), kinds) for run in (one, other)]
     lines = [{at: row for at, row in logged(run, keys).items() if at <= step} for run in (one, other)]
     entries = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})

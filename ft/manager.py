@@ -397,8 +397,7 @@ class Manager:
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each; returns the first one for the trainer. None: `until()` is
-        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises Stopped, GroupEnded, GroupReleased,
-        MustExit."""
+        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises as commit; MustExit."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -499,9 +498,8 @@ class Manager:
         """Offers the state, forms the process group (None: meanwhile), and only then starts a fetch: others wait for the group."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
-        self._prober.watch(
-            {i: at for i, at in zip(quorum.members, quorum.handles, strict=False) if i != quorum.replica_id}
-        )
+        handles = dict(zip(quorum.members, quorum.handles, strict=False))
+        self._prober.watch({member: handle for member, handle in handles.items() if member != quorum.replica_id})
         self._telemetry.quorum(quorum)
         with self._telemetry.phase_timer.phase("heal"):
             self.healer.offer(quorum)
@@ -591,9 +589,8 @@ class Manager:
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
         if self._attempt_id != attempt:  # an earlier attempt on this generation was complete, and was not committed
-            self.gradients.begin_attempt(
-                self.group, len(self.quorum.participants), contributes=contributes, step=attempt[2]
-            )
+            count = len(self.quorum.participants)
+            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:

@@ -35,8 +35,7 @@ PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that tempo
 
 
 class ErrorFeedback:
-    """The error feedback of one tensor. `residual`: its rounding errors in this group, fp32, flat. Only `commit` changes it, so a retry
-    sends the same bits."""
+    """The error feedback of one tensor. `residual`: rounding errors in this group, fp32, flat. Only `commit` changes it."""
 
     def __init__(self) -> None:
         self.residual: Tensor | None = None
@@ -71,8 +70,7 @@ class CollectiveQueue:
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
     ) -> GroupWork:
-        """Reduces a floating-point tensor in place, in int8. Without `feedback` rounding errors are lost. contributes=False: this rank
-        sends zeros."""
+        """Reduces a floating-point tensor in place, in int8. Without `feedback` loses rounding errors. contributes=False: sends zeros."""
         before, left_out = None, list[Tensor]()
         if feedback is not None:
             before, feedback.pending = feedback.residual if contributes else None, left_out

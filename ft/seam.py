@@ -59,8 +59,7 @@ class BadInput(ValueError):
 
 
 class GroupEnded(RuntimeError):
-    """The server of this replica group has ended or has ended the group, or its ranks disagree. The rank exits, and its launcher restarts
-    the group."""
+    """The server of this replica group has ended or has ended the group, or its ranks disagree. The rank exits, to be restarted."""
 
 
 class GroupReleased(RuntimeError):
@@ -136,8 +135,7 @@ class Seam(Protocol):
         not for one of its own ranks; -inf: there was none."""
 
     def want_to_leave(self) -> None:
-        """Notes a SIGTERM; from any thread, on one rank or several. If the group is waiting for others, all its ranks get GroupReleased;
-        else the trainer calls `leave`."""
+        """Notes a SIGTERM, from any thread. If the group waits for others, its ranks get GroupReleased; else the trainer calls `leave`."""
 
     def leave(self) -> None:
         """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop

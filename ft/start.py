@@ -26,8 +26,7 @@ class SoloManager:
     """The Seam of a job without replica groups: a quorum of one, without network, thread or gRPC.
 
     It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
-    other loss raises Stopped. It has the ledger of replica groups, so a run may resume with fault tolerance or without, with a different
-    batch size or rank count."""
+    other loss raises Stopped. It has the ledger of replica groups: a run may resume with or without them, batch and ranks may differ."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0

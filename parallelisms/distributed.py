@@ -101,8 +101,7 @@ def open_store(
     init_method: str, *, global_rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> dist.Store:
     """Connects to the store for `world_size` ranks, within `timeout_s`. For env:// the store may be hosted by torchelastic's agent; else
-    rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, or RuntimeError (the port is in
-    use)."""
+    rank 0 hosts it. Raises ValueError (env:// without MASTER_ADDR and MASTER_PORT), torch's DistError, RuntimeError (the port is used)."""
     url = parse_init_method(init_method)
     if url.scheme == "file":
         restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a new file, without the addresses of dead ranks

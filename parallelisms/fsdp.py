@@ -100,8 +100,7 @@ def reshard_all(parts: Iterable[nn.Module]) -> None:
 
 def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
     """Returns the dim on which FSDP shards a parameter that TP shards by rows: 0 if the TP shards are equal, else 1 if the columns divide
-    evenly, else None. If unequal shards are sharded again on dim 0 (259 rows on 2 ranks and 3 shards), torch 2.13 gathers, saves and
-    loads wrong rows."""
+    evenly, else None. If unequal shards are sharded again on dim 0 (259 rows, 2 ranks, 3 shards), torch 2.13 gathers wrong rows."""
     if shards == 1 or shape[0] % tp == 0:
         return 0
     return 1 if len(shape) > 1 and shape[1] % shards == 0 else None

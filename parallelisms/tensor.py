@@ -45,8 +45,7 @@ class _Embedding(RowwiseParallel):
 
 
 class _Gather(ParallelStyle):
-    """Redistributes the first argument from [Shard(1)] to [Replicate()]. It stays a DTensor, so that DTensor sums the gradients that the
-    children's matmuls contribute."""
+    """Redistributes the first argument from [Shard(1)] to [Replicate()]. It stays a DTensor, which sums the gradients of all uses."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: (_all_tokens(args[0], device_mesh), *args[1:]))

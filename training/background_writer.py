@@ -181,8 +181,7 @@ class Events:
         return ", ".join(f"{label} {self.count_by_event[event]}" for event, label in labels.items())
 
     def _write(self) -> None:
-        """Writes the lines, in the background writer's thread. Other ranks of the group append whole lines to the same file, under its
-        lock."""
+        """Writes the lines, in the background writer's thread. Other ranks append whole lines to the same file, under its lock."""
         with self._lock:
             lines, lost = [line for _, line in self._lines], self.lost
         if not lines:

@@ -483,8 +483,7 @@ class Checkpointer:
 
 
 class RankCollectives:
-    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: longest wait of a rank for the
-    slowest rank's files."""
+    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: for the slowest rank's files."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

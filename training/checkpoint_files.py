@@ -59,8 +59,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint. `kind`: "full" can be resumed; "model" has only weights (an export, the seed). `settled`: see
-    UncheckedLease."""
+    """Contents of a checkpoint. `kind`: "full" resumes; "model" has only weights (an export, the seed). `settled`: see UncheckedLease."""
 
     step: int
     kind: str

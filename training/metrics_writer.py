@@ -167,8 +167,7 @@ class MetricsWriter:
     # ---- files; called in the background writer's thread
 
     def _write_pending(self) -> None:
-        """Writes the pending rows, or closes the files if another group is the writer. After an exception the files are reopened and torn
-        lines are removed."""
+        """Writes the pending rows, or closes the files if another group is the writer. After an exception removes torn lines."""
         with self._lock:
             quorum, reopen, self._reopen = self._quorum, self._reopen, False
             rows = [kept for kept in self.kept if kept.number >= self._first_pending]

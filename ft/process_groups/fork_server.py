@@ -117,8 +117,7 @@ class Child:
 
 
 class ForkServer:
-    """The parent's end. If the server dies or does not answer within answer_s, it is killed with its children; the next call starts a new
-    one."""
+    """The parent's end. If the server dies or does not answer within answer_s, it is killed with its children; the next call starts one."""
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s

@@ -103,8 +103,7 @@ class GlooEngine:
     are duplicated, and end in three steps: 1. the read side is shut down: gloo still answers what it has read, and no write fails; 2. a
     receive without a sender times out, at which gloo fails all pending works; 3. they are closed, and peers see the end.
 
-    A killed peer may still leave a thread blocked; it sleeps, touches no tensor, and ends at the backstop. `stranded` limits such
-    groups."""
+    A killed peer may still leave a thread blocked; it sleeps, touches no tensor, and ends at the backstop. `stranded` limits them."""
 
     stranded: threading.Semaphore = threading.BoundedSemaphore(32)
     end_s = 2.0  # then the threads of works that have not ended are examined

@@ -419,8 +419,7 @@ class GroupMachine:
         self.reason = "asked to leave while it waited: all ranks are released"
 
     def _on_tick(self, now_s: float) -> None:
-        """Ends the group if a rank keeps the others waiting for stall_s: it died before it opened its stream, or hangs. Reports waits for
-        other groups to the ranks."""
+        """Ends the group if a rank keeps the others waiting for stall_s: it hangs, or died before it opened its stream. Tells of waits."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
             self._joining_since_s += gap_s  # this process was stopped, or the host asleep, and the ranks with it

@@ -57,8 +57,7 @@ class LighthouseMachine:
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
         no state file has ever existed. With neither, the file was lost: no quorum of newcomers is formed before members had takeover_s to
-        report (None: before a report or an operator's order). `lower_terms`: the config's limits apply even where they are below those
-        of the state file."""
+        report (None: before a report or an operator's order). `lower_terms`: the config's limits apply even where lower than saved."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)

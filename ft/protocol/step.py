@@ -134,8 +134,7 @@ class Ledger:
 
     def commit(self, tokens: Sequence[float], *, skip: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Commits the open assignment. Returns the slots that contributed, and those that were UNABLE in MAX_UNABLE steps: skipped for good
-        if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, the valid tokens in the gradients; 0: none; UNABLE:
-        its group cannot contribute."""
+        if `skip`, else a reason to stop. `tokens`: for each assigned slot, in order, its valid tokens; 0: none; or UNABLE."""
         assert len(tokens) == len(self.assignment), f"{len(tokens)} token counts for {len(self.assignment)} slots"
         slots = list(self.assignment)
         committed = tuple([slot for slot, count in zip(slots, tokens, strict=True) if count > 0])

@@ -99,11 +99,9 @@ def read_options(
     at = endpoints(given.bind, bind.port if bind else DEFAULT_PORT, access)
     for place in at:
         try_to_listen(place, "--bind")
+    silent_s, grace_s = given.heartbeat_timeout_ms / 1000, given.heal_grace_s
     times = Timeouts(
-        heartbeat_timeout_s=given.heartbeat_timeout_ms / 1000,
-        heal_grace_s=given.heal_grace_s,
-        takeover_s=given.takeover_s,
-        stall_s=given.stall_s,
+        heartbeat_timeout_s=silent_s, heal_grace_s=grace_s, takeover_s=given.takeover_s, stall_s=given.stall_s
     )
     config = LighthouseConfig(
         min_replicas=given.min_replicas,
