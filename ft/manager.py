@@ -542,8 +542,7 @@ class Manager:
             if error.mismatched:
                 self._exclude_mismatched(quorum, {quorum.members[rank] for rank in error.mismatched}, str(error))
                 return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
-            # probe all members, unless one of them is known to be unreachable
-            known = not set(quorum.members).isdisjoint(self._prober.unreachable)
+            known = not set(quorum.members).isdisjoint(self._prober.unreachable)  # else all members are probed
             self._prober.probe(enough=lambda: known or self._interrupted_quorum >= quorum.quorum_id)
             return m.Configured(quorum.quorum_id, ok=False, reason=str(error))
         self._has_formed = True

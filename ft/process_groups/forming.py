@@ -148,8 +148,6 @@ class Rendezvous:
         self._over.set()
         self._prepared.set()
 
-    # ------------------------------------------------------------------------------------------------ for `build`
-
     def left_s(self) -> float:
         """Seconds that are left until the timeout, at least 0.05."""
         return max(0.05, self._until_s - time.monotonic())
