@@ -106,8 +106,7 @@ def their_lighthouse(min_replicas: int, python: str, bind: str = "127.0.0.1:0") 
 
 
 class LighthouseProcess(Worker):
-    """A lighthouse in a separate process, at `address` "host:port". Raises Failed if it does not start. The next line of its output is the
-    address of its dashboard, if it has one."""
+    """A lighthouse process, at `address` "host:port"; its next line is its dashboard's. Raises Failed if it does not start."""
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__("lighthouse", command, {}, cwd=ROOT)
@@ -250,8 +249,7 @@ def failure(what: str, groups: Mapping[str, Path]) -> Failed:
 
 @dataclass(frozen=True)
 class JobSide:
-    """The implementation under test: "ours" (ft), "torchft" run by `python`, or "restart": when a rank dies, all ranks restart from a
-    checkpoint, which is saved every `checkpoint_s`."""
+    """The implementation under test: "ours" (ft), "torchft" run by `python`, or "restart": of all, from a checkpoint per checkpoint_s."""
 
     name: str
     python: str = sys.executable
@@ -266,8 +264,7 @@ class JobSide:
 
 
 class ReplicaGroup(Diary):
-    """A replica group that runs replica.py, over all its incarnations: the current process, and the event log. `command`: without the
-    group's name and folder, which are appended."""
+    """A replica group that runs replica.py, over all its incarnations. `command`: the group's name and folder are appended to it."""
 
     def __init__(self, name: str, folder: Path, command: Sequence[str], env: Mapping[str, str]) -> None:
         super().__init__(name, folder / name)

@@ -241,8 +241,7 @@ def _peer_step(
 
 
 class StepSide:
-    """Runs steps; answers with their seconds and CPU seconds, the peak so far of resident memory (on a GPU: of allocated memory), and the
-    number of torch.compile's graphs."""
+    """Runs steps; answers with their seconds, CPU seconds, the peak so far of resident (GPU: allocated) memory, and compiled graphs."""
 
     def __init__(self, step: Step, sizes: dict[str, int], device: torch.device) -> None:
         self.step, self.sizes, self.device = step, sizes, device

@@ -33,8 +33,7 @@ Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError or yield
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError with all of its errors.
-    `device_type`: None: this machine's."""
+    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type`: None: own."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 

@@ -333,9 +333,10 @@ class Gradients:
 
     # ------------------------------------------------------------------------------------------------ the end of a step
 
-    def deliver(self, held: int | None = None) -> None:
+    def deliver(self, held: int | None = None, *, contributors: int | None = None) -> None:
         """Points .grad of every parameter at the sum (not the mean: the optimizer divides by Commit.divisor) until it is zeroed, writes the
-        results of users' tensors, and drops the kept gradients. `held`: delivers the sums that `hold` has set aside for this step."""
+        results of users' tensors, and drops the kept gradients. `held`: delivers the sums that `hold` has set aside for this step.
+        `contributors`: number of groups that are in the sums; None: all participants of the attempt."""
         with self._lock:
             attempt = self._end_step() if held is None else self._held.pop(held)
             buffers = attempt.buffers
@@ -349,7 +350,7 @@ class Gradients:
                 memory = attempt.in_place.get(index)
                 parameter.grad = buffers.gradients[index] if memory is None else dtensor_like(parameter, memory)
             for user_allreduce in attempt.allreduces:
-                user_allreduce.finish()
+                user_allreduce.finish(contributors)
                 user_allreduce.forget()
             if self._delivered is not None:
                 self._return_set(self._delivered)
@@ -383,6 +384,10 @@ class Gradients:
                 user_allreduce.forget()
             self._step = _StepState()
             self._feedback.clear()
+            if (
+                self._attempt is not None
+            ):  # complete; `begin_attempt` abandons it, and none of its gradients are lost by that
+                self._attempt.copied.clear()
 
     @property
     def can_repeat(self) -> bool:

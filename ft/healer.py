@@ -73,8 +73,7 @@ class Healer:
         log.debug("fence: %s", outcome.value)
 
     def fetch(self, quorum: m.QuorumResult) -> None:
-        """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources are told of a final failure, too,
-        as their commit waits for joiners."""
+        """Starts a thread that fetches the state into this rank's tensors, and reports HealEnded. Sources learn of a failure."""
         self.drop()
         self._cancelled = threading.Event()
         given = quorum, self._state.snapshot(), self._cancelled

@@ -172,7 +172,6 @@ class Manager:
         self._until: int | None = None  # number of the last step that the machine was told
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
-        self.settled = 0  # newest step that no restart can replace by a different version
         self._stopped: tuple[bool, str] | None = None  # `clean`, `reason` of client.leave, after effect Stop
         self._saved: bool | None = None  # argument of `finish`; None: not called
         self.may_exit = False
@@ -426,10 +425,10 @@ class Manager:
                         event = self._launch_when_healed(effect) if self._options.zeros_wait else self._launch(effect)
                     case m.CastVote(vote):
                         event = self._cast_vote(vote)
-                    case m.Settled(step):
-                        self.settled = step
                     case m.CommitStep():
-                        self.gradients.deliver(held=effect.step if effect.held else None)
+                        self.gradients.deliver(
+                            effect.step if effect.held else None, contributors=len(effect.contributors)
+                        )
                         self._attempt_id = self._attempt_id if effect.held else None
                         self._trainer_effect = effect
                     case m.AskQuorum(call):
@@ -610,7 +609,7 @@ class Manager:
     def _launch(self, effect: m.LaunchTail) -> m.Event:
         attempt, telemetry = (effect.quorum_id, effect.attempt, effect.step), self._telemetry
         if self._attempt_id != attempt:
-            self._begin_attempt(attempt)
+            self._begin_attempt(attempt, contributes=not effect.zeros)
         self._launched += 1
         try:
             tail = effect.tail
@@ -706,7 +705,7 @@ class Manager:
             waiting=status.waiting,
             phase_limit_s=status.phase_limit_s,
             median_step_s=self._telemetry.median_step_s,
-            settled=self.settled,
+            settled=machine.settled,
             launched=self._launched,
             blame=self._blame,
         )

@@ -85,10 +85,10 @@ class FragmentGradients(Gradients):
         _of_turn, ("begin_backward", "launch_buckets", "launch_tail", "wait", "abandon", "hold")
     )
 
-    def deliver(self, held: int | None = None) -> None:
+    def deliver(self, held: int | None = None, *, contributors: int | None = None) -> None:
         """Delivers the sums of the current fragment, or of `held`, a step as committed: one more than `begin_attempt` was called for."""
         turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
-        turn.deliver(held)
+        turn.deliver(held, contributors=contributors)
 
     def drop(self) -> None:
         self.dropped = True
@@ -97,8 +97,7 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer for given weights, or returns None if they
-    become the mean of the local ones (Local SGD)."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; None: Local SGD."""
 
     writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool

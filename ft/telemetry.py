@@ -81,8 +81,7 @@ class Status:
 class ManagerTelemetry:
     """The telemetry of one Manager. `step`: returns the step of the trainer's state. `inner_steps`: optimizer steps of one commit; the
     protocol counts commits. `long_phase_s`: time limit of a phase whose duration does not depend on a step's, and of the first step; 0: not
-    reported. `announce`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread; `report_for_ever`
-    only reads."""
+    reported. `announce`: shows a message in a lane of the dashboard, at the protocol's step. For the trainer's thread."""
 
     def __init__(
         self,

@@ -74,9 +74,10 @@ class ManagedAllreduce:
             reduction.get_future().add_done_callback(lambda _: self._ended(reduction.exception() is None))
         return reduction
 
-    def finish(self) -> None:
-        """Writes the result of a complete attempt."""
+    def finish(self, contributors: int | None = None) -> None:
+        """Writes the result of a complete attempt. `contributors`: as in Gradients.deliver; a group may have been left out of a retry."""
         with self._lock:
+            self._participants = contributors or self._participants
             self._write()
         if self._feedback is not None:
             self._feedback.commit()

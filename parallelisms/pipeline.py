@@ -99,8 +99,7 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _runtime(self, tokens: Tensor, rows: Table, *, backward: bool = True) -> _PipelineScheduleRuntime:
-        """Builds torch's runtime for the table on this rank, for batches with the shape of `tokens` [B, T]. With the shapes of all stages
-        given, torch needs no forward to infer them."""
+        """Builds torch's runtime for the table on this rank, for batches shaped as `tokens` [B, T], with the shapes of all stages."""
         microbatch = torch.empty(self._microbatch_size, tokens.shape[1], dtype=tokens.dtype, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [

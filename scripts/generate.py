@@ -71,8 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
-    """Returns the newest complete checkpoint, or that of `step` if >= 0. Raises ValueError if there is none, Damaged if `step` is damaged.
-    `who`: name of the program for warnings."""
+    """Returns the newest complete checkpoint, or that of `step` if >= 0. Raises ValueError if there is none, Damaged; warns as `who`."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")

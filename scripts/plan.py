@@ -20,8 +20,7 @@ def how_ended(code: int) -> str:
 
 
 def forget_old(restarted_at_s: list[float], now_s: float) -> int:
-    """Removes restarts older than RESTARTS_WITHIN_S from the list of their times; returns how many. MAX_RESTARTS limits the remaining ones,
-    so that daily preemptions do not end a job."""
+    """Removes restarts older than RESTARTS_WITHIN_S from the list of their times, as daily preemptions end no job; returns how many."""
     old = sum(now_s - at_s >= RESTARTS_WITHIN_S for at_s in restarted_at_s)
     del restarted_at_s[:old]
     return old

@@ -55,8 +55,7 @@ class MetricsConfig:
 
 class MetricsProcessor:
     """Turns committed steps into log lines, journal rows and chart points. Every rank has one, for the checkpoint; one rank sets `sink`.
-    The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES (start, checkpoint,
-    validation, ...), which are reported separately."""
+    The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES."""
 
     def __init__(
         self,

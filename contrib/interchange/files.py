@@ -83,8 +83,7 @@ class Weights:
             self._add(folder / file, {name for name, at in where.items() if at == file})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], *, code: str, ignore: str, architecture: str) -> None:
-        """Raises ValueError unless the tensors are exactly `wanted` (name -> shape), all of dtype `code` ("": any supported dtype). Tensors
-        whose name ends with `ignore` are ignored."""
+        """Raises ValueError unless the tensors, but for names ending with `ignore`, are `wanted` (name -> shape), of `code` ("": any)."""
         problems = []
         for name, shape in wanted.items():
             found = self.found.get(name)
@@ -206,8 +205,7 @@ def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """Writes a file with one tensor in memory at a time, unlike safetensors' writer. Calls `make(name)` once per tensor, in order, and
-    `written(bytes)` after each. Raises OSError."""
+    """Writes a file with one tensor, from `make(name)`, in memory at a time, unlike safetensors' writer. Raises OSError."""
     begin, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for name, tensor in tensors.items():

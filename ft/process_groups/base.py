@@ -453,7 +453,10 @@ class ProcessGroup(Collectives):
         try:
             forming.wait(self.rendezvous_s + GRACE_S)
             with self._lock:  # a second time, as it may have been cancelled meanwhile
-                self._generation, self._forming = Generation(forming.wait(0.0), self.timeout_s), None
+                engine = forming.wait(0.0)
+                if self._forming is not forming:
+                    raise RendezvousFailed(str(self._why_none))
+                self._generation, self._forming = Generation(engine, self.timeout_s), None
         except RendezvousFailed as error:
             with self._lock:
                 is_abandoned = self._forming is not forming
@@ -476,10 +479,10 @@ class ProcessGroup(Collectives):
             self._forming = self._generation = None
             if forming is not None:
                 self._why_none = Abandoned(reason)
+                forming.cancel(reason)
             if generation is not None:
                 self._why_none = generation.error or Abandoned(reason)
         if forming is not None:
-            forming.cancel(reason)
             self.reaper.take(forming.end, f"did not form: {reason}")
         if generation is not None:
             generation.abandon(reason, self.reaper, then)
@@ -488,16 +491,15 @@ class ProcessGroup(Collectives):
 
     def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
         """Ends all waits, as `abandon` does, but keeps the generation: its owner, which knows how its buffers are used, must still call
-        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: interrupts only that generation, even before
-        it is configured; None: the current one."""
+        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: only that one, also before configure."""
         with self._lock:
             forming, generation = self._forming, self._generation
             if quorum_id is not None:
                 self._interrupted = max(self._interrupted, quorum_id)
                 if quorum_id != self._quorum_id:
                     return
-        if forming is not None:
-            forming.cancel(reason)
+            if forming is not None:
+                forming.cancel(reason)
         if generation is not None:
             generation.interrupt(Abandoned(reason))
 
@@ -535,7 +537,7 @@ class ProcessGroup(Collectives):
         with self._lock:
             forming, generation = self._forming, self._generation
         if forming is not None:
-            return forming.began_s
+            return forming.began_s if forming.is_awaited else None
         if generation is None:
             return None
         with generation.lock:

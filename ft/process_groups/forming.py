@@ -62,7 +62,7 @@ class Rendezvous:
     ) -> None:
         self.arguments = address, rank, size, limit_s, fingerprint, holders
         self.rank, self.size, self.limit_s = rank, size, limit_s
-        self.began_s = time.monotonic()
+        self.began_s, self.is_awaited = time.monotonic(), False
         self.store = StoreClient(address, limit_s)
         self.cancelled = threading.Event()
         self.absent: tuple[int, ...] = ()
@@ -82,6 +82,7 @@ class Rendezvous:
 
     def wait(self, limit_s: float) -> Engine:
         """Returns the engine. Raises RendezvousFailed if it failed or was cancelled; cancels it limit_s after `prepare`."""
+        self.is_awaited = True
         if not self._prepared.wait(PREPARE_S) or not self._over.wait(limit_s):
             self.cancel(f"has not formed within {limit_s:g} s")
         with self._lock:
@@ -109,8 +110,7 @@ class Rendezvous:
             interrupt()
 
     def refuse(self, mismatched: Sequence[int], why: str) -> None:
-        """Records that these ranks have a different fingerprint. That is the cause, even if the rendezvous was cancelled before because a
-        different member had noticed it."""
+        """Records that these ranks have a different fingerprint. That is the cause, even if it was cancelled before."""
         with self._lock:
             self.mismatched, self._reason = tuple(mismatched), why
 

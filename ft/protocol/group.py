@@ -160,11 +160,11 @@ class GroupMachine:
             self.reason = f"rank {rank} repeated its request: its answer got lost"
             self._answer(rank)
             return
-        self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self.waiting[rank] = event
         if self._calling:
             self.reason = f"rank {rank} repeated its request; the lighthouse has not answered yet"
             return
+        self._joining_since_s = now_s if self._joining_since_s is None else self._joining_since_s
         self.reason = f"{len(self.waiting)} of {size} ranks have requested a quorum"
         if len(self.waiting) == size:
             self._call_lighthouse(now_s)
@@ -222,6 +222,9 @@ class GroupMachine:
             self.reason = f"quorum {quorum.quorum_id} has failed, so it does not answer the request for the next one"
             return
         if not self._calling.member.continues_as(quorum.members[quorum.ids.index(self.replica_id)]):
+            self._number += 1  # sent again, as this answer may have been given to the newest request, too
+            self._calling = replace(self._calling, number=self._number)
+            self._out.append(m.CallLighthouse(self._calling))
             self.reason = f"quorum {quorum.quorum_id} answers an older request of this group"
             return
         if self.quorum is None or quorum.quorum_id != self.quorum.quorum_id:

@@ -65,7 +65,6 @@ class LighthouseMachine:
         self.reason = "no group has requested a quorum"
         self._record: QuorumRecord | None = None  # record of the newest quorum
         self._epoch, self._last_id, self._settled = epoch, 0, 0
-        self._restored_in = 0  # id of the last quorum that went back to a checkpoint
         self._fingerprint: Fingerprint = ()  # the job's
         self._last_tick_s = now_s
         self._persisted = (0, now_s)  # settled step of the last Persist, and its time
@@ -207,8 +206,10 @@ class LighthouseMachine:
         record = self._record
         if record and event.replica_id in self.roster.previous:
             in_newest = event.commit_quorum_id == record.quorum.quorum_id
-            in_this_history = event.step != m.VOID and event.commit_quorum_id >= self._restored_in
-            self._settled = max(self._settled, event.settled * in_this_history, (event.step - 1) * in_newest)
+            # a member that has not healed yet may have settled steps of a history that a checkpoint has replaced
+            in_history = in_newest or (event.step, event.commit_quorum_id) == record.quorum.reference[:2]
+            settled = event.settled if in_history and event.step != m.VOID else 0
+            self._settled = max(self._settled, settled, (event.step - 1) * in_newest)
             record.on_report(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
@@ -309,8 +310,6 @@ class LighthouseMachine:
         else:
             new_id = self._record.quorum.quorum_id
         quorum = Quorum(new_id, decision.members, decision.reference, self._epoch, self._fingerprint)
-        if decision.reference[0] < self._settled:  # restored on purpose
-            self._restored_in = new_id
         self._settled = decision.reference[0]
         for peer in map(self.roster.peers.__getitem__, ids):
             peer.call, peer.answered = None, peer.number

@@ -312,8 +312,7 @@ class Roster:
 
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
         """Readmits ids that sit out and can work with all present ones, when their time is over. Before that: those whose connections
-        failed, if `early`, or if the groups that they could not reach are gone; those whose heals failed, if `unhealed`, or if no other
-        group is present. Returns True if it readmitted one."""
+        failed, if `early`, or if the others are gone; with failed heals, if `unhealed`, or if alone. True: one was."""
         here = {m.process_of(i) for i in self.order}
         there = [i for i in self.order if i not in self.sitting]
         found = False

@@ -228,6 +228,10 @@ class LocalContribution:
     kept: bool = True  # as Computed.kept
     reported_unable: bool = False  # True: an attempt failed for lack of this contribution: mark its slots UNABLE
 
+    @property
+    def usable(self) -> bool:
+        return self.able and any(count > 0 for count in self.tokens.values())
+
 
 @dataclass
 class OpenHeal:
@@ -360,6 +364,8 @@ class StepMachine:
         if self.heal and self.heal.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(now_s)
+        elif self.heal and (self._due or is_full) and self.abort_reason:  # no notice comes that ends a wait
+            self._fail(self.abort_reason, now_s)
         elif self.heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING_STATE, now_s
             self.reason = f"{len(self._held)} steps are held, the state has not arrived"
@@ -476,8 +482,7 @@ class StepMachine:
         is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
         is_last = self._collective_step + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
-        usable = own.able and any(own.tokens[slot] > 0 for slot in slots)
-        if usable:
+        if usable := own.usable:
             counts = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
         else:
             counts = dict.fromkeys(slots, UNABLE if own.reported_unable else 0.0)
@@ -606,7 +611,12 @@ class StepMachine:
             return
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
-        self._launch()
+        own = self.contribution
+        if not own.kept or (own.usable and not self.config.keep_gradients):  # what was sent cannot be sent again
+            self._drop_gradients()
+            self._start()
+        else:
+            self._launch()
 
     def _commit(self, tail: Tail, *, held: bool = False) -> None:
         """Commits the step. Only here does a step enter the state and the ledger."""

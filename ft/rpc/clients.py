@@ -124,8 +124,7 @@ class GroupClient:
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
         """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
-        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: time for which NameTaken is retried.
-        Raises Refused if the group cannot take part."""
+        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: how long NameTaken is retried."""
         asked_s = time.monotonic()
         while True:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()

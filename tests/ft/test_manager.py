@@ -320,8 +320,9 @@ def test_ranks_of_a_group_take_the_same_way():
             assert isinstance(rank.join().error, GroupEnded)
 
 
-def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again():
-    """Nothing is rebuilt for it, and the step holds without it."""
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again(keep: bool):
+    """Nothing is rebuilt for it, and the step holds without it. Without kept gradients the other group computes its own once more."""
     unable: list[int] = []
 
     def able(rank: Rank, slots: tuple[int, ...]) -> bool:
@@ -330,8 +331,9 @@ def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again():
         return not unable or slots != tuple(unable)
 
     with job(min_replicas=1) as made:
-        a = made.group("a", steps=20, together=2)[0]
-        b = made.group("b", steps=20, together=2, able=able)[0]
+        options = {"keep_gradients": keep}
+        a = made.group("a", steps=20, together=2, options=options)[0]
+        b = made.group("b", steps=20, together=2, able=able, options=options)[0]
         finish(a, b)
         [slot] = unable
         step = next(step for step, slots in b.computed if slots == (slot,))
@@ -339,6 +341,7 @@ def test_a_group_that_cannot_gives_zeros_and_its_slot_is_dealt_again():
         assert who == (0,), "the step held without it"
         again = [step for rank in (a, b) for step, slots in rank.computed if slot in slots]
         assert len(again) == 2, "and somebody computed that slot later"
+        assert [at for at, _ in a.computed].count(step) == 2 - keep
 
 
 def test_a_recorded_run_is_the_machines_own():

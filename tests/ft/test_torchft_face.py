@@ -183,6 +183,31 @@ def test_a_reported_error_leaves_this_group_out():
         assert a.refused == b.refused == [] and a.batches[5] == 9
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_reported_error_leaves_this_group_out_of_sums_of_ones_own(clips: bool):
+    """The retry sends zeros for the group with the error, and the mean is that of the others. Where the user has made something of the
+    first sums, they are not sent again: the body runs anew."""
+    reported: list[int] = []
+
+    def body(group: Group) -> None:
+        manager = group.manager
+        group.backward()
+        assert all(work.wait() for work in [manager.allreduce(p.grad) for p in group.model.parameters()])
+        if clips:
+            torch.nn.utils.clip_grad_value_(group.model.parameters(), 1.0)
+        if group.name == "b" and manager.current_step() == 2 and not (clips and reported):
+            reported.append(3)
+            manager.report_error(RuntimeError("out of memory"))
+
+    with job(min_replicas=2) as made:
+        more: dict[str, Any] = {"wrap": False, "body": body, "arguments": {"init_sync": False}}
+        a, b = made.group("a", A, 5, **more), made.group("b", B, 5, **more)
+        made.join()
+        assert moves(a) == moves(b)
+        assert moves(a)[3] == (1.0 if clips else A) and moves(a)[4] == (1.0 if clips else mean(A, B))
+        assert a.refused == b.refused == (reported if clips else [])
+
+
 def test_fewer_groups_than_asked_for_commit_nothing():
     waited = threading.Event()
 

@@ -620,6 +620,7 @@ def test_a_generation_that_forms_meanwhile_is_awaited_or_ended():
     group = FakeGroup()
     group.configure("localhost:1/x", 0, 1, wait=False)
     assert group.errored() is not None, "no operation is launched before wait_formed"
+    assert group.waits_since_s is None, "its owner does something else: no member is waited for, and none is probed"
     group.wait_formed()
     assert group.errored() is None
     for end in (lambda: group.configure("localhost:1/x", 0, 1), group.shutdown):

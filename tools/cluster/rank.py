@@ -140,8 +140,7 @@ def run_rank(settings: CheckSettings, place: RankPlace) -> int:
 
 
 class CheckThread(threading.Thread):
-    """Connects to the other ranks and runs the phases one by one. Adds results to `figures` (JSON) at once, so that the report of a rank
-    that fails has those from before."""
+    """Connects to the other ranks and runs the phases one by one. Adds results to `figures` (JSON) at once, before a later one may fail."""
 
     def __init__(
         self, settings: CheckSettings, place: RankPlace, store: dist.Store, control: Control, host: str
