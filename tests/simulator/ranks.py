@@ -99,6 +99,7 @@ class RankNode:
         self.progress_s = self.world.now_s
         self._quorum: m.QuorumResult | None = None
         self._kept = NOTHING
+        self._given: Given | None = None  # what was sent last
         self._sums = Sums()
         self._held: dict[int, Sums] = {}
         self._arrived: Snapshot | None = None
@@ -327,6 +328,9 @@ class RankNode:
         kept = self._kept
         tail = self._with_digest(effect)
         given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
+        if not effect.zeros:
+            assert self.machine.config.keep_gradients or kept is not self._given, "sends gradients again that are not kept"
+            self._given = kept
         quorum = self._quorum
         assert quorum is not None
         digests = DIGEST_WORDS * len(quorum.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
