@@ -84,8 +84,7 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
 
 def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> None:
     """Shards the modules of `part`, a model or pipeline stage on the meta device, over the tp axis `mesh`. `overlap`: the compiler may fuse
-    matmuls with adjacent collectives (async tensor parallelism, Wang et al. 2023, doi 10.1145/3567955.3567959); raises RuntimeError if
-    the devices have no peer access."""
+    matmuls with adjacent collectives (Wang et al. 2023, doi 10.1145/3567955.3567959); raises RuntimeError without peer access."""
     for name, module in list(part.named_modules()):
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]

@@ -135,8 +135,7 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: process IDs may be equal in containers, and
-    two threads of a rank write the same lease."""
+    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: process IDs may be equal in containers."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:

@@ -206,7 +206,7 @@ class LighthouseMachine:
         record = self._record
         if record and event.replica_id in self.roster.previous:
             in_newest = event.commit_quorum_id == record.quorum.quorum_id
-            # a member that has not healed yet may have settled steps of a history that a checkpoint has replaced
+            # else it may have settled steps of a history that a checkpoint has replaced
             in_history = in_newest or (event.step, event.commit_quorum_id) == record.quorum.reference[:2]
             settled = event.settled if in_history and event.step != m.VOID else 0
             self._settled = max(self._settled, settled, (event.step - 1) * in_newest)
@@ -263,10 +263,14 @@ class LighthouseMachine:
             self._settle_mismatched(now_s)
         if not roster.candidates:
             return
-        awaits_reports = roster.takeover_until_s <= now_s < self._awaits_reports_until_s
-        if awaits_reports and roster.kind == "pharos" and self._record is None:
-            self.reason = "started without a state file: members of a running job are given time to report"
-            return
+        awaits_reports = self._state_file_lost and roster.takeover_until_s <= now_s < self._awaits_reports_until_s
+        if awaits_reports and roster.kind == "pharos":
+            names = set(
+                map(m.name_of, roster.candidates)
+            )  # a member of the reported quorum that is absent may be in a newer one
+            if self.quorum is None or not names.issuperset(map(m.name_of, self.quorum.ids)):
+                self.reason = "started without a state file: members of a running job are given time to report"
+                return
         least, join_s = self.config.min_replicas, self.config.join_timeout_s
         decision = decide(roster, now_s, settled=self._settled, min_replicas=least, join_timeout_s=join_s)
         self.reason = decision.reason

@@ -186,8 +186,7 @@ def room_for_connections(
 
 
 class Pending:
-    """A call that an effect answers later. `size`: in bytes. `static_quorum_id`: StaticQuorum.id that the caller has; None: a torchft
-    client. `request`: data of the owner."""
+    """A call that an effect answers later. `size`: in bytes. `static_quorum_id`: the caller's; None: torchft's."""
 
     def __init__(self, size: int = 0, static_quorum_id: str | None = "", request: Any = None) -> None:
         self.size, self.static_quorum_id, self.request = size, static_quorum_id, request

@@ -329,7 +329,9 @@ class RankNode:
         tail = self._with_digest(effect)
         given = Given(tail, {}, {}) if effect.zeros else Given(tail, kept.gradients, kept.tokens)
         if not effect.zeros:
-            assert self.machine.config.keep_gradients or kept is not self._given, "sends gradients again that are not kept"
+            assert self.machine.config.keep_gradients or kept is not self._given, (
+                "sends gradients again that are not kept"
+            )
             self._given = kept
         quorum = self._quorum
         assert quorum is not None

@@ -22,8 +22,7 @@ from training.tokenizer import Tokenizer
 
 class Stream(Protocol):
     """The used part of `datasets.IterableDataset`: one pass over the records, and a cursor. Later `iter`s start at the loaded cursor; {}
-    is the beginning. `state_dict` returns the cursor of the newest iterator. (`set_epoch` is not used: workers share the epoch, and a
-    cursor of a different epoch is ignored.)"""
+    is the beginning. `state_dict` returns the cursor of the newest iterator. (No `set_epoch`: it would void a cursor.)"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]: ...
     def state_dict(self) -> dict[str, Any]: ...
