@@ -131,6 +131,7 @@ class Run(Components):
                 self.manager.leave()
             if step < steps and (self.checkpointer.due(step) or requests & SAVE or self.manager.may_exit):
                 self.saver.save()
+                self.signals.take(SAVE)  # the request that was carried out, where it reached this rank after the others
             self.save_overdue = self.checkpointer.overdue(step)
             self.metrics_processor.print_estimate(step)
             self.watchdog.step_done()
@@ -143,8 +144,7 @@ class Run(Components):
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
-        next_command = f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}"
-        return self.print_summary("finished", next_command)
+        self.print_summary("finished", f"python scripts/generate.py {folder}; tensorboard --logdir {folder.parent}")
 
     def train_step(self) -> bool:
         """Runs one step on the slots assigned to this group. False: the step was not committed."""

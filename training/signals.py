@@ -43,10 +43,10 @@ class Signals:
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signal would reach the parent's socket
 
-    def take(self) -> int:
-        """Returns the requests since the last call on this rank, STOP | SAVE; 0: none."""
+    def take(self, which: int = STOP | SAVE) -> int:
+        """Returns those of the requests `which` that have arrived since the last call on this rank; 0: none."""
         with self._lock:
-            requests, self.pending = self.pending, 0
+            requests, self.pending = self.pending & which, self.pending & ~which
         return requests
 
     def when_asked_to_stop(self, do: Callable[[], object]) -> None:
