@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from configs.check import check, gradient_device_type
 from configs.help import help_text
@@ -125,7 +126,8 @@ class Run(Components):
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_signals = self.manager.step, self.pending_signals, 0
-            if config.validation.enable and (step % config.validation.freq == 0 or step == steps):
+            is_due = step % config.validation.freq == 0 and not requests & STOP  # a group that leaves saves at once
+            if config.validation.enable and (is_due or step == steps):
                 self.validate()
             if requests & STOP:
                 self.manager.leave()
@@ -227,7 +229,8 @@ class Run(Components):
         """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
         with self.progress.phase("validation"):
             began = self.progress.total()
-            token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(self.device)  # [V]; 0 for BOS, EOS, PAD
+            token_bytes = torch.from_numpy(self.tokenizer.token_bytes())  # 0 for BOS, EOS, PAD
+            token_bytes = pad(token_bytes, (0, self.vocab_size - len(token_bytes))).to(self.device)  # [V]
             sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, valid tokens, bytes
             for batch in self.held_out.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
                 inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)

@@ -50,8 +50,7 @@ class DevicePool:
 
 
 class DrillJob(AbstractContextManager["DrillJob"]):
-    """`argv`: a configuration and overrides. `network`: gives each group a namespace. `disk`: that of the run. `under`: a command prefix
-    that limits a resource. Raises ValueError for bad settings."""
+    """`argv`: configuration, overrides. `network`: a namespace per group. `disk`: the run's. `under`: a prefix that limits a resource."""
 
     def __init__(
         self, argv: Sequence[str], groups: int, *, network: Network | None = None, disk: Disk | None = None,
@@ -194,7 +193,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self.until(f"{STEADY} steps of {len(self.live)} groups", holds)
 
     def compared(self) -> None:
-        """Waits until all groups have compared weights since the latest start or heal of each: three have no majority before."""
+        """Waits until all groups have compared weights since the latest start or heal of each: before that, three have no majority."""
         interval, count = self.config.fault_tolerance.digest_interval, len(self.live)
 
         def is_compared(lines: Sequence[DiaryLine]) -> bool:

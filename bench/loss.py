@@ -80,7 +80,7 @@ class LossSide:
 
 
 def _loss(variant: str) -> Callable[..., Tensor]:
-    """Returns a function of bf16 logits, or hidden state and weight, and labels. "upcast outside": it does not cast the logits."""
+    """Returns a function of bf16 logits, or hidden state and weight, and labels. "upcast outside": the cast is before the compiled loss."""
     if "head" in variant:
         tokens = CHUNK if "chunks" in variant else 0
         return head_loss(cross_entropy_sum, chunk_tokens=tokens, loss_parallel=False, compile=CompileConfig())

@@ -204,8 +204,7 @@ async def idle() -> None:
 
 
 async def churn() -> None:
-    """Measures memory while one group stays and its peer is killed and replaced by a group with a new name: per change two lost members and
-    one new quorum, each written to disk before the answer."""
+    """Measures memory while one group stays and its peer is killed and replaced under a new name: two lost members, one quorum each."""
     with tempfile.TemporaryDirectory() as folder:
         server = load.ours(2, state_file=Path(folder, "state.json"))
         memory: list[float] = []

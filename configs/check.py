@@ -33,7 +33,7 @@ Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError or yield
 
 
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
-    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type`: None: own."""
+    """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type` None: found."""
     check_settings(config, world_size=world_size, device_type=device_type)
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 

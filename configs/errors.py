@@ -15,8 +15,7 @@ class ConfigError(ValueError):
 
 
 def raise_problems(problems: Iterable[str], file: str = "") -> None:
-    """Raises ConfigError if there are problems, one per line: first those with "file:line: ", in the order of lines, then the others
-    (overrides, cross-checks) in the given order."""
+    """Raises ConfigError if there are problems, one per line: first those with "file:line: ", in that order, then the others."""
 
     def line(text: str) -> int:
         place = re.match(rf"{re.escape(file)}:(\d+): ", text)

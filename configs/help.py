@@ -17,8 +17,7 @@ Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[
 
 
 def help_text(section: str | None = None) -> str:
-    """Returns the keys of one section, or of all (also if `section` is a config file: `train.py configs/llama.toml --help`). Raises
-    ConfigError, with the nearest section, if there is no such section."""
+    """Returns the keys of one section, or of all (also for a config file). Raises ConfigError with the nearest section."""
     sections = all_sections()
     if section is None or section.endswith(".toml"):
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"

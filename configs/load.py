@@ -143,8 +143,7 @@ class _Reader:
 
 
 def parse_argv(argv: Sequence[str]) -> tuple[str, dict[str, str | None]]:
-    """Returns the config file and its overrides: CONFIG, then --section.key value, --section.key=value, or --section.flag for true. Raises
-    ConfigError for other arguments, and for a key that is given twice."""
+    """Returns CONFIG and its overrides, --section.key value, --section.key=value, or --section.flag. Raises ConfigError for others."""
     if not argv:
         raise ConfigError(f"no config file; wanted {USAGE}")
     path, *rest = argv

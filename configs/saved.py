@@ -68,8 +68,7 @@ def _texts(tables: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str
 
 
 def save(config: RunConfig, folder: Path, *, batch: int | None = None) -> None:
-    """Writes <folder>/config.toml atomically. `batch`: sequences per step, saved in place of -1. An equal file is not rewritten, so that a
-    restarted group needs no space on a full disk. Raises OSError."""
+    """Writes <folder>/config.toml atomically; an equal file stays. `batch`: sequences per step, saved in place of -1. Raises OSError."""
     if batch is not None:
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ class BucketLayout:
     """The split of gradients into buckets. `tensors`: this rank's shard of each parameter, in the order of registration. `in_place`: reduce
     large gradients in place. `device`: that of the tail if there are no parameters. `quantized`: quantise all buckets except for the last.
 
-    `buckets`: in the order of sending; the last ends in the tail. `starts`: each gradient's offset in its kind's buffer of `sizes`."""
+    `buckets`: in the order of sending; the last ends in the tail. `starts`: each gradient's offset in its kind's buffer (`sizes`)."""
 
     def __init__(
         self, tensors: Sequence[Tensor], *, bucket_bytes: int, in_place: bool, device: torch.device, quantized: bool

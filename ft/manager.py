@@ -592,13 +592,14 @@ class Manager:
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches the tail, except for zeros of a group that has computed nothing: once per quorum and step it waits for the heal instead,
-        and leaves the launch to `reduce`."""
-        machine = self.machine
-        if not effect.zeros or machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent:
+        """Launches the tail, except for zeros of a group that has computed nothing, or whose user has changed the result of its zeros: once
+        per quorum and step it waits for the heal instead, and leaves the launch to `reduce`, in the user's next body."""
+        machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
+        repeats = machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent
+        if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):
             return self._launch(effect)
         self.gradients.drop()
-        self._begin_attempt((effect.quorum_id, effect.attempt, effect.step), contributes=False)
+        self._begin_attempt(attempt, contributes=False)
         with self._telemetry.phase_timer.phase("heal"):
             self._carry_out_effects(until=lambda: machine.heal is None or self._interrupted_quorum == effect.quorum_id)
         if machine.void:

@@ -97,7 +97,7 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer of weights; None: Local SGD."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer; returns None: Local SGD."""
 
     writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool

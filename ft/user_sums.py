@@ -77,7 +77,8 @@ class ManagedAllreduce:
     def finish(self, contributors: int | None = None) -> None:
         """Writes the result of a complete attempt. `contributors`: as in Gradients.deliver; a group may have been left out of a retry."""
         with self._lock:
-            self._participants = contributors or self._participants
+            if contributors and contributors != self._participants and _version(self._tensor) == self._version:
+                self._participants, self._written = contributors, False
             self._write()
         if self._feedback is not None:
             self._feedback.commit()

@@ -18,8 +18,7 @@ BLOCK_ROWS = 128
 
 @torch.no_grad()
 def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: float = math.inf) -> None:
-    """Fills `parameter` (a tensor, or the local shard of a DTensor) with N(0, std^2), truncated at `truncation` * std, in fp32.
-    `name`: fully qualified name in the whole model."""
+    """Fills `parameter` (or a DTensor's shard) with N(0, std^2), truncated at `truncation` * std, in fp32. `name`: the full one."""
     if parameter.is_meta:
         return  # `draw` initialises one parameter of a meta model
     # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.

@@ -83,8 +83,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def start_ranks(settings: CheckSettings, launch_settings: LaunchSettings) -> int:
-    """Runs this node's ranks as forks of this process, which has imported torch: that saves 150 MB per rank. Returns the exit code of the
-    check. Leaves no process. Raises ValueError: the port cannot be bound."""
+    """Runs this node's ranks as forks of this process: saves 150 MB per rank. Returns the exit code. Raises ValueError for the port."""
     import torch.distributed as dist
 
     import tools.cluster.rank  # noqa: F401 (imported before the forks)
@@ -146,8 +145,7 @@ class ForkedRanks:
     stopped: set[int] = field(default_factory=set)  # ranks that got SIGSTOP
 
     def wait(self, settle_s: float) -> int:
-        """Waits for all ranks and returns the largest exit code. Reports and kills ranks that run `settle_s` after the first has ended, or
-        that are stopped when all others have ended; then returns 1."""
+        """Waits for all ranks, returns the largest exit code; kills those that run settle_s after the first has ended: 1."""
         code, end = 0, float("inf")
         while self.pids:
             for pid, rank in list(self.pids.items()):

@@ -135,7 +135,7 @@ def replace_by_copy(path: Path, size_bytes: int) -> None:
 
 @contextmanager
 def _replacement(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: process IDs may be equal in containers."""
+    """Yields a temporary file that is renamed to `path` at the end. Its name has a thread ID: two threads write the same lease."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{threading.get_native_id()}")
     try:
         with temporary.open("wb") as file:
@@ -150,8 +150,7 @@ def _replacement(path: Path) -> Iterator[IO[bytes]]:
 
 
 class RunLock(AppendedFile):
-    """Locks a run's folder until `close` or the end of the process: two concurrent launches would remove each other's checkpoints as
-    leftovers. Raises ValueError if another process holds the lock."""
+    """Locks a run's folder until `close` or the process ends: two launches would tidy each other's saves. Raises ValueError if locked."""
 
     def __init__(self, run_folder: Path) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)

@@ -113,8 +113,7 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default process group has one and calls every
     method. Guarantees: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged one is
-    not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error. `states`
-    must contain "model", which exports and seeds save."""
+    not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error."""
 
     def __init__(
         self,
@@ -143,6 +142,7 @@ class Checkpointer:
         self._saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
+        self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be made anew
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # step that `load` restored: saves due up to it belong to an earlier launch
@@ -186,8 +186,7 @@ class Checkpointer:
     def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
         """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `last`: the run ends with this step. Not
         `settled`: see UncheckedLease; nothing can be saved after it. Does nothing if saving is disabled, the step is saved already, or
-        another group is the writer. In an async mode all but the last save is written in the background; the next `save`, `wait` or
-        `close` raises its failure. Raises CheckpointFailed."""
+        another group is the writer. Async modes write in the background; a later call raises its CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # reset below on success
         self.wait()
@@ -219,6 +218,8 @@ class Checkpointer:
         None: starts at step 0. Raises ValueError for what the user must change, CheckpointFailed if no checkpoint of its own is intact."""
         if not self._config.enable:
             return None
+        with suppress(CheckpointFailed, OSError):
+            self.wait()
         if not self._config.load_only and not self._lease.shared:
             self._ranks.on_rank0(self._tidy)
         steps = self._ranks.on_rank0(self._own_steps)
@@ -234,13 +235,13 @@ class Checkpointer:
         else:
             step = self._load_initial() if self._config.initial_load_path else None
         self._loaded_step = step or 0
+        self._stale = {newer for newer in steps if newer > self._loaded_step}
         if self._saves_enabled and self._config.async_mode != "disabled":
             self._prepare_background()  # slower than a copy: done now rather than in the first step that saves
         return step
 
     def newest_step(self, kind: str = "full") -> int:
-        """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": the newest step with only
-        weights, which may be all that a finished run has left."""
+        """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": of exported weights."""
         self.wait()
         return self._ranks.on_rank0(lambda: files.newest(self.folder, kind=kind)) or 0
 
@@ -361,8 +362,8 @@ class Checkpointer:
             self._log.warning("checkpoint: a save was interrupted by a kill: %s", ", ".join(notes))
 
     def _newest(self) -> int:
-        """Returns the newest saved step of either kind; 0: none."""
-        return max(files.newest(self.folder, kind=kind) or 0 for kind in ("full", "model"))
+        """Returns the newest saved step of either kind that is of this continuation; 0: none."""
+        return max(files.newest(self.folder, kind=kind, exclude=self._stale) or 0 for kind in ("full", "model"))
 
     def _find_newest(self) -> None:
         self._found_step = self._newest()

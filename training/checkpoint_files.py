@@ -156,8 +156,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint after checking that all files exist with the right length; `verify` reads their contents. Raises
-    Damaged, with an OSError as its cause if storage fails."""
+    """Returns the manifest of a checkpoint after checking the lengths of all files; `verify`: and their contents. Raises Damaged."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -194,9 +194,11 @@ class Components:
             states[METRICS_STATE] = writer
         for name in (*self.HEALED_STATES, "meter", *([METRICS_STATE] if shared else [])):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
+        # rows are rank 0's: of equal names DCP would save another rank's, which are none
+        checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, states, log=self.log, lease=lease))
+            closing(Checkpointer(config.checkpoint, folder, checkpointed, log=self.log, lease=lease))
         )
         self.saver = Saver(
             self.checkpointer,

@@ -182,8 +182,7 @@ class MetricsProcessor:
             self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
     def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
-        """Logs the closing summary of a launch that has reached `step`. `saved`: folder of the checkpoints; `groups`: events of replica
-        groups. Goodput is the share of the time spent on committed steps."""
+        """Logs the closing summary of a launch at `step`. `saved`: folder of checkpoints. Goodput: share of time on committed steps."""
         progress, total = self._progress, self._progress.total()
         first_step, first_tokens = self._resumed or (step, self.tokens)
         counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _ACCOUNTS}

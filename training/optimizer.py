@@ -162,7 +162,7 @@ class OptimizerStep:
         fused = self.config.implementation == "fused"
         with self.progress.phase("reduce"):
             norm = gradient_norm(self.parameters)
-            if not fused:
+            if not fused or self.training.enable_cpu_offload:  # a kernel on the CPU reads the values at once
                 norm = norm.cpu()
         if not (divisor and (fused or norm.isfinite())):
             return norm.item(), 0.0

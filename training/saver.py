@@ -67,6 +67,8 @@ class Saver:
         """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on
         this rank since the last call. Raises CheckpointFailed if a stop was requested before the step was saved."""
         step, requested, since_s = self.manager.step, False, self.clock()
+        with self.progress.phase("checkpoint"), suppress(CheckpointFailed, OSError):
+            self.checkpointer.wait()  # it has collectives in another thread, as `agree` has; if it failed, this save takes its place
         while True:
             with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
                 requested |= stop_requested()

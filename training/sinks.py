@@ -190,8 +190,7 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
 
 
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
-    """Yields offset, text and step of each valid line, last line first. Skips lines that follow a line of a later step: a former writer
-    appended them on a file system whose locks work on one machine only."""
+    """Yields offset, text and step of each valid line, last first, but for those that a former writer appended after a later step."""
 
     def parsed() -> Iterator[tuple[int, bytes, float]]:
         for start, line in lines_from_end(file):

@@ -26,8 +26,7 @@ POLL_S = 1.0
 
 
 def dump_stacks(after_s: float) -> None:
-    """After `after_s`, writes every thread's stack to standard error and exits with code 1. The timer is in C: it fires even while the
-    watchdog's thread waits for a dead store or for the GIL."""
+    """After `after_s`, writes every thread's stack to standard error and exits with code 1: in C, also while Python waits for the GIL."""
     faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
 
 

@@ -205,7 +205,7 @@ def index_json(files: Sequence[tuple[str, Mapping[str, Tensor]]]) -> str:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor], written: Callable[[int], None]
 ) -> None:
-    """Writes a file with one tensor, from `make(name)`, in memory at a time, unlike safetensors' writer. Raises OSError."""
+    """Writes a file, one tensor of `make(name)` in memory at a time; calls `written(bytes)` after each. Raises OSError."""
     begin, header = 0, dict[str, Any](__metadata__={"format": "pt"})
     codes = {getattr(torch, name): code for name, code in CODES.items()}
     for name, tensor in tensors.items():

@@ -38,8 +38,7 @@ Waiting = list[list[Pending]]  # pending calls by rank, the newest last
 
 
 class TorchftGroup:
-    """The gRPC service torchft.ManagerService. `kill`: ends the group. `metadata`: returns where one of our ranks serves its state, or
-    raises ValueError. `spawn`: starts a task, and handles its errors."""
+    """The gRPC service torchft.ManagerService. `kill`: ends the group. `metadata`: where a rank serves its state, or ValueError."""
 
     def __init__(
         self,

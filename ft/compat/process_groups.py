@@ -46,8 +46,7 @@ class _Alone:
 
 
 class ErrorSwallowingProcessGroup(Collectives):
-    """A process group whose works always succeed: after a failure the tensors' values are undefined, and `errored` returns the cause until
-    the next `configure`. Its user must check that before using the results."""
+    """A process group whose works always succeed: after a failure the values are undefined, and `errored` has the cause, to be checked."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]  # missing in the stubs

@@ -104,7 +104,7 @@ class PgFetch:
     def stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
         if self._group is not None:
-            self._group.abandon(reason)
+            self._group.interrupt(reason)  # `fetch` abandons it, and waits until nothing writes to tensors
 
     def _fetch(self) -> dict[str, Any]:
         """Fetches the state from one source. Raises RuntimeError and ValueError for all failures."""

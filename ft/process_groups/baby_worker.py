@@ -22,11 +22,14 @@ def main() -> None:
 
     gc.freeze()  # the pages stay shared: garbage collection in a child does not write to them
     control = Channel(socket.socket(fileno=int(sys.argv[1])))
-    standby: tuple[int, Channel] | None = _fork(control)
+    standby: tuple[int, Channel] | None = None
+    with suppress(OSError):
+        standby = _fork(control)
     control.send(READY)
     while True:
         if standby is None and not control.waits(REST_S):
-            standby = _fork(control)
+            with suppress(OSError):  # no process or descriptor is left: tried again later
+                standby = _fork(control)
         if (message := control.receive()) is None:
             return
         with suppress(ChildProcessError):  # pids of children are not reused before they are reaped

@@ -491,7 +491,7 @@ class ProcessGroup(Collectives):
 
     def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
         """Ends all waits, as `abandon` does, but keeps the generation: its owner, which knows how its buffers are used, must still call
-        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: only that one, also before configure."""
+        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: only that generation, even a later one."""
         with self._lock:
             forming, generation = self._forming, self._generation
             if quorum_id is not None:

@@ -137,6 +137,8 @@ class Rendezvous:
             engine = build(self)
         except Exception as error:  # noqa: BLE001 (torch raises any type; `wait` has the error)
             self._error = error if isinstance(error, ProcessGroupError) else ProcessGroupError(str(error))
+            self._error.__traceback__ = self._error.__context__ = None  # they would keep what `build` has made
+            self.store.close()
         else:
             with self._lock:
                 self._engine = engine

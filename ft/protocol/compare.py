@@ -31,7 +31,7 @@ def member_digest(digests: Sequence[float], rank: int) -> Digest:
 @lru_cache(64)  # a process that drives several ranks asks the same for each
 def find_divergent(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the members whose digest is not the majority's; all members where digests differ without a majority; none where all are
-    equal. The majority's digest is that of more than half of the witnesses; of more than half of the members if this is one witness."""
+    equal. The majority's digest is that of more than half of the witnesses; if only one is a witness, of more than half of the members."""
     given = {member: digest for rank, member in enumerate(members) if (digest := member_digest(digests, rank)) != NONE}
     held = {member: tuple(map(abs, digest)) for member, digest in given.items()}
     votes, of_all = Counter(held[member] for member in given if min(given[member]) >= 0), Counter(held.values())

@@ -56,8 +56,8 @@ class LighthouseMachine:
         lower_terms: bool = False,
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
-        no state file has ever existed. With neither, the file was lost: no quorum of newcomers is formed before members had takeover_s to
-        report (None: before a report or an operator's order). `lower_terms`: the config's limits apply even where lower than saved."""
+        no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) none is formed
+        before all members of the newest one have reported. `lower_terms`: the config's limits apply even where lower than saved."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
@@ -71,6 +71,7 @@ class LighthouseMachine:
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
         self._state_file_lost = not (saved or fresh)
         self._awaits_reports_until_s = now_s + takeover_s if self._state_file_lost else now_s
+        self._reported: set[str] = set()  # names of groups that have opened a stream, and told which quorum they know
         self._out: list[Effect] = []
         if saved:
             self._epoch, self._last_id, self._settled = saved.epoch, saved.last_id, saved.settled
@@ -164,6 +165,7 @@ class LighthouseMachine:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
         if self._turn_away(replica_id, "pharos", now_s):
             return
+        self._reported.add(m.name_of(replica_id))
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
             self._choose_kind("pharos")
@@ -265,9 +267,7 @@ class LighthouseMachine:
             return
         awaits_reports = self._state_file_lost and roster.takeover_until_s <= now_s < self._awaits_reports_until_s
         if awaits_reports and roster.kind == "pharos":
-            names = set(
-                map(m.name_of, roster.candidates)
-            )  # a member of the reported quorum that is absent may be in a newer one
+            names = self._reported.union(map(m.name_of, roster.candidates))  # an absent one may know a newer quorum
             if self.quorum is None or not names.issuperset(map(m.name_of, self.quorum.ids)):
                 self.reason = "started without a state file: members of a running job are given time to report"
                 return

@@ -483,7 +483,7 @@ class FailRank(Effect):
 
 
 class Waits(Effect):
-    """Send this to all ranks: the reason of the group's wait, and its seconds. Sent every beat_s while the group waits for others only."""
+    """Send this to all ranks: the reason of the group's wait, and its seconds. Sent each second while the group waits for others only."""
 
     reason: str
     waited_s: float

@@ -119,8 +119,8 @@ def fingerprint_problem(event: Call, job: Fingerprint) -> Problem:
 
 
 def choose_excluded(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
-    """Returns the members to exclude so that the rest can work together: the fewest; if these were all holders of the state, the
-    members of `pairs` that hold none. None if no holder, or fewer than `least` members, would remain."""
+    """Returns the members to exclude so that the rest can work together: the fewest; if these contain every holder of the
+    state, the members of `pairs` that hold none. Empty if no holder, or fewer than `least` members, would remain."""
     holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = minimum_vertex_cover(pairs, holders)
     if holders <= out:  # one holder must remain, even if more members are excluded for it

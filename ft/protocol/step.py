@@ -4,7 +4,7 @@
         ^   \\--------- not due: nothing has changed, no message is sent ---------------------------->   |
         |                                                                                  Reduced, or ReduceFailed
         +-- commit: yes -- VOTING <---------------------------------------------------------------------+
-                           VOTING: retry -> COMPUTING, next attempt, same generation, kept gradients
+                           VOTING: retry -> COMPUTING, next attempt, same generation, gradients kept or computed again
                            VOTING: failed -> ASKING; after the new generation is formed: kept gradients again
 
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
@@ -604,7 +604,7 @@ class StepMachine:
             self.void = True
 
     def _try_again(self) -> None:
-        """Repeats the attempt on the same generation. A group that could not contribute now marks its slots UNABLE."""
+        """Repeats the attempt on the same generation; computes again what cannot be sent twice. An unable group marks its slots UNABLE."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
             self._stop_for_slots(f"a group could not contribute, in {self._retries} attempts in a row")
@@ -612,7 +612,7 @@ class StepMachine:
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         own = self.contribution
-        if not own.kept or (own.usable and not self.config.keep_gradients):  # what was sent cannot be sent again
+        if own.usable and not (own.kept and self.config.keep_gradients):  # what was sent cannot be sent again
             self._drop_gradients()
             self._start()
         else:

@@ -123,13 +123,17 @@ class Endpoint:
 def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind") -> list[Endpoint]:
     """Returns the addresses to listen on: `bind`, else all with a token or --insecure, else loopback. Raises ValueError for an open one."""
     if bind is None:
-        hosts = ["::"] if access.token or access.insecure else ["127.0.0.1", "::1"]
+        hosts = [all_interfaces()] if access.token or access.insecure else ["127.0.0.1", "::1"]
         return [Endpoint(host, port) for host in hosts if host != "::1" or has_ipv6()]
     asked = Endpoint.parse(bind, what)
     if not (asked.loopback or access.token or access.insecure):
         nearest = f"{what} 127.0.0.1:{asked.port}, or --token_file FILE, or --insecure"
         raise ValueError(f"{what} {bind}: others could reach it, and there is no token; nearest: {nearest}")
     return [asked]
+
+
+def all_interfaces() -> str:
+    return "::" if has_ipv6() else "0.0.0.0"
 
 
 def has_ipv6() -> bool:  # True: ::1 can be bound

@@ -124,7 +124,7 @@ class GroupClient:
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
         """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
-        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: how long NameTaken is retried."""
+        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: to retry NameTaken. Raises Refused."""
         asked_s = time.monotonic()
         while True:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
@@ -277,7 +277,7 @@ class GroupClient:
         return str(down.ended.reason)
 
     def on_waits(self, waits: m.Waits) -> None:
-        """Records that the group waits for others, as its server reports every beat_s. Rank 0 logs it every LOG_EVERY_S."""
+        """Records that the group waits for others, as its server reports each second. Rank 0 logs it every LOG_EVERY_S."""
         self.message_s = time.monotonic()
         if waits.waited_s < self._waited_s:
             self._log_at_s = LOG_AFTER_S

@@ -27,7 +27,7 @@ from ft.children import die_with
 from ft.protocol import messages as m
 from ft.protocol.group import GroupConfig, GroupMachine
 from ft.rpc import codec
-from ft.rpc.access import Access, Endpoint, Tls, this_host
+from ft.rpc.access import Access, Endpoint, Tls, all_interfaces, this_host
 from ft.rpc.driver import Driver, now_s
 from ft.rpc.generated import pharos_pb2
 from ft.rpc.lighthouse_link import LighthouseConnection, PharosConnection
@@ -93,8 +93,10 @@ class RankReports:
 
     @property
     def settled(self) -> int:
-        """Returns the newest settled step of ranks that have a state: that of a healing rank is of the history that it leaves."""
-        return max((report.settled for report in self._reports.values() if report.step != m.VOID), default=0)
+        """Returns the settled step of the first rank, whose step `together` reports; 0 while it heals: it leaves that history."""
+        return (
+            first.settled if (first := self._reports.get(min(self._reports, default=0))) and first.step != m.VOID else 0
+        )
 
     def together(self) -> Any:
         """Returns the group's report: rank 0's, with byte counts summed over all ranks and the longest phase of any rank."""
@@ -414,7 +416,7 @@ async def run(settings: Settings, parent: asyncio.Future[None], say: Callable[[s
 
     access = settings.access
     reachable = bool(access.token or access.insecure)
-    at = Endpoint("::" if reachable else "127.0.0.1", settings.port)
+    at = Endpoint(all_interfaces() if reachable else "127.0.0.1", settings.port)
     host = settings.host or (socket.gethostname() if reachable else "127.0.0.1")
     # Filled later: the routes need the machine, the machine needs the address, and the port is known only when the server listens.
     routes: dict[str, Any] = {}

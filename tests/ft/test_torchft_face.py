@@ -186,7 +186,7 @@ def test_a_reported_error_leaves_this_group_out():
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_reported_error_leaves_this_group_out_of_sums_of_ones_own(clips: bool):
     """The retry sends zeros for the group with the error, and the mean is that of the others. Where the user has made something of the
-    first sums, they are not sent again: the body runs anew."""
+    first sums, they are not sent again: the body runs anew. So it is in a spare, which sends zeros."""
     reported: list[int] = []
 
     def body(group: Group) -> None:
@@ -199,13 +199,14 @@ def test_a_reported_error_leaves_this_group_out_of_sums_of_ones_own(clips: bool)
             reported.append(3)
             manager.report_error(RuntimeError("out of memory"))
 
-    with job(min_replicas=2) as made:
-        more: dict[str, Any] = {"wrap": False, "body": body, "arguments": {"init_sync": False}}
-        a, b = made.group("a", A, 5, **more), made.group("b", B, 5, **more)
+    with job(min_replicas=3) as made:
+        spare = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2, "init_sync": False}
+        more: dict[str, Any] = {"wrap": False, "body": body, "arguments": spare}
+        a, b, c = (made.group(name, value, 5, **more) for name, value in (("a", A), ("b", B), ("c", C)))
         made.join()
-        assert moves(a) == moves(b)
+        assert moves(a) == moves(b) == moves(c)
         assert moves(a)[3] == (1.0 if clips else A) and moves(a)[4] == (1.0 if clips else mean(A, B))
-        assert a.refused == b.refused == (reported if clips else [])
+        assert a.refused == b.refused == c.refused == (reported if clips else [])
 
 
 def test_fewer_groups_than_asked_for_commit_nothing():

@@ -88,10 +88,13 @@ class QueueGroup:
 
         return Work(ends, wire.left)
 
-    def abandon(self, reason: str, then: Callable[[], None] | None = None) -> None:
+    def interrupt(self, reason: str) -> None:
         if self._wire:
             self._wire.left.set()
             self._wire.here.abort()
+
+    def abandon(self, reason: str, then: Callable[[], None] | None = None) -> None:
+        self.interrupt(reason)
         if then:
             then()
 

@@ -21,6 +21,7 @@ from tests.multiproc.pool import Pool
 from tests.unit.checkpoint_job import Ledger, Trains, flip_a_bit, steps_in
 from tests.unit.fakes import Lines
 from training.checkpoint import (
+    METRICS_STATE,
     CheckpointConfig,
     Checkpointer,
     CheckpointFailed,
@@ -167,6 +168,37 @@ def test_model_parts_are_joined_by_name(pool: Pool, tmp_path: Path) -> None:
         AssertionError, match=r"ValueError: .*model\.layers\.3\.bias is in the checkpoint but not in this run"
     ):
         pool.run(2, load_stages, tmp_path, [range(2), range(1, 3)])
+
+
+class Rows:
+    """Metric rows, which rank 0 alone has (training/components.py)."""
+
+    rows = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"]
+
+
+def rows_of_rank0(folder: Path, saved: str) -> str:
+    rank, rows = dist.get_rank(), Rows()
+    states: dict[str, Any] = {"model": ModelState([Stages(range(rank, rank + 1))])}
+    if rank == 0:
+        rows.rows = saved
+        states[METRICS_STATE] = rows
+    checkpointer = Checkpointer(CheckpointConfig(), folder, states, log=Lines())
+    if saved:
+        checkpointer.save(3)
+    else:
+        assert checkpointer.load() == 3
+    return rows.rows
+
+
+def test_the_rows_of_a_checkpoint_are_rank_0s(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, rows_of_rank0, tmp_path, "[1]")
+    assert pool.run(2, rows_of_rank0, tmp_path, "") == ["[1]", ""]
 
 
 def load_with_more_on_the_last_rank(folder: Path) -> str:

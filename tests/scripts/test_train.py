@@ -118,7 +118,7 @@ def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_signals_save(folder: Path, nproc: int):
-    endless = ("--training.steps=100000", "--checkpoint.interval=100000", "--validation.enable=false")
+    endless = ("--training.steps=100000", "--checkpoint.interval=100000", "--validation.freq=1", "--validation.steps=1")
     job = Job(folder, *endless, nproc=nproc)
     job.until("step 2", lambda text: " step 2/" in text)
     job.process.send_signal(signal.SIGUSR1)
@@ -128,6 +128,9 @@ def test_signals_save(folder: Path, nproc: int):
     assert "stopped at step" in job.text and "next: the same command resumes the run" in job.text
     assert len(checkpoints(folder)) == 2
     assert f"step-{max(rows(folder, 'loss'))}" in checkpoints(folder)
+    assert max(rows(folder, "validation_loss")) == max(rows(folder, "loss")) - 1, (
+        "it saves at once, and validates nothing"
+    )
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_before_it_does_harm(folder: Path):

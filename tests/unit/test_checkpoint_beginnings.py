@@ -76,6 +76,9 @@ def test_load_step(tmp_path: Path) -> None:
     again = Job(tmp_path, load_step=2)
     assert again.checkpointer.load() == 2
     assert same(again.everything(), there)
+    assert not again.checkpointer.last_save_exists(6), "that step 6 is of the other continuation"
+    again.step_and_save(4, 6)
+    assert again.checkpointer.last_save_exists(6)
     with pytest.raises(ValueError, match=r"checkpoint\.load_step = 5: not in .*; steps there: 2, 4, 6; nearest: 4"):
         Job(tmp_path, load_step=5).checkpointer.load()
     with pytest.raises(ValueError, match=r"checkpoint\.load_step = 5: not in .*; there are no checkpoints in it"):

@@ -87,6 +87,24 @@ def test_a_sum_of_an_old_attempt_that_comes_late_is_nobodys():
     assert value.item() == 5.0
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_mean_is_that_of_the_groups_that_gave(changes: bool):
+    """Also where the result was there before it was known that a group gives nothing; but what the user has made of it stays."""
+    [member] = members(1, nn.Identity)
+    world = World(2)
+    member.gradients.begin_attempt(world.groups[0], 2)  # type: ignore[arg-type]
+    work = member.gradients.all_reduce(value := torch.tensor([4.0]))
+    world.groups[1].allreduce([torch.tensor([0.0])])
+    assert work.wait() and value.item() == 2.0
+    if changes:
+        value.clamp_(max=1.0)
+    member.gradients.launch_tail([1.0])
+    world.groups[1].allreduce([torch.tensor([1.0])])
+    member.gradients.wait()
+    member.gradients.deliver(contributors=1)
+    assert value.item() == (1.0 if changes else 4.0)
+
+
 @pytest.mark.parametrize("last", [0, 2])
 def test_what_a_user_made_of_a_result_is_not_repeated(last: int):
     """Neither what it made of its own value, where the result did not come."""

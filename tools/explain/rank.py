@@ -143,8 +143,7 @@ def without_memory(model: Model) -> FakeTensorMode:
 
 
 class FakeCollectives(TorchDispatchMode):
-    """Completes a fake rank's operations that need values or peers: `item()` of a fake tensor returns 1 (or True), and sent tensors stay
-    alive, as a pipeline keeps them until the end of the step."""
+    """Completes a fake rank's operations that need values or peers: `item()` returns 1 or True, sent tensors stay alive for the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,8 +520,7 @@ def _pipeline_ranks(job: ExplainedJob) -> list[RankProfile]:
 
 
 class _Replay:
-    """Replays a stage's record of two microbatches for any number. The first forward gathers the weights, the first backward allocates
-    the gradients, and the last backward reduces them."""
+    """Replays a stage's record of two microbatches for any number: first and last one gather the weights, reduce the gradients."""
 
     def __init__(self, step: MeasuredStep, microbatches: int, unsent: set[str]) -> None:
         self._start, *others = step.segments

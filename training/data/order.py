@@ -20,8 +20,7 @@ SPLITS = ("train", "validation")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns a permutation of range(count), [count] int64, the same for every version of numpy, which guarantees the raw stream of Philox,
-    but not Generator.permutation (NEP 19)."""
+    """Returns a permutation of range(count), [count] int64, of Philox's raw stream, which numpy guarantees for all versions (NEP 19)."""
     key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 

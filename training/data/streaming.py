@@ -47,8 +47,7 @@ def open_stream(config: TrainingConfig, *, dp_rank: int, dp_size: int) -> Stream
 
 
 class PackedStream(IterableDataset[np.ndarray]):
-    """Infinite iterator over rows [seq_len + 1] int64, packed from the stream's documents in `buckets`. Its state is the cursor
-    in the stream and the tokens that were read but not yet returned."""
+    """Infinite iterator over rows [seq_len + 1] int64, packed from documents in `buckets`. Its state: cursor, tokens still to return."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, config: TrainingConfig, buckets: range) -> None:
         self._stream, self._tokenizer, self._buckets = stream, tokenizer, buckets
