@@ -165,7 +165,7 @@ class LighthouseMachine:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
         if self._turn_away(replica_id, "pharos", now_s):
             return
-        self._reported.add(m.name_of(replica_id))
+        self._reported |= {m.name_of(replica_id)} if self._state_file_lost else set()
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
             self._choose_kind("pharos")

@@ -109,6 +109,7 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 from tests.rpc.wire import *
 wire = Wire({one.server.address()!r})
 stream = Stream(wire, "b:1")
+stream.beat()  # the lighthouse knows of it, before the process dies
 wire.pharos(m.Call(m.Member("b:1"))).result(WAIT_S)
 print("in", flush=True)
 stream.next("notice")
