@@ -126,8 +126,8 @@ class Run(Components):
             except GroupReleased as released:
                 return self.leave(released)
             step, requests, self.pending_signals = self.manager.step, self.pending_signals, 0
-            is_due = step % config.validation.freq == 0 and not requests & STOP  # a group that leaves saves at once
-            if config.validation.enable and (is_due or step == steps):
+            validation = config.validation  # none before the save of a group that leaves
+            if validation.enable and (step == steps or (step % validation.freq == 0 and not requests & STOP)):
                 self.validate()
             if requests & STOP:
                 self.manager.leave()

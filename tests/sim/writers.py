@@ -36,7 +36,7 @@ from training.checkpoint import METRICS_STATE, RETRY_S, CheckpointConfig, Checkp
 from training.metrics_writer import SYNC_S, MetricsWriter
 from training.progress import Progress
 from training.saver import GRACE_S, PAUSE_S, Saver
-from training.signals import STOP
+from training.signals import SAVE, STOP
 from training.writer_lease import WriterLease
 
 LIMIT_S = 3600.0  # a job of some minutes, with all that is done to it
@@ -288,8 +288,8 @@ class Group(Process):
         self.manager = Manager(job, self)
         self.main = job.baton.spawn(name, self._live, self)
 
-    def take(self) -> int:
-        pending, self.pending = self.pending, 0
+    def take(self, which: int = STOP | SAVE) -> int:
+        pending, self.pending = self.pending & which, self.pending & ~which
         return pending
 
     def ask(self) -> None:
