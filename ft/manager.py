@@ -426,9 +426,8 @@ class Manager:
                     case m.CastVote(vote):
                         event = self._cast_vote(vote)
                     case m.CommitStep():
-                        self.gradients.deliver(
-                            effect.step if effect.held else None, contributors=len(effect.contributors)
-                        )
+                        held = effect.step if effect.held else None
+                        self.gradients.deliver(held, contributors=len(effect.contributors))
                         self._attempt_id = self._attempt_id if effect.held else None
                         self._trainer_effect = effect
                     case m.AskQuorum(call):

@@ -56,8 +56,8 @@ class LighthouseMachine:
         lower_terms: bool = False,
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
-        no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) none is formed
-        before all members of the newest one have reported. `lower_terms`: the config's limits apply even where lower than saved."""
+        no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) no
+        quorum is formed before all members of the newest one have reported. `lower_terms`: the config's limits apply even where lower than saved."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
@@ -165,7 +165,8 @@ class LighthouseMachine:
         replica_id, known, roster = event.replica_id, event.quorum, self.roster
         if self._turn_away(replica_id, "pharos", now_s):
             return
-        self._reported |= {m.name_of(replica_id)} if self._state_file_lost else set()
+        if self._state_file_lost:
+            self._reported.add(m.name_of(replica_id))
         known_id, newest_id = (x.quorum_id if x else 0 for x in (known, self.quorum))
         if known:
             self._choose_kind("pharos")
