@@ -57,7 +57,7 @@ class LighthouseMachine:
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
         no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) no
-        quorum is formed before all members of the newest one have reported. `lower_terms`: the config's limits apply even where lower than saved."""
+        quorum is formed before all members of the newest have reported. `lower_terms`: the config's limits apply even below saved ones."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
