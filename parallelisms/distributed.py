@@ -4,7 +4,9 @@ Reads torchelastic's variables (RANK, WORLD_SIZE, LOCAL_RANK), as ft/config.py d
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -118,6 +120,24 @@ def open_store(
     return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
 
 
+def launch_store(store: dist.Store, *, global_rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Returns a view of `store` that only the processes of this launch share: torchelastic's agent keeps its store over restarts, with the
+    addresses of killed ranks. Each rank publishes an id; all ids name the view, once every rank has read the same ones."""
+    own, keys, counted = secrets.token_hex(8), [f"launch/{rank}" for rank in range(world_size)], set[str]()
+    deadline_s = time.monotonic() + timeout_s
+    store.set(keys[global_rank], own)
+    while True:
+        ids = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        view = hashlib.sha256(b"".join(ids)).hexdigest()
+        readers = store.add(view, int(view not in counted and own.encode() in ids))
+        counted.add(view)
+        if readers == world_size:
+            return dist.PrefixStore(view, store)
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"{readers} of {world_size} ranks have joined this launch after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
 @dataclass(frozen=True)
 class World:
     """This rank's process group: rank, size, device and store."""
@@ -151,6 +171,7 @@ def process_group(config: CommConfig) -> Iterator[World]:
         limit_s = timeout.total_seconds()
         store = open_store(config.init_method, global_rank=global_rank, world_size=world_size, timeout_s=limit_s)
         store.set_timeout(timeout)
+        store = launch_store(store, global_rank=global_rank, world_size=world_size, timeout_s=limit_s)
     backend = config.backend if config.backend != "auto" else device.traits.backend
     join(backend, store, global_rank=global_rank, world_size=world_size, timeout=timeout)
     try:

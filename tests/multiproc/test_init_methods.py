@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from parallelisms.distributed import CommConfig, open_store, parse_init_method, why_unusable
+from parallelisms.distributed import CommConfig, launch_store, open_store, parse_init_method, why_unusable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,6 +84,19 @@ def test_a_restart_meets_in_another_file(tmp_path: Path):
     store = open_store(f"file://{tmp_path}/meet", global_rank=0, world_size=1, timeout_s=5, environ=environ)
     store.set("key", "value")
     assert [file.name for file in tmp_path.iterdir()] == ["meet.2"]
+
+
+def test_a_restart_does_not_read_what_killed_ranks_wrote():
+    agent = dist.HashStore()
+    join = partial(launch_store, agent, world_size=2, timeout_s=30)
+    with ThreadPoolExecutor() as ranks:
+        killed, new = (
+            [launch.result() for launch in [ranks.submit(join, global_rank=rank) for rank in range(2)]]
+            for _ in range(2)
+        )
+    for store in (killed, new):
+        store[0].set("address of 0", str(id(store)))
+    assert [store.get("address of 0").decode() for store in (killed[1], new[1])] == [str(id(killed)), str(id(new))]
 
 
 def test_an_environment_without_an_address_is_told():
