@@ -126,8 +126,9 @@ def launch_store(store: dist.Store, *, global_rank: int, world_size: int, timeou
     own, keys, counted = secrets.token_hex(8), [f"launch/{rank}" for rank in range(world_size)], set[str]()
     deadline_s = time.monotonic() + timeout_s
     store.set(keys[global_rank], own)
+    many = store.has_extended_api()  # type: ignore[attr-defined]  # a FileStore has none
     while True:
-        ids = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+        ids = store.multi_get(keys) if many else [store.get(key) for key in keys]
         view = hashlib.sha256(b"".join(ids)).hexdigest()
         readers = store.add(view, int(view not in counted and own.encode() in ids))
         counted.add(view)
