@@ -133,6 +133,8 @@ class Run(Components):
                 self.manager.leave()
             if step < steps and (self.checkpointer.due(step) or requests & SAVE or self.manager.may_exit):
                 self.saver.save()
+                if requests & SAVE and not self.manager.writer_quorum:
+                    self.log.info("not saved: another group writes the checkpoints")
                 self.signals.take(SAVE)  # the request that was carried out, where it reached this rank after the others
             self.save_overdue = self.checkpointer.overdue(step)
             self.metrics_processor.print_estimate(step)

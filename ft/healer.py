@@ -47,7 +47,10 @@ class Healer:
         self._ended_quorum = 0  # newest quorum whose offer was ended
         self._cancelled = threading.Event()  # set when the fetch is cancelled
         self._arrived: dict[str, Any] | None = None
-        self.received_bytes = 0  # in all heals
+        self.received_bytes, self.touched = (
+            0,
+            False,
+        )  # in all heals; `touched`: a heal has written to this rank's tensors
         self.progress = (0, 0)  # verified bytes and total bytes of the current heal; for any thread
         self.one_source = False  # True: fetch from one source, as state may differ between them (LocalSGD)
 
@@ -112,10 +115,12 @@ class Healer:
                     raise HealFailed("no source told its healing address", touched=False)
                 chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
                 values = self.transport.fetch(chosen, into, **wanted, progress=self._set_progress)
+                self.touched = True
                 self.transport.notify_done(spared, **wanted)
                 break
-            except (HealFailed, FormatError) as error:
+            except (RuntimeError, FormatError) as error:
                 log.warning("the state of step %d has not arrived: %s", quorum.reference[0], error)
+                self.touched |= getattr(error, "touched", True)
                 mismatch = isinstance(error, HealFailed) and error.layout_mismatch
                 if mismatch and not cancelled.is_set():
                     self._on_layout_mismatch(str(error))

@@ -11,7 +11,8 @@ def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     """Creates the state that the optimizer's first step would begin with; changes no bit of a weight. Does nothing if there is a state
     already, or, without `parameters`, a gradient. `parameters`: only these get a state, and all gradients are restored.
 
-    A step with zero gradients, rate 0 and no weight decay creates the tensors; then the step count is reset (Adam's bias correction)."""
+    A step with zero gradients, rate 0 and no weight decay creates the tensors; then those that it has changed are reset, such as the step
+    count (Adam's bias correction). SGD's dampening then counts from the first step on."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     own = trained if parameters is None else parameters
     if any(p in optimizer.state for p in own) or (parameters is None and any(p.grad is not None for p in own)):
@@ -23,9 +24,11 @@ def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     step_with(optimizer, own, [torch.zeros_like(p) for p in own])
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         group.update(own_rates)
-    for state in (optimizer.state.get(parameter, {}) for parameter in own):
-        if "step" in state:
-            state["step"] = state["step"].zero_() if isinstance(state["step"], torch.Tensor) else 0
+        # NAdam has mu_product, ASGD mu and eta, Rprop step_size
+        initial = {"step": 0, "mu_product": 1, "mu": 1, "eta": group["lr"], "step_size": group["lr"]}
+        for state in (optimizer.state[p] for p in group["params"] if any(p is q for q in own) and p in optimizer.state):
+            for key in initial.keys() & state.keys():
+                state[key] = state[key].fill_(initial[key]) if isinstance(state[key], torch.Tensor) else initial[key]
 
 
 def step_with(

@@ -170,14 +170,14 @@ class Events:
 
     def summary(self) -> str:
         """Returns counts for the closing summary; "" without replica groups."""
-        if not self.count_by_event:
-            return ""
         labels = {
             "quorum": "quorums",
             "healed": "heals of this group",
             "failed": "failed reductions",
             "weights differ": "differences of weights",
         }
+        if not any(self.count_by_event[event] for event in labels):  # a storage failure is an event of any run
+            return ""
         return ", ".join(f"{label} {self.count_by_event[event]}" for event, label in labels.items())
 
     def _write(self) -> None:

@@ -459,7 +459,9 @@ class Checkpointer:
         if problem := ranks.problem(problem):
             return problem
         wanted = {*names, *(found.states if found is not None and not initial else ())}
-        exclude = config.exclude_from_loading if initial else ()
+        exclude = list(config.exclude_from_loading) if initial else []
+        if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
+            exclude.append("optimizer.param_groups")
         filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
         everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold only a part of the model
         # once each: ranks with shards of the same tensor report the same misfit

@@ -208,9 +208,11 @@ class Components:
             report=self.report_storage if is_rank0 else lambda message: None,
             info=self.log.info,
         )
-        self.exported_step = self.checkpointer.newest_step("model")  # a finished run may have exported its weights only
-        finished = self.exported_step >= config.training.steps
         seed = config.checkpoint.create_seed_checkpoint
+        loads_newest = config.checkpoint.enable and config.checkpoint.load_step < 0 and not seed
+        # a finished run may have exported its weights only
+        self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
+        finished = self.exported_step >= config.training.steps
         manager_restores = shared and not seed and self.checkpointer.newest_step() < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()

@@ -196,7 +196,8 @@ class MetricsProcessor:
         if groups:
             lines.append(f"  groups: {groups}; goodput {_per(progress.goodput_s, total):.0%}")
         validation = "" if self._validation_loss is None else f", validation {self._validation_loss:.4f}"
-        lines += [f"  loss: training {self._loss:.4f}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
+        training = f"{self._loss:.4f}" if self._commits else "no step"
+        lines += [f"  loss: training {training}{validation}", f"  checkpoint: {saved}", f"  next: {next_command}"]
         self._log.info("%s", "\n".join(lines))
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Watchdog:
         self._waiting_since = self._last_poll = clock()
         self._suspected_at: float | None = None  # None: no hang is suspected
         self._steps_when_suspected = 0
-        self._reported = False
+        self._reported, self._told = False, ""  # key of the report
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -108,6 +108,7 @@ class Watchdog:
             self._suspected_at = None
             with contextlib.suppress(RuntimeError):  # readers recognise a stale entry by its step
                 self._store.delete_key(self._key(self._global_rank))
+                self._store.delete_key(self._told)  # a second hang in the same step is reported, too
         elif waited_s > limit_s:
             self._suspect(now, waited_s)
 
@@ -132,7 +133,8 @@ class Watchdog:
             if len(answers) < self._world_size and now - self._suspected_at < self._print_after_s:
                 return
             step = min(answer["step"] for answer in answers.values())
-            mine = self._store.add(f"watchdog/told/{step}", 1) == 1  # only one rank prints
+            self._told = f"watchdog/told/{step}"
+            mine = self._store.add(self._told, 1) == 1  # only one rank prints
         except RuntimeError as error:  # the rank that hosts the store is gone: report this rank only
             answers, mine = {self._global_rank: json.loads(self._own_phase())}, True
             self._log.warning("the phases of the other ranks are unknown: %s", str(error).splitlines()[0])

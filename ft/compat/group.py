@@ -203,8 +203,11 @@ class TorchftConnection(LighthouseConnection):
 
     async def _ask(self, call: m.Call) -> None:
         try:
-            quorum = await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S)
-            self._on_event(m.LighthouseAnswered(read(quorum)))
+            quorum = read(await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S))
+            is_new_job = all(
+                member.void for member in quorum.members
+            )  # torchft's lighthouse requires no checkpoint to be loaded
+            self._on_event(m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum))
         except grpc.RpcError as error:
             self._on_event(m.LighthouseFailed(status_of(error)))
         except ValueError as error:

@@ -55,7 +55,6 @@ from ft.user_sums import ManagedAllreduce
 T = TypeVar("T")
 IGNORED = {  # arguments of torchft without effect here, with the reason
     "use_async_quorum": "a quorum is requested only after a change, and before the body, whose batch depends on it",
-    "connect_timeout": "start_quorum waits for the lighthouse, so quorum_timeout applies",
     "enable_error_bus": "every group is always notified at once of a loss",
 }
 log = logging.getLogger("pharos.torchft")
@@ -141,6 +140,7 @@ class Manager:
             access=Access(environment.token, insecure),
             times=times,
             restart_count=environment.restart_count,
+            contact_s=_seconds(environment.connect_timeout_s, connect_timeout) or ReplicaGroupConfig.contact_s,
             every_step=every_step,
             max_active_groups=min_replica_size if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES else None,
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
@@ -165,10 +165,7 @@ class Manager:
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             observer=observer,
         )
-        given = dict(
-            use_async_quorum=use_async_quorum, connect_timeout=connect_timeout, enable_error_bus=enable_error_bus
-        )
-        for name, value in given.items():
+        for name, value in dict(use_async_quorum=use_async_quorum, enable_error_bus=enable_error_bus).items():
             if value is not None:
                 say_once(f"Manager({name}={value}) has no effect: {IGNORED[name]}")
         self._pg, self._world_size, self._min_replica_size = pg, config.world_size, min_replica_size
@@ -379,7 +376,8 @@ class Manager:
         """Begins to send gradients: called by DistributedDataParallel in the last backward of the step, in a thread of autograd."""
         if self._over:
             raise RuntimeError(
-                "the gradients of this step are reduced already: wrap all backwards except for the last in no_sync()"
+                "no step has begun (start_quorum), or its gradients are reduced already: wrap all backwards except for the "
+                "last in no_sync()"
             )
         self._used = True
         if self._slots:

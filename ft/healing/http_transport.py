@@ -252,7 +252,7 @@ class HttpFetch:
             staging = StagingBuffer(body)
             while stripe := self._claim_stripe(connection):
                 self._receive_stripe(connection, body, staging, *stripe)
-        except (SourceFailed, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             silent = isinstance(error, BlockingIOError)
             cause = f"it was silent for {self._config.heal_grace_s:g} s" if silent else str(error)
             connection.failure, connection.layout_mismatch = connection.ended or cause, isinstance(error, FormatError)

@@ -233,9 +233,8 @@ class StateOffer:
         self.check()
         if self.aside is None:
             return self.body.read(chunk, staging, at)
-        if chunk not in self.aside:
+        if (memory := self.aside.get(chunk)) is None:
             raise Withdrawn(f"the source has committed after step {self.step}, and chunk {chunk} was not wanted then")
-        memory = self.aside[chunk]
         place = staging.view[at * CHUNK_BYTES : at * CHUNK_BYTES + len(memory)]
         place[:] = memory
         return place

@@ -38,13 +38,16 @@ def main() -> None:
         what, descriptors = message
         if what != FORK:
             continue
-        given = False
-        while not given:
-            pid, channel = standby or _fork(control)
+        pid = 0  # 0 is the answer if no process or descriptor is left; other children live on
+        while not pid:
+            try:
+                forked, channel = standby or _fork(control)
+            except OSError:
+                break
             standby = None
             with suppress(OSError):  # the standby may have been killed, as when the system is out of memory
                 channel.send(FORK, descriptors)
-                given = True
+                pid = forked
             channel.close()
         os.close(descriptors[0])
         control.send(str(pid).encode())

@@ -319,6 +319,7 @@ class Generation:
                 oldest = next(iter(self.works), None)
                 left_s = None if oldest is None else oldest.started_s + self._limit_s - time.monotonic()
                 if oldest is None or left_s is None or left_s > 0:
+                    oldest = None  # its tensors may be freed while this thread waits
                     self.first_work.wait(left_s)
                     continue
             # this interrupts the engine, too: a child process that is suspended would accept no further command

@@ -156,9 +156,10 @@ class ForkServer:
                     with suppress(OSError):
                         control.send(FORK, [theirs.fileno()])
                     answer = control.receive() if control.waits(self._answer_s) else None
-                    if answer is not None:
-                        return Child(int(answer[0]), ours, self)
-                    self._stop()
+                    if answer is None:
+                        self._stop()
+                    elif pid := int(answer[0]):
+                        return Child(pid, ours, self)
             ours.close()
         raise ProcessGroupError("no child process: the fork server dies or does not answer")
 

@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-from ft.process_groups.errors import ProcessGroupError, RendezvousFailed
+from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.fork_server import PREPARE_S
 from ft.process_groups.store import StoreClient
 from ft.protocol.messages import Fingerprint
@@ -125,6 +125,8 @@ class Rendezvous:
     def end(self) -> None:
         """Returns, after `cancel`, when the thread has ended, and with it the engine if there is one after all."""
         self._thread.join()
+        if isinstance(self._error, MustExit):  # it cannot be ended: the Reaper counts it
+            raise self._error
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.interrupt()

@@ -161,7 +161,7 @@ class NcclEngine:
             while not work.is_completed():
                 time.sleep(POLL_S)
             ended(failure_of(work.wait), source_of(work, operation))
-            del work, item
+            del work, operation, ended, item  # they would keep tensors until the next operation
 
 
 @contextmanager

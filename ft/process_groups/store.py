@@ -146,6 +146,7 @@ class StoreClient(Store):
                 self._send(_CANCEL_WAIT)
                 if not self._yes():
                     raise TimeoutError(f"{self._where}: no {', '.join(keys)} within {limit_s:g} s") from None
+                self._exactly(1)  # the keys came before the cancellation, which the server answers all the same
 
         self._ask(wait, _WAIT, len(keys), *map(self._key, keys))
 

@@ -48,7 +48,11 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
         roster.present,
         roster.healthy(),
     )
-    shrink = bool(roster.shrinkers and roster.previous) and not (is_pharos and len(roster.reachable) < min_replicas)
+    # a shrink must neither leave too few groups nor exclude the only holders, which may have returned under new ids
+    ignored = len(roster.reachable) < min_replicas or (
+        roster.previous_holders and roster.previous_holders.keys().isdisjoint(present)
+    )
+    shrink = bool(roster.shrinkers and roster.previous) and not (is_pharos and ignored)
     count = len(present) if shrink and (is_pharos or not present) else len(candidates)
     all_previous_requested = bool(present) and not roster.missing
     requests = f"{len(candidates)} of {healthy} healthy groups have requested a quorum"
@@ -89,9 +93,13 @@ def validate_request(event: Call) -> Problem:
     all_texts = "".join(texts)  # one comparison of lengths: together they are usually shorter than MAX_TEXT
     too_long = len(all_texts) > MAX_TEXT and max(map(len, texts)) > MAX_TEXT
     if too_long or not all_texts.isprintable() or not member.replica_id:
-        return ("INVALID_ARGUMENT", f"an id or address is empty, not printable or longer than {MAX_TEXT} characters")
+        return (
+            "INVALID_ARGUMENT",
+            f"no id, or an id or address that is not printable or longer than {MAX_TEXT} characters",
+        )
     if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
-        return ("INVALID_ARGUMENT", f"step {member.step} of quorum {member.commit_quorum_id}: legal is 0 to {MAX_STEP}")
+        named = f"step {member.step} of quorum {member.commit_quorum_id}, after quorum {event.known}"
+        return ("INVALID_ARGUMENT", f"{named}: legal is 0 to {MAX_STEP}")
     if not (event.kind == "torchft" or member.world_size >= 1) or member.world_size > MAX_WORLD_SIZE:
         return ("INVALID_ARGUMENT", f"world size {member.world_size}: legal is 1 to {MAX_WORLD_SIZE}")
     return None
@@ -119,15 +127,16 @@ def fingerprint_problem(event: Call, job: Fingerprint) -> Problem:
 
 
 def choose_excluded(decision: Decision, pairs: Pairs, least: int) -> frozenset[str]:
-    """Returns the members to exclude so that the rest can work together: the fewest; if these contain every holder of the
-    state, the members of `pairs` that hold none. Empty if no holder, or fewer than `least` members, would remain."""
+    """Returns the members to exclude so that the rest can work together: the fewest, or, if these contain every holder of the state, those
+    that the holder with the fewest pairs cannot work with, and the fewest of the rest. Empty if fewer than `least` would remain."""
     holders = frozenset(member.replica_id for member in decision.members if member.state == decision.reference)
     out = minimum_vertex_cover(pairs, holders)
     if holders <= out:  # one holder must remain, even if more members are excluded for it
-        out = frozenset().union(*pairs) - holders
-        if any(pair.isdisjoint(out) for pair in pairs):
-            return frozenset()
-    return out if len(decision.members) - len(out) >= least and holders - out else frozenset()
+        degree = Counter(replica_id for pair in pairs for replica_id in pair)
+        kept = min(sorted(holders), key=degree.__getitem__)
+        out = frozenset().union(*(pair for pair in pairs if kept in pair)) - {kept}
+        out |= minimum_vertex_cover(frozenset(pair for pair in pairs if pair.isdisjoint(out)), holders)
+    return out if len(decision.members) - len(out) >= least else frozenset()
 
 
 @lru_cache(4)  # needed at each event while members wait for their connections

@@ -4,8 +4,8 @@
     torchft's ManagerClient     -> torchft.ManagerService
 
 clients.GroupServerProcess starts it: `python -m ft.rpc.group_server` reads Settings as one line of JSON from stdin, prints
-{"address": ...}, and ends when stdin is closed. Exit code: 0 the group left or its parent is gone, 1 the group ended by a fault, 2 bad
-settings. No torch here.
+{"address": ...}, and ends when stdin is closed. Exit code: 0 the group left, 1 it ended by a fault or its parent is gone, 2 bad settings.
+No torch here.
 """
 
 from __future__ import annotations
@@ -463,7 +463,8 @@ def main() -> int:
         gone: asyncio.Future[None] = loop.create_future()
 
         def readable() -> None:
-            if not os.read(0, 4096) and not gone.done():
+            if not os.read(0, 4096):
+                loop.remove_reader(0)
                 gone.set_result(None)
 
         loop.add_reader(0, readable)

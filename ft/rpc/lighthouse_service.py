@@ -196,7 +196,9 @@ class LighthouseService:
                 if outbox.wait_reason != why:
                     outbox.wait_reason = why
                     outbox.send(pharos_pb2.Down(waits=why[: codec.MAX_LINE]).SerializeToString())
-            if not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
+            # a group whose place was taken must not commit on an answer that overtakes its refusal, which may wait for the disk
+            known = hello.replica_id in self.machine.roster.peers
+            if known and not 0 <= up.report.sent_s - outbox.answered_s < self._answer_every_s:
                 outbox.answered_s = up.report.sent_s
                 outbox.send(pharos_pb2.Down(beat_answered=up.report.sent_s).SerializeToString())
         elif which == "quorum":

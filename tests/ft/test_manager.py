@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -392,6 +392,18 @@ def test_who_finds_the_job_finished_leaves_as_who_finished_it(caplog: pytest.Log
     assert [("clean=True" in line, "'done'" in line) for line in caplog.messages if line.startswith("Leave(")] == [
         (True, True)
     ]
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_partly_healed_state_is_not_taken_for_the_initial_one(touched: bool):
+    """The sources are dead and no checkpoint exists: two groups must not call different weights step 0."""
+    options = ManagerOptions(slot_size=SLOT, dies_with_group=False)
+    with job(min_replicas=1) as made:
+        manager = Manager(ProcessGroupGloo(), group_config("a", made.lighthouse), options, restore=lambda: None)
+        manager.healer.touched = touched
+        with closing(manager), pytest.raises(GroupEnded, match="not the initial") if touched else nullcontext():
+            manager.attach([torch.nn.Linear(2, 2)])
+            assert manager.begin_step().step == 0
 
 
 def test_a_generation_that_does_not_end_holds_up_no_close():

@@ -166,7 +166,9 @@ def test_a_model_and_its_optimizer_heal_to_the_same_steps():
 MOMENTUM = partial(torch.optim.SGD, momentum=0.9)
 
 
-@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.SGD, MOMENTUM, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "rule", [*(getattr(torch.optim, name) for name in ["AdamW", "SGD", "Adagrad", "NAdam", "ASGD"]), MOMENTUM]
+)
 def test_init_optim_state_changes_nothing_that_follows(rule: Callable[..., torch.optim.Optimizer]):
     def steps(first: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(torch.ones(5))

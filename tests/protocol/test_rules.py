@@ -17,7 +17,7 @@ from ft.protocol.compare import find_divergent, in_tail
 from ft.protocol.lighthouse import LighthouseMachine
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
-from ft.protocol.rules import fingerprint_mismatches, minimum_vertex_cover, reference_state
+from ft.protocol.rules import Decision, choose_excluded, fingerprint_mismatches, minimum_vertex_cover, reference_state
 from tests.counting import counting
 from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, formed, unhealed
 
@@ -147,6 +147,13 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
 @pytest.mark.parametrize(("pairs", "cover"), [("ab", "b"), ("ab ac ad", "a"), ("ab cd", "bd"), ("ab bc cd de", "bd")])
 def test_smallest_cover(pairs: str, cover: str):
     assert minimum_vertex_cover(frozenset(map(frozenset, pairs.split()))) == set(cover)
+
+
+def test_one_holder_remains_even_if_no_two_holders_can_work_together():
+    holders = [m.Member(f"{name}:1", step=5) for name in "ab"]
+    decision = Decision((*holders, m.Member("c:1", step=m.VOID), m.Member("d:1", step=m.VOID)), holders[0].state)
+    pairs = frozenset(frozenset(f"{name}:1" for name in pair) for pair in ("ab", "ac", "ad", "bc", "bd"))
+    assert choose_excluded(decision, pairs, 1) == {"b:1", "c:1", "d:1"} and choose_excluded(decision, pairs, 2) == set()
 
 
 def test_smallest_cover_of_many_pairs_covers_them():

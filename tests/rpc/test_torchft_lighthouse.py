@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ft.compat.group import read, write
 from ft.compat.lighthouse import LighthouseServer
-from ft.manager import GroupEnded
+from ft.manager import GroupEnded, Manager
 from ft.protocol import messages as m
 from ft.rpc.access import Access
 from ft.rpc.clients import is_torchft_lighthouse
@@ -23,7 +24,10 @@ def test_two_groups_train_one_dies_and_comes_again(peer: Peer):
         if len(rank.together_commits) == 3:
             rank.kill()
 
-    same: dict[str, Any] = {"together": 2, "every_step": True, "options": {"init_sync": True}}
+    make = partial(
+        Manager, restore=lambda: None
+    )  # as train.py: no group has a state before it has looked for a checkpoint
+    same: dict[str, Any] = {"together": 2, "every_step": True, "options": {"init_sync": True}, "make": make}
     lighthouse = peer.lighthouse(1, join_timeout_ms=100, heartbeat_timeout_ms=2000)
     with lighthouse as address, closing(Job(address)) as job:
         a = job.group("a", steps=12, **same)[0]

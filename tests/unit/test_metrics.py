@@ -285,7 +285,7 @@ def test_summary_of_a_job_of_groups_names_what_they_cost() -> None:
 def test_summary_of_a_run_that_did_nothing() -> None:
     run = Run()
     run.metrics_processor.print_summary(0, **SUMMARY)
-    assert run.lines[0] == "[0] finished step 0: 0 tokens in 0 s" and run.lines[2] == "  loss: training nan"
+    assert run.lines[0] == "[0] finished step 0: 0 tokens in 0 s" and run.lines[2] == "  loss: training no step"
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,8 @@ def test_a_word_that_others_are_waited_for_calls_a_suspicion_off(cluster: Cluste
     cluster.wait_for_others(2)
     assert cluster.armed() == [None] * 4
     assert "going on: a wait for other groups" in cluster.said()[-1]
+    cluster.wait(120)
+    assert sum("no step for" in line for line in cluster.said()) == 2, "the next hang in the same step is told, too"
 
 
 def test_a_rank_that_hangs_is_ended_however_long_others_were_waited_for_before(cluster: Cluster) -> None:

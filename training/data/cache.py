@@ -21,7 +21,7 @@ import socket
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -339,9 +339,11 @@ def _remove_leftovers(folder: Path, log: Log) -> None:
     """Removes temporary folders of killed builders. Requires the lock, so that on this host none is being written."""
     for path in folder.glob("*.tmp-*"):
         own = path.name.split(".tmp-", 1)[1].rpartition("-")[0] == socket.gethostname()
-        if own or time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > FOREIGN_LEFTOVER_S:
-            log.warning("data cache: removed %s, which a killed launch had left half-written", path.name)
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # where locks hold on one host only, another host may rename it meanwhile
+            newest_s = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+            if own or time.time() - newest_s > FOREIGN_LEFTOVER_S:
+                log.warning("data cache: removed %s, which a killed launch had left half-written", path.name)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(value: object) -> str:
