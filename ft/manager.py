@@ -676,8 +676,10 @@ class Manager:
         self._restored = None
         if self._restore:
             self._restore()
-        if self._restored is None and (self.step or self.healer.touched):
-            raise GroupEnded("no checkpoint replaces this group's state, which is not the initial one: start it again")
+            if self._restored is None and (self.step or self.healer.touched):
+                raise GroupEnded(
+                    "no checkpoint replaces this group's state, which is not the initial one: start it again"
+                )
         return m.Restored(self._restored)
 
     # ------------------------------------------------------------------------------------------------ other threads
