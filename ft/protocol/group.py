@@ -343,7 +343,7 @@ class GroupMachine:
         if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._lighthouse_is_silent(now_s)):
             self._decide(outcome)
         elif self._is_lost:  # no heartbeat is answered before all ranks have requested a quorum again
-            self._decide(replace(outcome, verdict="failed", reason=f"lost before the commit: {self.reason}"))
+            self._decide(replace(outcome, verdict="failed", reason="this group was lost before the commit"))
         else:
             self._pending_commit = self._outcomes[key] = outcome
             self._pending_since_s = now_s
