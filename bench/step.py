@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -256,10 +255,7 @@ class StepSide:
         if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        # on Linux ru_maxrss includes the parent's memory at the fork; elsewhere it is in bytes
-        linux = sys.platform == "linux"
-        resident = memory_bytes("VmHWM") if linux else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
+        peak_mib = (torch.cuda.max_memory_allocated() if cuda else memory_bytes("VmHWM")) / 2**20
         if cuda:
             torch.cuda.empty_cache()  # the sides share the device
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
