@@ -115,11 +115,8 @@ def our_llama(sizes: dict[str, int]) -> Any:
         return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
 
 
-def pharos(
-    sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack,
-    show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
-) -> Step:  # fmt: skip
-    """Returns the step of train.py, including FSDP2 with one rank. `cleanup` destroys the process group; `show` gets the parameters."""
+def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> tuple[Step, list[Any]]:
+    """Returns the step of train.py, including FSDP2 with one rank, and its parameters. `cleanup` destroys the process group."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
@@ -148,7 +145,6 @@ def pharos(
     settings = OptimizerConfig(lr=3e-4)
     optimizer = build_optimizer(settings, parallel.parts)
     parameters = list(parallel.parts[0].parameters())
-    show(parameters)
     schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
     optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
 
@@ -156,7 +152,7 @@ def pharos(
         parallel.forward_backward(inputs, labels)
         optimizer_step.step(0, labels.numel())
 
-    return step
+    return step, parameters
 
 
 def _flags(setting: str) -> dict[str, str]:
@@ -266,7 +262,7 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
-    make: Any = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side]
+    make: Any = {OURS: lambda *given: pharos(*given)[0], "torchtitan": torchtitan, "transformers": transformers}[side]
     where = torch.device(device)
     with ExitStack() as cleanup:
         member = StepSide(make(sizes, setting, where, cleanup), sizes, where)
