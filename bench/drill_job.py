@@ -271,7 +271,15 @@ class Network:
     def through(self, name: str) -> list[str]:
         """Returns a command prefix that runs in the namespace of the hub or of a group, whose link is created first."""
         if name != HUB and name not in self.addresses:
-            self._plug(name)
+            address = self.addresses[name] = f"{SUBNET}.{len(self.addresses) + 1}"
+            self._make(name)
+            self._at(  # an interface's name has at most 15 characters
+                HUB,
+                f"ip link add to-{name} type veth peer name eth0 netns {self._prefix + name}",
+                f"ip link set to-{name} master bridge",
+                f"ip link set to-{name} up",
+            )
+            self._at(name, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up")
         return ["ip", "netns", "exec", self._prefix + name]
 
     def cut(self, name: str, down: bool) -> None:
@@ -305,17 +313,6 @@ class Network:
         _run("ip", "netns", "add", self._prefix + name)
         self._spaces.append(self._prefix + name)
         self._at(name, "ip link set lo up")
-
-    def _plug(self, name: str) -> None:
-        address = self.addresses[name] = f"{SUBNET}.{len(self.addresses) + 1}"
-        self._make(name)
-        self._at(  # an interface's name has at most 15 characters
-            HUB,
-            f"ip link add to-{name} type veth peer name eth0 netns {self._prefix + name}",
-            f"ip link set to-{name} master bridge",
-            f"ip link set to-{name} up",
-        )
-        self._at(name, f"ip addr add {address}/24 dev eth0", "ip link set eth0 up")
 
     def _at(self, name: str, *commands: str) -> None:
         for command in commands:

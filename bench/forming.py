@@ -90,8 +90,7 @@ def stagger(members: Members, kind: str, store: str) -> bool:
         answers = form(here, f"{store}/{seed}", delays_s)
         after_s.append(max(d + answer["s"] for d, answer in zip(delays_s, answers, strict=True)) - max(delays_s))
         drop(here)
-    median, low, high = (f"{of(after_s):.3f}" for of in (statistics.median, min, max))
-    when = f"{median} s after the last start ({low}-{high}); bound {WITHIN_S:g} s"
+    when = f"{spread(after_s, '.3f')} s after the last start; bound {WITHIN_S:g} s"
     print(f"\n{kind}: {STARTS} starts of 3 to 5 members in any order: all have formed the process group {when}")
     return max(after_s) <= WITHIN_S
 

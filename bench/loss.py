@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from bench.job import memory_bytes, reset_peak
+from bench.job import KEEP_MEMORY, memory_bytes, reset_peak
 from bench.pairs import asking, in_turns, parser, ratio, serve, table, workers
 from parallelisms.layout import CompileConfig
 from parallelisms.loss import head_loss
@@ -39,14 +39,13 @@ ROWS, CHUNK = 4096, 512  # tokens of a batch, and of a chunk
 VOCAB, WIDTH, ROUNDS = 32_000, 128, 7
 # Large tensors are mapped and unmapped at once, so that the resident size is the memory in use
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-REUSED_MEMORY = dict.fromkeys(EXACT_MEMORY, str(1 << 30))  # as parallelisms/device.py sets it for a run
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--variant"]:
         return serve(LossSide(sys.argv[2]))
     parser(__doc__).parse_args()
-    exact, reused = _measure(EXACT_MEMORY, 1), _measure(REUSED_MEMORY, ROUNDS)
+    exact, reused = _measure(EXACT_MEMORY, 1), _measure(KEEP_MEMORY, ROUNDS)
     seconds = {name: [answer["seconds"] for answer in answers] for name, answers in reused.items()}
     rows = []
     for name, spent in seconds.items():

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -116,11 +115,8 @@ def our_llama(sizes: dict[str, int]) -> Any:
         return build(config, vocab_size=sizes["vocab"], max_seq_len=sizes["seq"])
 
 
-def pharos(
-    sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack,
-    show: Callable[[list[torch.nn.Parameter]], object] = lambda parameters: None,
-) -> Step:  # fmt: skip
-    """Returns the step of train.py, including FSDP2 with one rank. `cleanup` destroys the process group; `show` gets the parameters."""
+def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: ExitStack) -> tuple[Step, list[Any]]:
+    """Returns the step of train.py, including FSDP2 with one rank, and its parameters. `cleanup` destroys the process group."""
     from parallelisms.activation_checkpoint import ActivationCheckpointConfig
     from parallelisms.distributed import CommConfig, process_group
     from parallelisms.float8 import Float8Config
@@ -149,7 +145,6 @@ def pharos(
     settings = OptimizerConfig(lr=3e-4)
     optimizer = build_optimizer(settings, parallel.parts)
     parameters = list(parallel.parts[0].parameters())
-    show(parameters)
     schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
     optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())
 
@@ -157,7 +152,7 @@ def pharos(
         parallel.forward_backward(inputs, labels)
         optimizer_step.step(0, labels.numel())
 
-    return step
+    return step, parameters
 
 
 def _flags(setting: str) -> dict[str, str]:
@@ -256,10 +251,7 @@ class StepSide:
         if cuda:
             torch.cuda.synchronize()
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
-        # on Linux ru_maxrss includes the parent's memory at the fork; elsewhere it is in bytes
-        linux = sys.platform == "linux"
-        resident = memory_bytes("VmHWM") if linux else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak_mib = (torch.cuda.max_memory_allocated() if cuda else resident) / 2**20
+        peak_mib = (torch.cuda.max_memory_allocated() if cuda else memory_bytes("VmHWM")) / 2**20
         if cuda:
             torch.cuda.empty_cache()  # the sides share the device
         graphs = dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
@@ -270,7 +262,7 @@ def serve_side(side: str, setting: str, sizes: dict[str, int], device: str, cpus
     if cpus:
         os.sched_setaffinity(0, cpus)
     torch.manual_seed(0)
-    make: Any = {OURS: pharos, "torchtitan": torchtitan, "transformers": transformers}[side]
+    make: Any = {OURS: lambda *given: pharos(*given)[0], "torchtitan": torchtitan, "transformers": transformers}[side]
     where = torch.device(device)
     with ExitStack() as cleanup:
         member = StepSide(make(sizes, setting, where, cleanup), sizes, where)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import operator
 import re
@@ -144,14 +145,10 @@ def from_text(key: Key, text: str) -> Any:
 
 def to_text(value: Any) -> str:
     """Formats a value as TOML that is read back as the same value; a dataclass or mapping becomes an inline table."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if isinstance(value, (bool, str)):  # JSON's escapes are TOML's, which does not allow DEL either
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, (int, float)):
         return repr(value)  # repr of a float is legal TOML and is read back with the same bits
-    if isinstance(value, str):
-        escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n"}
-        written = (escapes.get(c, c if c >= " " and c != "\x7f" else f"\\u{ord(c):04X}") for c in value)
-        return f'"{"".join(written)}"'
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(to_text(item) for item in value) + "]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -39,11 +39,8 @@ SETTLE_S = 10.0  # beyond --timeout, for the other ranks to end after the first
 
 def main(argv: Sequence[str]) -> int:
     try:
-        settings, place, launch_settings = (
-            CheckSettings.parse(argv),
-            RankPlace.read(os.environ),
-            LaunchSettings.read(os.environ),
-        )
+        settings, place = CheckSettings.parse(argv), RankPlace.read(os.environ)
+        launch_settings = LaunchSettings.read(os.environ)
         if place is None and launch_settings.nnodes > 1 and launch_settings.node_rank is None:
             legal = f"from 0 to {launch_settings.nnodes - 1}"
             raise ValueError(f"NNODES={launch_settings.nnodes}: each node must be given its NODE_RANK, {legal}")

@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: removes incomplete output
     try:
-        need("safetensors", extra="hf", setting=f"hf.py {options.command}")
+        for package in ("safetensors", "tokenizers"):
+            need(package, extra="hf", setting=f"hf.py {options.command}")
     except ValueError as error:
         return fail(error, 2)
     from contrib.interchange.hf import export_run, import_folder  # after the check, as it imports torch for seconds
@@ -56,13 +57,8 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    described = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="hf.py",
-        description=described[0],
-        epilog=described[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hf.py", description=__doc__, formatter_class=how)
     commands = parser.add_subparsers(dest="command", required=True)
 
     importing = commands.add_parser("import", help="safetensors and config.json -> a checkpoint to start from")

@@ -1,17 +1,16 @@
 """Traces the calls of one steady training step: each entry into a Python function of this repository, on the trainer's thread.
 
-    python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--tree] [--write PAGE] [--section.key value ...]
+    python tools/one_step.py [CONFIG] [--groups 3] [--step 20] [--write PAGE] [--section.key value ...]
 
 Starts a lighthouse and replica groups of one rank on this machine (`--groups 1`: without fault tolerance), traces `Run.train_step` of the
 first group at the given step with sys.setprofile, and prints the number of calls, distinct functions and files, and the maximum depth,
 without `train_step` itself. Not traced: `EXCLUDED` modules (model, data, metrics) with all their calls, and comprehensions and generator
-expressions, which are frames only in some versions of Python. `--tree` prints the calls, nested; `--write` writes docs/one_step.md, with a
+expressions, which are frames only in some versions of Python. `--write` writes docs/one_step.md: the calls, nested, and a
 digest that a test compares. Exit code: 0; 1 if a group failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import hashlib
 import json
@@ -20,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT / "tools"))]
+
+from bench.pairs import parser  # noqa: E402 (our packages first)
 
 EXCLUDED = ("models/", *(f"training/{name}" for name in ("data/", "metrics", "progress", "sinks", "background_writer")))
 EXPRESSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -107,40 +110,26 @@ def trace(config: str, *overrides: str, groups: int = 3, step: int = 20) -> list
     """Runs the groups and returns the calls of `step`, in order. Raises RuntimeError if a group fails."""
     from ft.compat.lighthouse import LighthouseServer
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as cleanup:
         out = Path(folder, "calls.json")
-        words = [
-            f"--job.dump_folder={folder}",
-            f"--training.steps={step + 3}",
-            "--lr_scheduler.warmup_steps=2",
-            *overrides,
-        ]
-        env, lighthouse = {**os.environ, "OMP_NUM_THREADS": "1"}, None
+        words = [f"--job.dump_folder={folder}", f"--training.steps={step + 3}", "--lr_scheduler.warmup_steps=2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         if groups > 1:
             lighthouse = LighthouseServer("127.0.0.1:0", groups)
+            cleanup.callback(lighthouse.shutdown)
             env |= {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "NUM_REPLICA_GROUPS": str(groups)}
             words += ["--fault_tolerance.enable=true"]
-        running = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--member", str(-1 if group else step), str(out), config, *words],
-                cwd=ROOT,
-                env={**env, "REPLICA_GROUP_ID": str(group)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for group in range(groups)
-        ]
-        try:
-            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-            if lighthouse:
-                lighthouse.shutdown()
-        if any(process.returncode for process in running):
-            raise RuntimeError("\n".join(text[-2000:] for text in outputs))
+
+        def run(group: int) -> subprocess.CompletedProcess[str]:
+            member = ["--member", str(-1 if group else step), str(out), config, *words, *overrides]
+            output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": LIMIT_S}
+            own = {**env, "REPLICA_GROUP_ID": str(group)}
+            return subprocess.run([sys.executable, __file__, *member], cwd=ROOT, env=own, **output)
+
+        with ThreadPoolExecutor(groups) as threads:
+            done = list(threads.map(run, range(groups)))
+        if any(member.returncode for member in done):
+            raise RuntimeError("\n".join(member.stdout[-2000:] for member in done))
         return [TracedCall(*call) for call in json.loads(out.read_text())]
 
 
@@ -173,20 +162,14 @@ def digest_of(functions: Iterable[tuple[str, str]]) -> str:
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--member"]:
         return run_group(argv[3:], int(argv[1]), Path(argv[2]))
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("config", nargs="?", default="configs/llama.toml")
-    parser.add_argument("--groups", type=int, default=3)
-    parser.add_argument("--step", type=int, default=20)
-    parser.add_argument("--tree", action="store_true")
-    parser.add_argument("--write", type=Path, metavar="PAGE")
-    given, overrides = parser.parse_known_args(argv)
+    flags = parser(__doc__, groups=3, step=20, write=(Path, "page to write"))
+    flags.add_argument("config", nargs="?", default="configs/llama.toml")
+    given, overrides = flags.parse_known_args(argv)
     try:
         calls = trace(given.config, *overrides, groups=given.groups, step=given.step)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    if given.tree:
-        print("\n".join(tree(calls)))
     functions = {(call.file, call.function) for call in calls}
     files, deepest = {file for file, _ in functions}, max(call.depth for call in calls)
     totals = f"{len(calls)} calls, {len(functions)} functions, {len(files)} files, depth {deepest}"

@@ -262,11 +262,9 @@ def refuse(out: Path) -> None:
         raise ValueError(f"{out}: must be the name of a new folder")
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists; remove it, or name a different folder")
-    for parent in out.absolute().parents:
-        if parent.exists():
-            if not parent.is_dir():
-                raise ValueError(f"{out}: {parent} is a file, not a folder")
-            return
+    parent = next(parent for parent in out.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{out}: {parent} is a file, not a folder")
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

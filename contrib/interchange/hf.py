@@ -322,27 +322,16 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
 def byte_tokenizer() -> dict[str, str]:
     """Returns the built-in byte tokenizer as Hugging Face files: name -> content. Byte-level BPE without merges gives ByteTokenizer's ids,
     after a BOS. The character of a byte is that of GPT-2: itself if Latin-1 prints it, else one from U+0100 on."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     vocab = {chr(0x100 + hidden.index(byte)) if byte in hidden else chr(byte): byte for byte in range(256)}
-    special = {BOS: ByteTokenizer.bos_id, EOS: ByteTokenizer.eos_id, PAD: ByteTokenizer.pad_id}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, "content": token, **flags} for token, index in special.items()],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {BOS: {"id": BOS, "ids": [special[BOS]], "tokens": [BOS]}},
-        },
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.add_special_tokens([BOS, EOS, PAD])  # in the order of ByteTokenizer's ids, after the bytes
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bos = [(BOS, ByteTokenizer.bos_id)]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", "$A $B:1", bos)
+    tokenizer.decoder = decoders.ByteLevel()
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "pad_token": PAD}
     text = json.dumps({**config, "clean_up_tokenization_spaces": False}, indent=2)
-    return {TOKENIZER: json.dumps(tokenizer) + "\n", "tokenizer_config.json": f"{text}\n"}
+    return {TOKENIZER: tokenizer.to_str() + "\n", "tokenizer_config.json": f"{text}\n"}

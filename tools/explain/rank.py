@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ft.buckets import to_local
 from models import ops
 from models.contract import Model
 from parallelisms.float8 import Float8Config
@@ -204,10 +205,6 @@ def measure(
     return MeasuredStep(resident, tuple(tracker.segments(gradients, tensors | states)), labels)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class MemoryTracker(TorchDispatchMode):
     """Records each allocation, resize and free of a storage, and each collective. Temporary memory inside an operation is not seen."""
 
@@ -222,7 +219,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def serials(self, tensors: Iterable[Any]) -> set[int]:
         """Serial numbers of the storages behind the tensors' local parts."""
-        return {self._record_storage(local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
+        return {self._record_storage(to_local(t).untyped_storage()) for t in tensors if isinstance(t, Tensor)}
 
     def segments(self, gradients: set[int], resident: set[int]) -> list[Segment]:
         """Splits the record where the pipeline begins an action and where the optimizer step begins. `resident`: serials to ignore."""
@@ -340,16 +337,8 @@ class ExplainedJob:
             return self.build()
 
     def parallelize(self, mesh: DeviceMesh, model: Model, layout: ExecutionConfig, device: str = "cpu") -> Parallelized:
-        return parallelize(
-            model,
-            mesh,
-            cross_entropy_sum,
-            layout,
-            local_batch_size=self.local_batch_size,
-            seq_len=self.seq_len,
-            device=torch.device(device),
-            seed=0,
-        )
+        batch = {"local_batch_size": self.local_batch_size, "seq_len": self.seq_len}
+        return parallelize(model, mesh, cross_entropy_sum, layout, **batch, device=torch.device(device), seed=0)
 
     @property
     def microbatches(self) -> int:
@@ -435,12 +424,12 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
                 for axis, placement in zip(axes.mesh_dim_names or (), parameter.placements, strict=True)
                 if isinstance(placement, Shard | _StridedShard) and axes[axis].size() > 1
             )
-            kind = re.sub(r"\.\d+\.", ".*.", name)
-            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, tuple(local(parameter).shape), 0))
+            kind, own_shape = re.sub(r"\.\d+\.", ".*.", name), tuple(to_local(parameter).shape)
+            kinds.setdefault(kind, ParameterKind(kind, tuple(parameter.shape), dims, own_shape, 0))
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
         for group_modules in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
-            shards = [local(p) for module in group_modules for p in module.parameters()]
+            shards = [to_local(p) for module in group_modules for p in module.parameters()]
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
             groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
         return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh))
