@@ -1,1 +1,1 @@
-"""Measurements beside the peers, and proofs of what the documentation claims: each file is one command that prints a table or a verdict."""
+"""Benchmarks against other frameworks, and checks of what the documentation claims: most files are a command with a table or a verdict."""

@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     if options.write and right:
         what = f"`make bits`, torch {torch.__version__}, float32 on the CPU, gloo, real processes, real SIGKILLs"
         header = ("options", "groups x ranks", "history", "compared", "result")
-        renew(options.write, "Killed groups beside calm ones", what, markdown(header, rows))
+        renew(options.write, "Jobs with kills compared with jobs without", what, markdown(header, rows))
     return 0 if right else 1
 
 

@@ -223,7 +223,7 @@ def finish(asked: DrillRequest) -> Verdict:
             job.until("the end of all groups", over)
         except Failed as why:
             return Verdict(name, False, str(why))
-    return Verdict(name, True, f"of step {step}, by a different group than the killed one")
+    return Verdict(name, True, f"that of step {step} was saved by a different group than the killed one")
 
 
 def figures(job: DrillJob, incident: Incident, began_s: float) -> list[str]:

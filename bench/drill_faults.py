@@ -264,7 +264,7 @@ def corrupt(job: DrillJob, dice: random.Random) -> Incident:
     name, rank = job.pick(dice), dice.randrange(job.ranks)
     _order(job, name, CORRUPT, rank)
     flipped_s = time.monotonic()
-    job.until("that it is noticed", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
+    job.until("detection of the flipped bit", lambda: job.diaries[name].since(flipped_s, "healed", "start", rank=rank))
     return Incident(f"a bit of rank {rank} of group {name}", {name})
 
 
@@ -297,9 +297,9 @@ def wrong(job: DrillJob, dice: random.Random) -> Incident:
 SERVER = "the server of group {}"
 PAIRS: dict[str, Harm] = {
     "pair, in a sum": partial(pair, forming=False, at_store=False),
-    "pair, store at an end": partial(pair, forming=False, at_store=True),
+    "pair, store at one of them": partial(pair, forming=False, at_store=True),
     "pair, while forming": partial(pair, forming=True, at_store=False),
-    "pair, forming, store at an end": partial(pair, forming=True, at_store=True),
+    "pair, forming, store at one of them": partial(pair, forming=True, at_store=True),
 }
 KINDS = {
     "kill": Kind({"kill": on_group(DrillJob.kill)}),  # loss of a machine: launcher, ranks and server at once
@@ -402,8 +402,8 @@ def survivors_went_on(diaries: Diaries, incidents: Sequence[Incident], trained: 
             taken += found.count("")
             problems += [f"{incident.kind}: group {name} {what}" for what in found if what]
             steps.append(len(diaries[name].since(incident.at_s, "commit", to_s=incident.back_s)))
-    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps healed from a survivor with complete all-reduces; "
-    words += f"at least {min(steps, default=0)} steps while a fault lasted and healed"
+    words = f"{len(problems)} problems in {len(steps)} cases; {taken} steps received from a survivor whose all-reduces were complete; "
+    words += f"at least {min(steps, default=0)} steps from a fault until all groups are back"
     return Verdict("survivors continued, 0 steps lost", not problems, "; ".join([words, *problems[:10]]))
 
 

@@ -1,6 +1,6 @@
 """Measures committed tokens per second of a job of three processes while processes are killed regularly, for three ways of recovery.
 
-    make goodput PEER=PYTHON                                    all (1 hour 20 minutes); updates docs/goodput.md
+    make goodput PEER=PYTHON                                    all; updates docs/goodput.md
     python bench/goodput.py [--mb 4,100] [--minutes 2] [--rounds 2] [--startup-s 0] [--peer PYTHON] [--write FILE]
     python bench/goodput.py --no-kills [--rounds 9]        step time of configs/llama.toml with and without fault tolerance
 
@@ -191,7 +191,7 @@ def verdicts(runs: dict[str, list[GoodputRun]], megabytes: float, *, startup: bo
             seen = ratio(rates["ours"], rates[name])
             words = f"; goal: at least {goal:g}x, " if goal else ""
             verdict = reached(goal / seen.low, goal / seen.median) if goal else ""
-            said.append(f"{megabytes:g} MB, ours by {name}: {seen}{words}{verdict}")
+            said.append(f"{megabytes:g} MB, ours / {name}: {seen}{words}{verdict}")
     return said
 
 
@@ -223,7 +223,7 @@ def calm(rounds: int) -> str:
     steps = ", ".join(f"{name} {1e3 * statistics.median(of):.1f} ms" for name, of in seconds.items())
     verdict = reached(seen.high / CALM_GOAL, seen.median / CALM_GOAL)
     text = f"{seen.median:.3f}x ({seen.low:.3f}-{seen.high:.3f})"
-    return f"a step: {steps}\nwith fault tolerance by without: {text}; goal: at most {CALM_GOAL}x, {verdict}"
+    return f"a step: {steps}\nwith / without fault tolerance: {text}; goal: at most {CALM_GOAL}x, {verdict}"
 
 
 def main() -> None:
@@ -251,7 +251,7 @@ def main() -> None:
         for megabytes in map(float, options.mb.split(",")):
             more, words = storms(ways, megabytes, options)
             cells, said = cells + more, said + words
-        header = ["model", "way", "tokens/s", "kills", "ended", "steps redone", ""]
+        header = ["model", "method", "tokens/s", "kills", "ended", "steps redone", ""]
         text = table(header, cells) + "\n\n" + "\n".join(said)
         heading = f"With a start-up of {options.startup_s:g} s" if options.startup_s else "With kills"
         what = f"a kill every {EVERY_S:g} s, turns of {options.minutes:g} min, {options.rounds} rounds, steps of 50 ms"

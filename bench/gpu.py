@@ -110,6 +110,8 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
     """Runs the turns that `results` lacks within the time. Returns True if none is missing now."""
     until_s = time.monotonic() + 60 * options.minutes
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    if options.write and rows:
+        options.write.write_text(page(rows, options.device))
     taken = {row["key"] for row in rows if "failed" not in row or not options.again}
     for turn in turns:
         if turn.key in taken or not fnmatch(turn.key, options.only):
@@ -117,8 +119,7 @@ def run(turns: Iterator[GpuTurn], results: Path, options: argparse.Namespace) ->
         left_s = until_s - time.monotonic()
         if left_s < turn.limit_s / 4:
             return False
-        row: Figures = {"key": turn.key, "day": str(date.today())}
-        began_s = time.monotonic()
+        row, began_s = Figures(key=turn.key, day=str(date.today())), time.monotonic()
         try:
             row |= turn.do(min(turn.limit_s, left_s))
         except Failed as failure:
@@ -182,7 +183,7 @@ def _train(
     figures: Figures = {
         "steps": rows[-1]["step"],
         "loss": round(rows[-1]["loss"], 3),
-        "ms a step": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
+        "ms per step": round(1e3 * statistics.median(row["step_s"] for row in later), 2),
         "tokens/s": round(statistics.median(row["tokens_per_s"] for row in later)),
         "GiB": round(max(row["memory_gib"] for row in rows), 2),
     }
@@ -291,9 +292,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         folder=(Path, "folder of the results; default: outputs/gpu/<device>-<sizes>"),
         write=(Path, "page to write"),
     )
-    text = "model sizes; parts 1 and 3 use the first"
     flags.add_argument("--part", type=int, choices=(1, 2, 3), required=True)
-    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help=text)
+    flags.add_argument("--sizes", nargs="+", default=["1b", "8b"], choices=SIZES, help="parts 1, 3 use the first")
     flags.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     return flags.parse_args(argv)
 
@@ -320,20 +320,21 @@ def page(rows: Sequence[Figures], device: str) -> str:
         throughput.append((name, median, f"{low}-{high}", mfu, f"{side['memory']:,.0f}", str(side["graphs"])))
     others = [(f"{of}: {name}", str(x)) for of in ("healing", "stall") for name, x in good.get(f"3 {of}", {}).items()]
     left_out = [(key, row["failed"].replace("|", "/")) for key, row in newest.items() if "failed" in row]
-    measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`."
-    how = "Ranges are over rounds or repetitions. MFU counts 6 flops a weight and token, and attention in full, without a causal discount."
+    measured = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on {where}, by `make gpu`; settings of a step: bench/step.py."
+    how = "Ranges are over rounds or repetitions. MFU counts 6 flops per weight and token, and attention in full without a causal discount."
     blocks = ["# One GPU", f"{measured} {how}{ON_A_CPU if device == 'cpu' else ''}"]
     for title, header, found in (
-        ("Bounds", ("bound", "seen", "verdict"), verdicts(good, speeds, device)),
-        ("Versions", ("of", "is"), [(name, str(x)) for name, x in versions.items()]),
+        ("Bounds", ("bound", "measured", "verdict"), verdicts(good, speeds, device)),
+        ("Versions", ("component", "version"), [(name, str(x)) for name, x in versions.items()]),
         ("Tests", *columns("1 tests")),
         ("train.py to its end", *columns("1 train", "3 steady")),
         ("Throughput", ("size, side: setting", "tokens/s", "range", "MFU", "peak MiB", "graphs"), throughput),
         ("Two members on one device", *columns("3 kill", "3 survivor")),
-        ("Healing and checkpoints", ("what", "figures"), others),
+        ("Healing and checkpoints", ("measurement", "GB/s of healing, s of stall"), others),
         ("Left out", ("turn", "why"), left_out),
     ):
-        blocks.append(f"## {title}\n\n" + (f"```\n{table(header, found)}\n```" if found else f"{NOT_RUN}."))
+        empty = "nothing." if title == "Left out" else f"{NOT_RUN}."
+        blocks.append(f"## {title}\n\n" + (f"```\n{table(header, found)}\n```" if found else empty))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -343,8 +344,8 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
 
     def bound(name: str, seen: Any, holds: Callable[[Any], bool], form: Callable[[Any], str] = str) -> None:
         """Adds a bound. `seen`: the value; None if a turn is missing."""
-        verdict = NOT_RUN if seen is None else "no verdict" if device == "cpu" else "reached" if holds(seen) else "not"
-        found.append((name, "" if seen is None else form(seen), verdict))
+        verdict = "no verdict" if device == "cpu" else "reached" if seen is not None and holds(seen) else "not reached"
+        found.append((name, "", NOT_RUN) if seen is None else (name, form(seen), verdict))
 
     def pairs_of(rounds: Sequence[Any]) -> Callable[[Any], str]:
         return lambda pair: f"{pair}, {len(rounds)} pairs"
@@ -353,17 +354,18 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
         ours, theirs = (speeds.get(f"{size} {side}: {setting}") for side, setting in BEST.items())
         rounds = sorted(ours["by_round"].keys() & theirs["by_round"].keys()) if ours and theirs else []
         pair = ratio(*([side["by_round"][r] for r in rounds] for side in (ours, theirs) if side)) if rounds else None
-        bound(f"{size}: 1.05x torchtitan's tokens/s", pair, lambda pair: pair.low >= 1.05, pairs_of(rounds))
+        bound(f"{size}: at least 1.05x torchtitan's tokens/s", pair, lambda pair: pair.low >= 1.05, pairs_of(rounds))
         memory = ours["memory"] / theirs["memory"] if ours and theirs else None
         bound(f"{size}: no more memory than torchtitan", memory, lambda memory: memory <= 1, "{:.4f}x".format)
     percent = 100 * speeds.get(f"8b pharos: {BEST['pharos']}", {}).get("mfu", 0) or None
-    bound("8b: 45 % MFU", percent, lambda percent: percent >= 45, "{:.1f} %".format)
+    bound("8b: at least 45 % MFU", percent, lambda percent: percent >= 45, "{:.1f} %".format)
     for kind, limit in (("nccl", 1.02), ("baby_nccl", 1.05)):
         names = (kind, kind.replace("nccl", "gloo"))  # on a CPU gloo replaces NCCL
         both = [(good.get(f"3 steady {name} {n}"), good.get(f"3 steady none {n}")) for name in names for n in range(9)]
-        pairs = [(one["ms a step"], none["ms a step"]) for one, none in both if one and none]
+        pairs = [(one["ms per step"], none["ms per step"]) for one, none in both if one and none]
         step = ratio(*zip(*pairs, strict=True)) if pairs else None
-        bound(f"a step by {kind}: at most {limit}x", step, lambda step: step.high <= limit, pairs_of(pairs))  # noqa: B023 (called at once)
+        name = f"a step with a replica group over {kind}: at most {limit}x one without"
+        bound(name, step, lambda step: step.high <= limit, pairs_of(pairs))  # noqa: B023 (called at once)
     kills = {key: row for key, row in good.items() if key.startswith("3 kill")}
     for name, figure, most in (
         ("the next commit within 1 s of a kill", "next step s", 1),
@@ -373,13 +375,12 @@ def verdicts(good: Rows, speeds: Mapping[str, Figures], device: str) -> list[tup
     ):
         seen = [row[figure] for row in kills.values()]
         holds = all(seen) if most is None else all(x <= most for x in seen)
-        three = ", ".join(map(str, seen)) if len(seen) == 3 else None
-        bound(name, three, lambda _: holds)  # noqa: B023 (called at once)
+        bound(name, ", ".join(map(str, seen)) if len(seen) == 3 else None, lambda _: holds)  # noqa: B023 (called at once)
     lived_s = [good[key]["watched s"] for key in ("3 survivor, nccl", "3 survivor, gloo") if key in good]
-    bound("the survivor lives three minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
+    bound("the survivor trains on for 3 minutes", lived_s[0] if lived_s else None, lambda s: s >= 180, "{} s".format)
     healed, stalled = (ratio(*good[of].values()) if of in good else None for of in ("3 healing", "3 stall"))
-    bound("healing: 80 % of a pinned copy over the same wire", healed, lambda pair: pair.low >= 0.8)
-    bound("an async checkpoint stalls 1.1x of a copy", stalled, lambda pair: pair.high <= 1.1)
+    bound("healing: at least 0.8x a raw socket into pinned memory", healed, lambda pair: pair.low >= 0.8)
+    bound("stall of an async checkpoint: at most 1.1x a copy of the state", stalled, lambda pair: pair.high <= 1.1)
     return found
 
 
@@ -405,8 +406,7 @@ def versions(device: str) -> Figures:
     """Returns the versions that results may depend on, and the operator that attention uses."""
     from models import ops
 
-    found: Figures = {"python": sys.version.split()[0], "torch": torch.__version__}
-    found["cuda"] = torch.version.cuda or "none"
+    found = Figures(python=sys.version.split()[0], torch=torch.__version__, cuda=torch.version.cuda or "none")
     installed = {each.name.lower(): each.version for each in distributions() if each.name}
     packages = ("protobuf", "grpcio", "transformers", "torchtitan", "torchao")
     found |= {package: installed.get(package, "not installed") for package in packages}
@@ -465,7 +465,7 @@ def kill(device: str, kind: str, victim: str, watch_s: float, megabytes: int, de
             "bits equal": right,
             **({"MiB lost": round((reference.free - last.free) / 2**20, 1)} if deaths > 1 else {}),
             "watched s": round(last.at_s - killed_s, 1),
-            "a sum ms": round(1e3 * statistics.median(sums), 1),
+            "all-reduce ms": round(1e3 * statistics.median(sums), 1),
         }
 
 

@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         shares = (f"{x:.2%}" for x in (idle, reports, reports - idle))
         rows.append([f"{count}", f"{1e3 * a_step:.2f} ms", f"{1e3 * wall:.2f} ms", *shares])
         good = good and (options.each or (1e3 * a_step < STEP_BOUND_MS and reports - idle < REPORTS_BOUND))
-    print(table(["ranks", "CPU a step", "a step takes", "CPU at rest", "CPU with reports", "of reports"], rows))
+    print(table(["ranks", "CPU a step", "step time", "CPU at rest", "CPU with reports", "CPU of reports"], rows))
     if not options.each:
         met = "met" if good else "not met"
         print(f"bounds: {STEP_BOUND_MS:g} ms a step, {REPORTS_BOUND:.0%} of a core for reports: {met}")

@@ -167,7 +167,7 @@ def main() -> None:
     for kind, of in figures.items():
         peaks = (f"{max(turn[side] for turn in of):.0f}" for side in ("source", "joiner"))
         rows.append([kind, spread(speeds[kind], ".2f"), str(ratio(speeds[kind], speeds["raw"])), *peaks])
-    print(table(["over", "GB/s", "of raw", "source: MB above steady", "joiner: MB above steady"], rows))
+    print(table(["transport", "GB/s", "relative to raw", "source: MB above steady", "joiner: MB above steady"], rows))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main() -> None:
         rows.append((name, ms, beside, f"{exact[name][-1]['mib']:,.0f}"))
     sizes = f"{ROWS} tokens, vocabulary of {VOCAB}, width {WIDTH}, chunks of {CHUNK} tokens"
     print(f"{sizes}: the logits are {ROWS * VOCAB / 2**19:,.0f} MiB")
-    print(table(("loss", "ms", "time to the first", "MiB held at most"), rows))
+    print(table(("loss", "ms", "relative to the first", "peak MiB"), rows))
 
 
 def _measure(env: dict[str, str], rounds: int) -> dict[str, list[dict[str, float]]]:

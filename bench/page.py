@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
                         rows.append(_measure(browser, job))
                 print(f"{groups} groups done", file=sys.stderr)
     if rows:
-        figures = ("usable after ms", "a death after ms", "KB to begin", "largest event KB", "a step of all KB")
+        figures = ("usable, ms", "death shown, ms", "first data, KB", "largest event, KB", "update of a step, KB")
         print(table(["groups", *figures], rows))
     return 0
 

@@ -156,7 +156,7 @@ class Proof:
         except WorkerError as error:  # the ranks' errors, equal ones once
             texts = (part.strip() for part in re.split(r"^rank \d+ of \d+: ", str(error), flags=re.MULTILINE))
             problems = tuple(dict.fromkeys(filter(None, texts)))
-            found = ParityVerdict(case, Deviation("nothing came out", inf, GRADIENT_BOUND), problems)
+            found = ParityVerdict(case, Deviation("no result", inf, GRADIENT_BOUND), problems)
         return found._replace(seconds=time.monotonic() - began)
 
 
@@ -185,7 +185,7 @@ OPTIONS = {  # by axis
     "pp": (
         *(Option(name, {"pipeline_parallel_schedule": name}) for name in SCHEDULES),
         Option("CSV file", {"pipeline_parallel_schedule_csv": BACKWARDS_CSV}),
-        Option("ends weigh nothing", dict.fromkeys(LESS, 0)),
+        Option("ends count as 0 blocks", dict.fromkeys(LESS, 0)),
     ),
     "dp_replicate": GROUPING,
     "dp_shard": (*RESHARDING, *GROUPING),
@@ -292,7 +292,7 @@ def _title(degrees: ParallelDims) -> str:
 
 
 HEAD = {  # columns of a line, and their widths
-    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "apart": 7, "where most": 38, "bound": 5, "s": 5, "result": 6
+    "layout": 56, "optimizer": 9, "batches": 7, "vocabulary": 10, "loss": 12, "differ": 7, "largest at": 38, "bound": 5, "s": 5, "result": 6
 }  # fmt: skip
 
 

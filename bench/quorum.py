@@ -1,6 +1,6 @@
 """Measures the cost of ft's lighthouse, compared with torchft's (Rust) if that is installed.
 
-    make quorum PEER=PYTHON                          all, about 20 minutes; or one by one:
+    make quorum PEER=PYTHON                          all but --watchers, about 20 minutes; or one by one:
     python bench/quorum.py --peer PYTHON        rounds of 2 to 1,000 groups
     python bench/quorum.py --heartbeats         rounds during torchft's heartbeats, ten a second from each group
     python bench/quorum.py --idle               1,000 groups of ours between quorums
@@ -132,7 +132,7 @@ async def heartbeats() -> None:
         if not holds:
             break
         largest = groups
-    print(table(["groups", "beats/s", "of", "quiet ms", "beaten ms", "ratio", "server", "lost"], rows))
+    print(table(["groups", "heartbeats/s", "intended", "ms without", "ms with", "ratio", "server CPU", "lost"], rows))
     print(f"the largest that holds ({BEATS_BOUND}x, nobody lost, {SECONDS:g} s of beats): {largest} groups")
 
 

@@ -1,16 +1,16 @@
-"""The cost of a fault to a job of replica groups, beside torchft where there is one to compare with.
+"""Measures the cost of faults to a job of replica groups, compared with torchft if PEER has it.
 
-    make recovery PEER=PYTHON              all of it, two hours, or:
-    python bench/recovery.py kill          three groups, one is killed and started again: --mb 4,100,400 --kinds gloo,baby --faults 5
-    python bench/recovery.py stop          one is stopped and goes on later, with all that it has started and the trainer alone
-    python bench/recovery.py storm         steps in two minutes with a kill every 20 seconds, beside two minutes without
-    python bench/recovery.py lighthouse    the lighthouse is killed and started again two seconds later
+    make recovery PEER=PYTHON              all; or one by one:
+    python bench/recovery.py kill          three groups, one of which is killed and restarted: --mb 4,100,400 --kinds gloo,baby --faults 5
+    python bench/recovery.py stop          one is stopped and continued: the trainer with its child processes, or only the trainer
+    python bench/recovery.py storm         steps in two minutes with a kill every 20 seconds, compared with two without
+    python bench/recovery.py lighthouse    the lighthouse is killed, and restarted after two seconds
     python bench/recovery.py staggered     20 starts of three to five groups, in any order and at any time
     python bench/recovery.py killstorm     four groups, a random one killed every six seconds for three minutes
 
 PEER is a Python that has torchft-nightly. Both sides run the same job in turns (--rounds), with their defaults; torchft's collectives time
 out after 30 s. Figures are the worst of all faults and rounds unless stated otherwise. A group writes its `start` line before its first
-quorum request; "longest": the others' longest step after it, in median steps; "before": the same, before the fault. Linux only.
+quorum request; "longest": the longest step of the others after it, in median steps; "before": that before the fault. Linux only.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Fault = Callable[[RecoveryJob, ReplicaGroup], dict[str, float]]
 
 
 def followed(job: RecoveryJob, victim: ReplicaGroup, at_s: float, mend: Callable[[], float | None]) -> dict[str, float]:
-    """Figures of a fault: the others go on, `mend` takes it back, all are together. Seconds: "steady", the median step before; "gap", the
-    survivors' longest from then on; "back", from the restarted group's `start` line, or from when `mend` says, to its first commit with
-    all. In median steps: "longest", the others' longest from then on; "noise", as many steps before. "lost": failed attempts of others."""
+    """Measures a fault, which `mend` ends. Seconds: "steady", median step before; "gap", the longest step of a survivor after the fault;
+    "back", from the restarted group's `start` line, or the time that `mend` returns, to its first commit with all groups. In median steps:
+    "longest", the longest step of the others after that line; "noise", that of as many steps before. "lost": failed attempts of others."""
     count, others = len(job.groups), [group for group in job.groups if group is not victim]
     commits = [line for line in others[0].since(0.0, "commit") if line.at_s < at_s][-STEADY:]
     steps_s = gaps([line for line in commits if line.contributors == count])
@@ -80,7 +80,7 @@ def kill(job: RecoveryJob, victim: ReplicaGroup) -> dict[str, float]:
 
 
 def stop(job: RecoveryJob, victim: ReplicaGroup, whole: bool) -> dict[str, float]:
-    """SIGSTOP and SIGCONT of the trainer, or of all that it has started, too."""
+    """Stops and continues the trainer; with `whole` also its descendants."""
     again = partial(victim.signal, signal.SIGCONT, whole)
     return followed(job, victim, victim.signal(signal.SIGSTOP, whole), again)
 
@@ -92,8 +92,8 @@ def faults(
     sides: Sequence[JobSide], options: argparse.Namespace, what: str, kind: str, megabytes: float, fault: Fault,
     gap_bound: Callable[[float], float], *, back: bool,
 ) -> list[list[str]]:  # fmt: skip
-    """Runs jobs of three groups with some faults in each. Returns a row of the worst figures for each side. `gap_bound`: of the seconds of
-    a steady step; `back`: whether a restart has a bound, too. Bounds are for ours."""
+    """Runs jobs of three groups with faults. Returns a row of the worst values per side. `gap_bound`: bound of the gap, by the seconds of a
+    steady step; `back`: whether the return is bounded, too. Bounds apply to ours."""
     draws = {side.name: random.Random(SEED) for side in sides}  # the same victims on each side
 
     def job_of(side: JobSide) -> tuple[list[dict[str, float]], str]:
@@ -128,7 +128,7 @@ def faults(
 
 
 def verdict(side: JobSide, bounds: dict[str, tuple[float, float]]) -> str:
-    """The verdict on figures and their bounds. Figures of torchft have none."""
+    """Returns the verdict on values and their bounds; "" for torchft, which has no bounds."""
     if side.name != "ours":
         return ""
     missed = [f"{name} {bound:.3g}" for name, (figure, bound) in bounds.items() if not figure <= bound]
@@ -159,7 +159,7 @@ def stops(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Goodput: steps with kills beside steps without, in equal times after the job has formed."""
+    """Measures goodput: steps with kills divided by steps without, in equal times after the first common steps."""
 
     def row(side: JobSide) -> list[str]:
         calm, *_ = stormy(side, options, 3, 120, 20, lambda groups: [])
@@ -174,7 +174,7 @@ def storm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides: Sequence[JobSide]) -> None:
-    """A table with a row for each side, or for why it failed."""
+    """Prints a table with a row per side; a failed side has the row "failed"."""
     rows = []
     for side in sides:
         try:
@@ -188,7 +188,7 @@ def print_rows(header: Sequence[str], row: Callable[[JobSide], list[str]], sides
 def stormy(
     side: JobSide, options: argparse.Namespace, groups: int, seconds: float, every_s: float, victims: Victims
 ) -> tuple[GoodputRun, list[DiaryLine], list[ReplicaGroup]]:
-    """A time of kills: its outcome; the groups, which have ended at one step since, and their last lines."""
+    """Runs a job with kills. Returns the result, the last line of each group, and the groups, which have all ended at one step."""
     with RecoveryJob(side, groups, step_ms=options.step_ms) as job:
         seen = Storm(job).rage(seconds, every_s, every_s, victims)
         if seen.ended:
@@ -198,7 +198,7 @@ def stormy(
 
 
 def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Four groups and no rest; then every step must be committed, once, and all weights be equal and right."""
+    """Kills one of four groups every six seconds. Afterwards each step must be committed once, and all weights be equal and correct."""
 
     def row(side: JobSide) -> list[str]:
         seen, ends, groups = stormy(side, options, 4, 180, 6, expendable)
@@ -215,17 +215,17 @@ def killstorm(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def expendable(groups: list[ReplicaGroup]) -> list[ReplicaGroup]:
-    """Groups that a kill may take: never the last one that has the newest step, or the step before, since it may still wait for sums."""
+    """Returns the groups that may be killed: never the only one with the newest step or the step before, which may still wait for sums."""
     newest = max(group.step for group in groups)
     have = [group for group in groups if group.step >= newest - 1]
     return [group for group in groups if len(have) > 1 or group not in have]
 
 
 def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]:
-    """Finds contradictions, in words: each step is committed, at most once in a life, by the same groups for all; so say the weights.
+    """Returns descriptions of contradictions: each step must be committed, once per incarnation, with the same contributors in all groups.
 
-    A step that a life passes over is one that it healed to: after a kill some survivors may have all sums and commit, and others not. The
-    last step of a life that ended in a kill does not count: it may have died with it, and been done again by those who are left.
+    An incarnation that skips a step has healed to a later one: after a kill some survivors may have all sums and commit, others not. The
+    last step of a killed incarnation is not counted: it may be lost with it, and repeated by the other groups.
     """
     seen: dict[int, set[int]] = {}
     wrong = []
@@ -236,14 +236,14 @@ def unaccounted(groups: Sequence[Diary], ends: Sequence[DiaryLine]) -> list[str]
                 wrong += [f"group {group.name}: {a.step}, then {b.step}"] if b.step <= a.step else []
                 seen.setdefault(a.step, set()).add(a.contributors)
     last = ends[0].step
-    wrong += [f"step {step}: nobody's" for step in range(1, last) if step not in seen]
+    wrong += [f"step {step}: committed by no group" for step in range(1, last) if step not in seen]
     wrong += [f"step {step}: of {sorted(counts)} groups" for step, counts in seen.items() if len(counts) > 1]
     legal = {int(group.name) - last / 1024 for group in groups}
     return wrong + [f"weight {end.weight} after {last} steps" for end in ends if end.weight not in legal]
 
 
 def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Groups that have stopped: without a commit in the last ten seconds of twenty, whether they wait in vain or have ended."""
+    """Kills and restarts the lighthouse. A group has stopped if it has no commit in the last ten of the twenty seconds after it."""
 
     def row(side: JobSide) -> list[str]:
         with RecoveryJob(side, 3, step_ms=options.step_ms) as job:
@@ -265,7 +265,7 @@ def lighthouse(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def staggered(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
-    """Groups that start at random times within four seconds, in random order; each start is made by all sides."""
+    """Starts groups at random times within four seconds, in random order; all sides get the same times."""
     draw, formed = random.Random(SEED), {side.name: list[float]() for side in sides}
     kinds = options.kinds.split(",")
     for index in range(STARTS):
@@ -283,7 +283,7 @@ def staggered(sides: Sequence[JobSide], options: argparse.Namespace) -> None:
 
 
 def staggered_start(side: JobSide, options: argparse.Namespace, kind: str, delays: Sequence[float]) -> float:
-    """Seconds from the last `start` line to the first step of all groups in the slowest of them; infinite if it does not come."""
+    """Returns the seconds from the last `start` line until all groups have committed a common step; inf if they do not within 60 s."""
     count = len(delays)
     try:
         with RecoveryJob(side, count, step_ms=options.step_ms, kind=kind) as job:

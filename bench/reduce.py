@@ -62,7 +62,7 @@ def main() -> None:
                 rows.append([side, spread(spent[side], ".0f", 1e3), by_plain, cpu_ms, by_cpu])
             tensors = f"{options.megabytes:g} MB" + (f" in {TENSORS} tensors" if what == "step" else "")
             print(f"{what} of {tensors}, {MEMBERS} members, {options.rounds} rounds")
-            print(table(["side", "ms", "by plain", "CPU ms, all", "by plain"], rows), flush=True)
+            print(table(["side", "ms", "relative to plain", "CPU ms, all", "relative to plain"], rows), flush=True)
 
 
 class ReduceMember:

@@ -1,18 +1,18 @@
-"""One replica group, of one rank, of a tiny data-parallel job, for recovery.py, goodput.py and gpu.py to start, kill and start again.
+"""Runs one replica group, of one rank, of a tiny data-parallel job; recovery.py, goodput.py and gpu.py start, kill and restart it.
 
     python replica.py ours|torchft|restart MB STEP_MS gloo|baby|nccl|... DEVICE GROUP FOLDER       env: TORCHFT_LIGHTHOUSE
 
-The model is MB megabytes of float32; a step "computes" for STEP_MS and has ones for gradients: after n steps every weight is the number of
-the group that the job began with, less n / 1024, to the last bit. FOLDER/diary.0.jsonl has a line an event, as ft/recording.py has it:
+The model is MB megabytes of float32; a step sleeps STEP_MS, and all gradients are 1: after n steps every weight is exactly the number of
+the job's first group minus n / 1024. FOLDER/diary.0.jsonl has a line per event, as from ft/recording.py:
 
-    start        all is loaded and made; the first quorum has not been asked for
-    commit       a step holds; contributors: the groups whose gradients are in it; sum_s: what its sum took; free: bytes of the device
-    abort        it does not, and its gradients are lost: `step` is the last one that holds
-    kill         it is about to die in a sum, as it was told
-    end          weight: of all, nan where they differ; digest: of all
+    start        everything is loaded; no quorum has been requested yet
+    commit       a step is committed; contributors: groups whose gradients are in it; sum_s: seconds of its reduction; free: device bytes
+    abort        a step failed, and its gradients are lost; `step`: the last committed one
+    kill         this process is about to be killed in a reduction, as ordered
+    end          weight: the value of all weights, nan if they differ; digest: of all weights
 
-Orders come on stdin, a JSON object a line: {"end": the step after which it ends} (ours takes one more to say so to the others), {"kill":
-"child" or "group"}: SIGKILL in the middle of the next sum of two, of the process group's child or of this process.
+Orders come on stdin, a JSON object per line: {"end": last step} (ours takes one more, which announces its leave), {"kill": "child" or
+"group"}: SIGKILL of the process group's child, or of this process, during the next reduction of two groups.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=30)  # torchft's; ours keeps its defaults
 
 
 class Replica:
-    """The model, the diary and the orders of a group."""
+    """A group's model, event log and orders."""
 
     def __init__(self, megabytes: str, step_ms: str, kind: str, device: str, group: str, folder: str) -> None:
         torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def ours(replica: Replica) -> None:
 
     while not manager.may_exit:
         if not replica.goes_on:
-            manager.leave()  # said in one more step, so that it costs the others none
+            manager.leave()  # announced in one more step, so that the others lose none
         assignment = manager.begin_step()
         if assignment.slots:
             replica.compute(len(assignment.slots))
@@ -136,8 +136,8 @@ def ours(replica: Replica) -> None:
 
 
 def torchft(replica: Replica) -> None:
-    """The same job on torchft, as its own examples use it."""
-    socket.gethostname = lambda: "localhost"  # before torchft asks: the machine's own name need not resolve
+    """Runs the same job with torchft, as in its examples."""
+    socket.gethostname = lambda: "localhost"  # before torchft calls it: the machine's own name may not resolve
     from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
     from torchft.process_group import ProcessGroupBabyGloo  # type: ignore[import-not-found]
 
@@ -155,7 +155,7 @@ def torchft(replica: Replica) -> None:
     optimizer = Optimizer(manager, replica.optimizer)
     replica.say("start")
     while replica.goes_on:
-        optimizer.zero_grad()  # asks for a quorum
+        optimizer.zero_grad()  # requests a quorum
         replica.compute()
         for work in [manager.allreduce(parameter.grad) for parameter in replica.parameters]:
             work.wait()
@@ -176,9 +176,9 @@ class _Ones(torch.nn.Sequential):
 
 
 def restart(replica: Replica) -> None:
-    """The same job without fault tolerance: DistributedDataParallel, and a checkpoint every CHECKPOINT_S seconds to go on from.
+    """Runs the same job without fault tolerance: DistributedDataParallel, resumed from a checkpoint of every CHECKPOINT_S.
 
-    env, too: RENDEZVOUS, a file that does not exist yet, the same for all ranks of a start; CHECKPOINT, a file."""
+    Environment: RENDEZVOUS, a new file, the same for all ranks of a start; CHECKPOINT, a file."""
     world, saved = int(os.environ["NUM_REPLICA_GROUPS"]), Path(os.environ["CHECKPOINT"])
     meet = f"file://{os.environ['RENDEZVOUS']}"
     torch.distributed.init_process_group("gloo", init_method=meet, rank=replica.group, world_size=world)

@@ -1,6 +1,6 @@
 """Checks that a run that is killed and restarted ends with the same bits as a run that is not.
 
-    python bench/resume.py                 n = 40 steps, float32 and bfloat16, three times of two consecutive kills
+    python bench/resume.py                 n = 40 steps, float32 and bfloat16, two consecutive kills, three times
     python bench/resume.py --quick         n = 6, bfloat16, one kill: half a minute, quick enough for every commit
 
 The run has 2n steps, once without a kill. Then the same run under a different name: a random time after its checkpoint of step n its

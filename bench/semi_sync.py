@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     for one in results:
         faster = f"{one.tokens_per_s / each.tokens_per_s:.1f}x"
         lines.append((one.way, f"{one.tokens:,}", f"{one.tokens_per_s:,.0f}", faster, f"{one.held_out:.3f}"))
-    print(table(("way", "tokens", "tokens/s", "beside every step", "held-out loss"), lines))
+    print(table(("method", "tokens", "tokens/s", "relative to every step", "held-out loss"), lines))
     if options.write:
         axes = {"thousands of tokens": "over_tokens", "seconds": "over_time"}
         panels = [Panel(axis, {one.way: getattr(one, of) for one in results}) for axis, of in axes.items()]
@@ -79,7 +79,7 @@ def ways(sync_steps: int) -> dict[str, tuple[str, ...]]:
     return {
         "every step": (),
         f"DiLoCo, every {sync_steps}": diloco,
-        f"in eight bits, every {sync_steps}": (*diloco, eight_bits),
+        f"DiLoCo in int8, every {sync_steps}": (*diloco, eight_bits),
         f"4 fragments, every {sync_steps}": (*diloco, *streaming, "--fault_tolerance.fragment_update_alpha=0.5"),
     }
 

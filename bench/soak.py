@@ -401,8 +401,8 @@ def verdict(folder: Path) -> list[GrowthLine]:
 def report(done: Done, lines: Sequence[GrowthLine], problems: Sequence[str], target: int) -> str:
     orders = ", ".join(f"{count} {kind}" for kind, count in sorted(done.orders.items()))
     rows = [(it.what, it.found, it.bound, "yes" if it.holds else "NO") for it in lines]
-    return f"""{done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} lives of the processes; {done.steps} steps;
-the writer changed {done.writers} times; orders: {orders}.
+    return f"""{done.changes} of {target} changes in {done.seconds:.0f} s and {done.lives} run(s) of the program; {done.steps} steps;
+the writer changed {done.writers} times; events: {orders}.
 
 What went wrong: {"; ".join(problems) if problems else "nothing"}.
 

@@ -72,7 +72,7 @@ class FaultTolerance:
     ] = "auto"
     min_replica_size: Annotated[
         int,
-        "fewest groups that commit a step; the lighthouse's --min_replicas, where run_replicas.sh starts it",
+        "fewest groups that commit a step; run_replicas.sh and train.sbatch pass it as the lighthouse's --min_replicas",
         ">= 1",
     ] = 1
     quorum: Annotated[
@@ -106,7 +106,7 @@ class FaultTolerance:
     ] = ""
     digest_interval: Annotated[
         int,
-        "steps after which groups compare digests of their weights, shard by shard, to find errors of memory or "
+        "steps between two comparisons of the groups' weights (digests, shard by shard), which find errors of memory or "
         "arithmetic; 0: never",
         ">= 0",
     ] = 100
@@ -119,14 +119,14 @@ class FaultTolerance:
     # Each timeout, except stall_s, must be below the next one (heal_grace_s may equal takeover_s, and takeover_s collective_s).
     beat_s: Annotated[float, "seconds between two heartbeats of a group", "> 0"] = 1.0
     heartbeat_timeout_s: Annotated[
-        float, "seconds of silence after which a group is lost; the lighthouse's --heartbeat_timeout_ms", "> 0"
+        float, "seconds of silence after which a group is lost; equal to the lighthouse's --heartbeat_timeout_ms", "> 0"
     ] = 5.0
     rendezvous_s: Annotated[float, "seconds that groups have to connect to each other", "> 0"] = 10.0
     heal_grace_s: Annotated[float, "seconds that others wait for a group whose state is still arriving", "> 0"] = 30.0
     takeover_s: Annotated[
         float,
         "seconds after which groups without the state may continue without those that hold it; the lighthouse's --takeover_s; "
-        "0: never, unless its operator allows it",
+        "0: never, unless an operator allows it",
         ">= 0",
     ] = 30.0
     stall_s: Annotated[
@@ -160,7 +160,7 @@ class FaultTolerance:
     fragment_sync_delay: Annotated[int, "with diloco: optimizer steps that a reduction may overlap", ">= 0"] = 0
     fragment_update_alpha: Annotated[
         float,
-        "with diloco: weight of a group's own weights when a reduction is complete; 0: it takes the agreed weights",
+        "with diloco: share of a group's own weights in the mix with the agreed ones, when a reduction is complete; 0: none",
         ">= 0",
         "<= 1",
     ] = 0.0

@@ -39,7 +39,7 @@ class ActivationCheckpointConfig:
         "the compiler chooses",
     ] = "none"
     selective_ac_option: Annotated[
-        str, 'a number n: recompute every n-th block; "op": in each block, recompute cheap operations'
+        str, 'n: recompute every n-th block; "op": in each block, recompute all but attention and every second matmul'
     ] = "2"
     memory_budget: Annotated[
         float, "share of the activations that may be kept; requires compile.enable", ">= 0", "<= 1"

@@ -41,10 +41,10 @@ class ParallelismConfig:
     ] = "default"
     fsdp_blocks_per_group: Annotated[int, "transformer blocks whose parameters are gathered together", ">= 1"] = 1
     fsdp_forward_prefetch: Annotated[
-        int, "groups gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead", ">= 0"
+        int, "groups of blocks gathered ahead in the forward; 0: torch's default, as far as the CPU runs ahead", ">= 0"
     ] = 0
     fsdp_backward_prefetch: Annotated[
-        int, "groups gathered ahead in the backward; 0: torch's default, one group", ">= 0"
+        int, "groups of blocks gathered ahead in the backward; 0: torch's default, one group", ">= 0"
     ] = 0
     tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between them", ">= 1"] = 1
     disable_loss_parallel: Annotated[
@@ -56,7 +56,7 @@ class ParallelismConfig:
     context_parallel_degree: Annotated[int, "ranks that shard every sequence", ">= 1"] = 1
     context_parallel_load_balancer: Annotated[
         Literal["headtail", "none"],
-        "headtail: each rank has a piece of the head and one of the tail, which balances causal attention; none: one piece",
+        "headtail: each rank has a piece of the head and one of the tail, which balances causal attention; none: one contiguous piece",
     ] = "headtail"
     context_parallel_rotate_method: Annotated[
         Literal["allgather", "ring"],
@@ -75,10 +75,10 @@ class ParallelismConfig:
         int, "transformer blocks of a stage; 0: one stage per rank, two where the schedule needs several", ">= 0"
     ] = 0
     pipeline_parallel_first_stage_less_layers: Annotated[
-        int, "weight of the embedding in the split, in blocks", ">= 0"
+        int, "number of blocks that the embedding counts for when blocks are split into stages", ">= 0"
     ] = 1
     pipeline_parallel_last_stage_less_layers: Annotated[
-        int, "weight of norm and output in the split, in blocks", ">= 0"
+        int, "number of blocks that norm and output count for when blocks are split into stages", ">= 0"
     ] = 1
     module_fqns_per_model_part: Annotated[
         tuple[str, ...],

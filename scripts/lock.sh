@@ -27,6 +27,6 @@ for python in 3.10 3.11 3.12 3.13 3.14; do
   for platform in x86_64-manylinux_2_28 aarch64-manylinux_2_28 aarch64-apple-darwin; do
     uv pip compile requirements.lock requirements-dev.lock requirements-lighthouse.lock --quiet --no-header --no-annotate --no-deps --only-binary :all: \
       --python-version "$python" --python-platform "$platform" >/dev/null
-    printf 'wheels for Python %s on %s: all there\n' "$python" "$platform"
+    printf 'wheels for Python %s on %s: all available\n' "$python" "$platform"
   done
 done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Renews ft/rpc/generated from ft/rpc/*.proto (for maintainers). Needs grpcio-tools: PROTO_PYTHON names a Python that has it.
+# Regenerates ft/rpc/generated from ft/rpc/*.proto (for maintainers). Needs grpcio-tools: PROTO_PYTHON names a Python that has it.
 # Version 1.73.1, as its output runs with protobuf 6.31 to 7.x; newer versions raise the minimum protobuf version.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."

@@ -1,6 +1,6 @@
 """Writes the initial weights of a run as a checkpoint: python scripts/make_seed_checkpoint.py CONFIG [--section.key value ...]
 
-Writes the initial weights as step 0 of CONFIG's run, as `checkpoint.create_seed_checkpoint` does, but with one process on a CPU and one
+The checkpoint is step 0 of CONFIG's run, as with `checkpoint.create_seed_checkpoint`, but with one process on a CPU and one
 tensor in memory at a time, so a model of any size takes the memory of its largest tensor. The run itself starts from it in any layout; a
 different run does so with `--checkpoint.initial_load_path RUN/checkpoint/step-0`. Initial values do not depend on the layout, so comparing
 runs does not require a seed checkpoint; it is for inspection and for other programs.

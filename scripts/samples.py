@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints which replica trained on which samples at which step, and checks exactly-once: `scripts/samples.py outputs/llama`.
+"""Prints which replica group trained on which samples at which step, and checks exactly-once: `scripts/samples.py outputs/llama`.
 
     scripts/samples.py RUN [--step N | --position N] [--json]
 
@@ -195,7 +195,7 @@ def summarize(rows: Iterable[SampleRow]) -> list[TableRow]:
 
 
 def lines_of(table: Sequence[TableRow]) -> list[str]:
-    cells = [("steps", "positions", "replicas, in slot order", "open holes")]
+    cells = [("steps", "positions", "groups, in slot order", "open holes")]
     for span in table:
         counts = Counter(span.by)  # in the order of first slots; a replica with several slots is named once
         by = [owner if count == 1 else f"{owner} x {count}" for owner, count in counts.items()]

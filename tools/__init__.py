@@ -1,1 +1,1 @@
-"""Looks at a run, a cluster or this repository: nothing here is part of a run."""
+"""Tools that inspect a configuration, a cluster or this repository; no run uses them."""

@@ -38,7 +38,7 @@ PAGE = """\
 # One training step, call by call
 
 Written by `make one_step`; do not edit. Each line is a call of a function of this repository during one steady step, on the trainer's
-thread, with its file, indented below its caller. Equal consecutive calls are one line with their number.
+thread, with its file, indented below its caller. Equal consecutive calls are one line with their count.
 Not traced: model, data, metrics, and the other processes (the group's server and the lighthouse).
 
 ```

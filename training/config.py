@@ -20,15 +20,15 @@ class DataloaderConfig:
 class TrainingConfig:
     """[training]: data, batch size, number of steps and dtypes of the run."""
 
-    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "where the text comes from"] = "stdlib"
-    dataset_path: Annotated[str, "files and globs, comma-separated; owner/name for huggingface"] = ""
+    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "stdlib: Python's own source"] = "stdlib"
+    dataset_path: Annotated[str, "files: text; tokens: .npy/.bin (comma-separated globs); huggingface: owner/name"] = ""
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "dtype of a .bin token file"] = "uint16"
     dataset_subset: Annotated[str, 'subset of a huggingface data set, such as "en" of allenai/c4; "": default'] = ""
     dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
     dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
-    local_batch_size: Annotated[int, "sequences of one forward and backward on one rank", ">= 1"] = 8
-    global_batch_size: Annotated[int, "sequences per step, all ranks; -1: local x ranks", ">= -1", "!= 0"] = -1
+    local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
+    global_batch_size: Annotated[int, "sequences per step; -1: local x data-parallel ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
@@ -38,7 +38,7 @@ class TrainingConfig:
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
     mixed_precision_reduce: Annotated[Literal["float32"], "dtype of gradient reductions"] = "float32"
     loss_chunk_tokens: Annotated[
-        int, "tokens per chunk of the loss; 0: no chunks; -1: by device if the vocabulary is large, else 0", ">= -1"
+        int, "tokens per chunk of the loss; 0: none; -1: chosen by device if the vocabulary is large, else 0", ">= -1"
     ] = -1
     enable_cpu_offload: Annotated[bool, "keep parameters and optimizer state in host memory (CUDA)"] = False
     gc_freq: Annotated[int, "steps between garbage collections; 0: Python's automatic collection", ">= 0"] = 50

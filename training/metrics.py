@@ -34,7 +34,7 @@ _ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
 class MetricsConfig:
     """[metrics]: frequency and destinations of the reports."""
 
-    log_freq: Annotated[int, "steps between log lines and chart points; also the first and the last step", ">= 1"] = 10
+    log_freq: Annotated[int, "steps between log lines and chart points; first and last step always", ">= 1"] = 10
     enable_tensorboard: Annotated[bool, "write TensorBoard charts; metrics.jsonl is written always"] = True
     save_tb_folder: Annotated[str, "TensorBoard's folder inside the run's folder"] = "tb"
     enable_wandb: Annotated[bool, "write Weights & Biases charts (needs the wandb package)"] = False

@@ -60,7 +60,7 @@ class Nodes:
         groups = whole(env, "NUM_REPLICA_GROUPS", least=1, default=most)
         if groups > most:
             raise ValueError(
-                f"NUM_REPLICA_GROUPS={groups}: the job's {len(names)} nodes are enough for {most} groups of "
+                f"NUM_REPLICA_GROUPS={groups}: the job's {len(names)} nodes are enough for only {most} groups of "
                 f"NODES_PER_GROUP={per_group}; nearest: {most}"
             )
         if len(names) % per_group and "NUM_REPLICA_GROUPS" not in env:

@@ -18,26 +18,21 @@ VERSIONS = {
     "torchao", "attention", "ptrace scope",
 }  # fmt: skip
 BOUNDS = {
-    *(f"{size}: {what}" for size in ("1b", "8b") for what in ("1.05x torchtitan's tokens/s", "no more memory than torchtitan")),
-    "8b: 45 % MFU", "a step by nccl: at most 1.02x", "a step by baby_nccl: at most 1.05x", "the next commit within 1 s of a kill",
-    "no step lost", "equal bits", "no memory lost (64 MiB of slack), MiB", "the survivor lives three minutes",
-    "healing: 80 % of a pinned copy over the same wire", "an async checkpoint stalls 1.1x of a copy",
+    *(f"{size}: {what}" for size in ("1b", "8b") for what in ("at least 1.05x torchtitan's tokens/s", "no more memory than torchtitan")),
+    "8b: at least 45 % MFU", "a step with a replica group over nccl: at most 1.02x one without",
+    "a step with a replica group over baby_nccl: at most 1.05x one without", "the next commit within 1 s of a kill",
+    "no step lost", "equal bits", "no memory lost (64 MiB of slack), MiB", "the survivor trains on for 3 minutes",
+    "healing: at least 0.8x a raw socket into pinned memory", "stall of an async checkpoint: at most 1.1x a copy of the state",
 }  # fmt: skip
-TRAINED = {"steps": 15, "loss": 6.0, "ms a step": 1.0, "tokens/s": 9, "GiB": 1.0}
+TRAINED = {"steps": 15, "loss": 6.0, "ms per step": 1.0, "tokens/s": 9, "GiB": 1.0}
+KILLED = {"next step s": 0.1, "steps lost": 0, "bits equal": True, "MiB lost": 0, "watched s": 181, "all-reduce ms": 1}
 FIGURES: dict[str, dict[str, Any]] = {  # of each kind of turn
     "1 versions": dict.fromkeys(VERSIONS, "x"),
     "1 tests": {"passed": 1, "skipped": 0, "failures": "none"},
     "1 train": TRAINED,
     "2 ": {"tokens_per_s": 9.0, "memory_mib": 1.0, "graphs": 1},
-    "3 kill": {"next step s": 0.1, "steps lost": 0, "bits equal": True, "MiB lost": 0, "watched s": 181, "a sum ms": 1},
-    "3 survivor": {
-        "next step s": 0.1,
-        "steps lost": 0,
-        "bits equal": True,
-        "MiB lost": 0,
-        "watched s": 181,
-        "a sum ms": 1,
-    },
+    "3 kill": KILLED,
+    "3 survivor": KILLED,
     "3 steady": TRAINED,
     "3 healing": {"http": [1.0], "raw": [1.0]},
     "3 stall": {"stall": [1.0], "copy": [1.0]},
@@ -101,11 +96,11 @@ def test_each_bound_has_a_verdict() -> None:
     killed = [row(key, **FIGURES["3 kill"]) for key in ("3 kill group, nccl", "3 survivor, nccl")]
     text = page([row("1 versions", device="NVIDIA H100 80GB HBM3"), ours, theirs, *killed], "cuda")
     verdicts = {line[: line.index("  ")]: line.split("  ")[-1].strip() for line in lines(text, "Bounds")}
-    assert verdicts["8b: 1.05x torchtitan's tokens/s"] == "reached"
-    assert verdicts["8b: no more memory than torchtitan"] == "not"
-    assert verdicts["the survivor lives three minutes"] == "reached"
+    assert verdicts["8b: at least 1.05x torchtitan's tokens/s"] == "reached"
+    assert verdicts["8b: no more memory than torchtitan"] == "not reached"
+    assert verdicts["the survivor trains on for 3 minutes"] == "reached"
     assert verdicts["no step lost"] == "not run"  # one of three kills is not all
-    assert verdicts["1b: 1.05x torchtitan's tokens/s"] == "not run"
+    assert verdicts["1b: at least 1.05x torchtitan's tokens/s"] == "not run"
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

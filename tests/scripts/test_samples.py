@@ -48,7 +48,7 @@ def samples(folder: Path, rows: list[dict[str, Any]], *arguments: str, tail: str
 
 def test_a_hole_that_is_filled_later(tmp_path: Path):
     table = (
-        f"steps  positions     replicas, in slot order           open holes\n"
+        f"steps  positions     groups, in slot order             open holes\n"
         f"1-3    0-35          {A} {B} {C}\n"
         f"4      36-39, 44-47  {A} {C}             40-43\n"
         f"5      40-43, 48-51  {A} {C}\n"

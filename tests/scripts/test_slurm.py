@@ -158,7 +158,7 @@ def test_a_cluster_is_checked_by_ranks_of_srun(cluster: Cluster, tmp_path: Path)
     [
         ((), {"NODES_PER_GROUP": "4"}, "NODES_PER_GROUP=4: the job has 3 nodes; nearest: 3"),
         ((), {"NODES_PER_GROUP": "2"}, "NODES_PER_GROUP=2: does not divide the job's 3 nodes; NUM_REPLICA_GROUPS=1 leaves"),
-        ((), {"NUM_REPLICA_GROUPS": "4"}, "NUM_REPLICA_GROUPS=4: the job's 3 nodes are enough for 3 groups of NODES_PER_GROUP=1;"),
+        ((), {"NUM_REPLICA_GROUPS": "4"}, "NUM_REPLICA_GROUPS=4: the job's 3 nodes are enough for only 3 groups of NODES_PER_GROUP=1;"),
         (("--model.dmi=3",), {}, "model.dmi: no such key"),
         ((), {"PHAROS_ROOT": "/nowhere"}, "PHAROS_ROOT=/nowhere: must be the repository; or submit from the repository"),
     ],

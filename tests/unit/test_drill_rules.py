@@ -84,7 +84,7 @@ def test_what_a_survivor_may_not(lines: list[DiaryLine], words: str):
 def test_a_step_that_a_survivor_has_from_another_is_not_lost_if_its_own_gradients_are_in_it():
     healed = diaries(g1=[*STEADY[:11], DiaryLine("healed", 11.5, 1, 12), *STEADY[12:]])
     verdict = survivors_went_on(healed, [FAULT], {12: set("01")})
-    assert verdict.holds and "1 steps healed from a survivor with complete all-reduces" in verdict.words
+    assert verdict.holds and "1 steps received from a survivor whose all-reduces were complete" in verdict.words
     far = diaries(g1=[*STEADY[:11], DiaryLine("healed", 12.5, 1, 13), *STEADY[13:]])
     assert not survivors_went_on(far, [FAULT], {12: set("01"), 13: set("01")}).holds
 

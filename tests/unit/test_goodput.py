@@ -93,13 +93,13 @@ def test_goals_are_told_of_the_best_restart():
         "torchft": runs(20, 20),
     }
     assert verdicts(seen, 4.0, startup=False) == [
-        "4 MB, ours by restart, every 5 s: 1.38x (1.25-1.50); goal: at least 1.3x, not shown (within the range)",
-        "4 MB, ours by torchft: 1.50x (1.50-1.50); goal: at least 1.35x, reached",
+        "4 MB, ours / restart, every 5 s: 1.38x (1.25-1.50); goal: at least 1.3x, not shown (within the range)",
+        "4 MB, ours / torchft: 1.50x (1.50-1.50); goal: at least 1.35x, reached",
     ]
     assert verdicts(seen, 100.0, startup=False)[1].endswith("goal: at least 2x, missed")
     assert verdicts(seen, 4.0, startup=True) == [
-        "4 MB, ours by restart, every 5 s: 1.38x (1.25-1.50); goal: at least 2x, missed",
-        "4 MB, ours by torchft: 1.50x (1.50-1.50)",
+        "4 MB, ours / restart, every 5 s: 1.38x (1.25-1.50); goal: at least 2x, missed",
+        "4 MB, ours / torchft: 1.50x (1.50-1.50)",
     ]
     assert verdicts({**seen, "torchft": []}, 4.0, startup=False)[1:] == [], "a way that failed proves nothing"
     assert figures([], 2)[-1] == "2 failed" and figures(runs(20), 2)[-1] == "1 failed"

@@ -64,10 +64,10 @@ def test_who_lacks_a_step_may_heal_to_it(tmp_path: Path):
         (
             commits(range(1, 3)) + commits(range(4, 7)),
             commits(range(1, 3)) + commits(range(4, 7)),
-            ["step 3: nobody's"],
+            ["step 3: committed by no group"],
         ),
         (commits(range(1, 7)), commits(range(1, 4)) + commits(range(3, 7)), ["group 1: 3, then 3"]),
-        (commits(range(2, 7)), commits(range(2, 7)), ["step 1: nobody's"]),
+        (commits(range(2, 7)), commits(range(2, 7)), ["step 1: committed by no group"]),
         (
             commits(range(1, 7)),
             commits(range(1, 7), participants=1),

@@ -139,11 +139,11 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
 
 def explain(job: ExplainedJob, extra_memory: ExtraMemory | None = None) -> str:
     """Returns the report: at most WIDTH columns, ends in a newline. `extra_memory`: for fault tolerance."""
-    profiles, n = ranks(job), job.degrees.world_size
+    profiles, n, where = ranks(job), job.degrees.world_size, DEVICE_TRAITS[job.device_type].location
+    layout = f"{n} ranks {where}, {job.degrees}" if n > 1 else f"1 rank {where.removesuffix(' each')}"
     head = (
-        f"{job.title}: {n} rank{'s' * (n > 1)} {DEVICE_TRAITS[job.device_type].location}, {job.degrees}. Nothing was started: ranks were "
-        "simulated with fake tensors. Numbers are for one rank and one step unless stated otherwise; with uneven sharding the last ranks "
-        "have less."
+        f"{job.title}: {layout}. Nothing was started: ranks were simulated with fake tensors. Numbers are for one rank and one step "
+        "unless stated otherwise; with uneven sharding the last ranks have less."
     )
     sections: list[tuple[str, Iterable[str]]] = [
         ("", _wrapped(head)),
