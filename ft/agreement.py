@@ -58,7 +58,7 @@ class Agreement:
         self._carry_out(self._group.broadcast, agreed, 0)
         if not agreed.item():
             return None
-        return outcome or Outcome("commit", *vote.key[:3], "yes", bool(change), "all ranks said yes")
+        return outcome or Outcome("commit", *vote.key[:3], "yes", bool(change), "all ranks voted yes")
 
     def _carry_out(self, collective: Callable[..., dist.Work], *arguments: object) -> None:
         try:

@@ -37,7 +37,7 @@ from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
-from ft.protocol.compare import in_tail
+from ft.protocol.compare import as_sent
 from ft.protocol.messages import VOID
 from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
@@ -614,7 +614,7 @@ class Manager:
         try:
             tail = effect.tail
             if at := effect.digest_at:  # place of the digest of this rank's weights, which groups compare in this step
-                values = in_tail(digest(self._weights), copied=effect.copied)
+                values = as_sent(digest(self._weights), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch_tail(tail, zeros=effect.zeros)
         except RuntimeError as error:  # an error of the caller: nothing was launched, and the next step raises it again

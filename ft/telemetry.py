@@ -99,8 +99,8 @@ class ManagerTelemetry:
         self._clock = clock
         # "": no wait; "sums": for other groups, in a reduction; "vote": for ranks of this group, which may be in a reduction
         self.current_wait: Literal["", "sums", "vote"] = ""
-        self.wait_began_s = 0.0  # begin of the newest reduction's wait
-        self.first_began_s: float | None = None  # begin of the first step; infinite once a step is committed
+        self.wait_began_s = 0.0  # start of the newest reduction's wait
+        self.first_began_s: float | None = None  # start of the first step; infinite once a step is committed
         self._sends: tuple[float, float] | None = None  # begin and time limit of a commit's wait for joiners
         self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)

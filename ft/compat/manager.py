@@ -341,7 +341,7 @@ class Manager:
         self.core.healer.fence()
 
     def allow_state_dict_read(self) -> None:
-        """Does nothing: the state is only read at the begin of a step."""
+        """Does nothing: the state is only read at the start of a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: numbers and strings. To be called between should_commit and start_quorum."""

@@ -46,10 +46,10 @@ class Feed:
 
     def __init__(self, service: LighthouseService, *, takes_orders: bool) -> None:
         self.history = History(service.machine)
-        self.reported, self.on_event = self.history.reported, self.history.on_event
+        self.reported, self.on_timeline_event = self.history.reported, self.history.on_timeline_event
         self.view = View(service, self.history, takes_orders=takes_orders)
         self.boot = secrets.token_hex(4)  # part of event ids, so that those of a former lighthouse process are invalid
-        self.watchers: dict[asyncio.Transport, float] = {}  # watcher -> begin of its current write; 0: none
+        self.watchers: dict[asyncio.Transport, float] = {}  # watcher -> start of its current write; 0: none
         self.ring: deque[bytes] = deque()  # the newest update last; its number is self._number
         self._ring_bytes = 0
         self._number = 0
@@ -104,7 +104,7 @@ class Feed:
         return "".join(lines).encode()
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """GET /events. Ends when the watcher goes, is too slow, or the lighthouse stops."""
+        """Serves GET /events, until the watcher goes or is too slow, or the lighthouse stops."""
         if self._over:
             text = "the dashboard had an error and is switched off; the error is in the lighthouse's log\n"
             raise web.HTTPServiceUnavailable(text=text)
@@ -153,9 +153,9 @@ class Feed:
         self._new_update.set()
 
 
-def messages(parts: Parts, now_s: float) -> list[str]:
-    """Returns an update as one or more JSON objects (section -> items) of about MAX_BYTES at most. `now_s`: seconds since 1970."""
-    made: list[dict[str, list[str]]] = [{"now": [f"{now_s:.1f}"]}]
+def messages(parts: Parts, at_s: float) -> list[str]:
+    """Returns an update as one or more JSON objects (section -> items) of about MAX_BYTES at most. `at_s`: seconds since 1970."""
+    made: list[dict[str, list[str]]] = [{"now": [f"{at_s:.1f}"]}]
     size = 0
     for section, items in parts.items():
         for text in map(_encode, items):

@@ -31,7 +31,7 @@ RATE_S = 60.0  # period of the step rate
 
 
 @dataclass
-class Happening:
+class TimelineEvent:
     number: int
     at_s: float
     lane: int  # index of LANES
@@ -73,10 +73,10 @@ class History:
     def __init__(self, machine: LighthouseMachine, wall_clock: Callable[[], float] = time.time) -> None:
         self._machine, self._wall_clock = machine, wall_clock
         self.changes = 0
-        self.events: deque[Happening] = deque(maxlen=MAX_EVENTS)
+        self.events: deque[TimelineEvent] = deque(maxlen=MAX_EVENTS)
         self.points: list[Point] = []
         self.sizes: deque[Size] = deque(maxlen=MAX_SIZES)
-        self.cut_at = (0, 0)  # the job last went back: at this change, to this step
+        self.cut_at = (0, 0)  # newest return of the job to an earlier step: number of that change, and the step
         self.healing: dict[str, tuple[int, tuple[str, ...]]] = {}  # id that heals -> step of the state, its sources
         self.gone: OrderedDict[str, Departure] = OrderedDict()  # by id, the latest last
         self.last_step_s = 0.0  # time of the newest reported commit, in seconds since 1970
@@ -123,7 +123,7 @@ class History:
             step, _ = self.healing.pop(report.replica_id)
             self.add("heal", "good", f"{report.replica_id} has the state of step {step}")
 
-    def on_event(self, replica_id: str, happened: Any) -> None:
+    def on_timeline_event(self, replica_id: str, happened: Any) -> None:
         """Adds a pharos_pb2.Happened. Most events happen in all groups, and equal ones are merged, so the group is not named."""
         text = f"a step failed: {happened.text}" if happened.lane == "commit" else happened.text
         if happened.lane == "storage":  # concerns this group only
@@ -139,7 +139,7 @@ class History:
                 return
         self._numbers += 1
         at_s = round(self._wall_clock(), 1)
-        self.events.append(Happening(self._numbers, at_s, number, grade, step, text, 1, self._change()))
+        self.events.append(TimelineEvent(self._numbers, at_s, number, grade, step, text, 1, self._change()))
 
     def items_between(self, since: int, until: int) -> dict[str, list[list[Any]]]:
         """Returns the items whose latest change is after `since` and not after `until`, as the page gets them."""
@@ -200,7 +200,7 @@ class History:
         out = sorted(before - self._ids)
         words = [f"{named(new)} in"] * bool(new) + [f"{named(out)} out"] * bool(out)
         change = "; ".join(words) or "the same members"
-        self.add("membership", "good", f"quorum {quorum.quorum_id} of {len(quorum.ids)}: {change}", step=step)
+        self.add("membership", "good", f"quorum {quorum.quorum_id} of {len(quorum.ids)} groups: {change}", step=step)
         self.healing = {
             quorum.ids[rank]: (step, tuple(quorum.ids[source] for source in sources))
             for rank, sources in recover_src_replica_ranks(quorum).items()

@@ -126,7 +126,7 @@ def _app(service: LighthouseService, access: Access) -> tuple[web.Application, F
     registry.register(_Collector(service))
     feed = Feed(service, takes_orders=bool(access.token))
     orders = Orders(service, feed, has_token=bool(access.token))
-    service.page = feed
+    service.dashboard = feed
 
     async def status_json(_: web.Request) -> web.Response:
         return web.json_response(status(service), dumps=lambda page: json.dumps(page, allow_nan=False))
@@ -192,7 +192,7 @@ class Orders:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text='an order is {"order": ..., "replica_id": ...}\n') from None
         if order not in ORDERS or not isinstance(replica_id, str):
-            raise web.HTTPBadRequest(text=f"order: legal is {' and '.join(ORDERS)}; replica_id: a group's\n")
+            raise web.HTTPBadRequest(text=f"order: legal is {' or '.join(ORDERS)}; replica_id: a string\n")
         return order, replica_id
 
     def _carry_out(self, order: str, replica_id: str, who: str) -> str:

@@ -187,7 +187,7 @@ class _Connection:
             self._sock.close()
 
     def _head(self) -> bytes:
-        """Reads a request's head, without its empty line, or the begin of a too long one; empty: the end. Raises OSError."""
+        """Reads a request's head, without its empty line, or the start of a too long one; empty: the end. Raises OSError."""
         data = b""
         deadline = time.monotonic() + (self._server.silence_s if self.trusted else self._server.head_s)
         while not data.endswith(b"\r\n\r\n") and len(data) <= MAX_HEAD_BYTES + 4:

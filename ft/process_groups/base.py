@@ -534,7 +534,7 @@ class ProcessGroup(Collectives):
 
     @property
     def waits_since_s(self) -> float | None:
-        """time.monotonic() at the begin of the current wait for members: in forming, or in the oldest pending operation; None: no wait."""
+        """time.monotonic() at the start of the current wait for members: in forming, or in the oldest pending operation; None: no wait."""
         with self._lock:
             forming, generation = self._forming, self._generation
         if forming is not None:

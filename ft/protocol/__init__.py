@@ -1,4 +1,4 @@
-"""The fault-tolerance protocol as pure state machines: each event, with the time, returns effects and a reason. Standard library only.
+"""The fault-tolerance protocol as pure state machines: `handle(event, now_s)` returns effects and a reason. Standard library only.
 
 Reading order: messages.py (events and effects), rules.py (which members continue together), lighthouse.py (forms quorums) with
 roster.py (live ids) and quorum_record.py (history of a quorum), group.py (the ranks of a replica group

@@ -1,8 +1,8 @@
 """Comparison of weights between replica groups, by digests in the tail of a step (see step.py).
 
 Each member writes its digest at its own index of the tail, and zeros elsewhere. A digest is DIGEST_WORDS integers below 2**24, which fp32
-adds to zeros exactly: so the all-reduce gives each rank the digests of the same group_rank of all groups, without a further message. A
-negative digest marks a copy: its group has healed since weights were last compared. It is no witness, since an error of its source is its
+adds to zeros exactly: so the all-reduce gives each rank the digests of its group_rank in all groups, without a further message. A
+negative digest marks a copy: its group has healed since weights were last compared. The group is no witness: an error of its source is its
 error too: else a faulty group could outvote the others together with groups that have healed from it.
 """
 
@@ -18,7 +18,7 @@ Digest = tuple[float, ...]
 NONE: Digest = (0.0,) * DIGEST_WORDS  # digest of a member without a state
 
 
-def in_tail(digest: Digest, *, copied: bool) -> Digest:
+def as_sent(digest: Digest, *, copied: bool) -> Digest:
     """Returns the digest as a member writes it into the tail."""
     return tuple(-word for word in digest) if copied else digest
 
@@ -28,7 +28,7 @@ def member_digest(digests: Sequence[float], rank: int) -> Digest:
     return tuple(digests[DIGEST_WORDS * rank : DIGEST_WORDS * (rank + 1)]) or NONE
 
 
-@lru_cache(64)  # a process that drives several ranks asks the same for each
+@lru_cache(64)  # a process that drives several ranks makes the same call for each
 def find_divergent(digests: tuple[float, ...], members: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the members whose digest is not the majority's; all members where digests differ without a majority; none where all are
     equal. The majority's digest is that of more than half of the witnesses; if only one is a witness, of more than half of the members."""

@@ -24,7 +24,7 @@ from ft.protocol import messages as m
 from ft.protocol.messages import Effect, Event, Notice, Outcome, Quorum, QuorumResult, RankCall, Source, Vote, VoteKey
 
 OUTCOMES_KEPT = 16  # newest outcomes that are remembered; a rank repeats only votes on the newest few
-WAITS_EVERY_S = 1.0  # longest interval between two Waits; a rank counts one for three seconds (rpc/clients.py)
+WAITS_EVERY_S = 1.0  # longest interval between two Waits; to a rank one is valid for three seconds (rpc/clients.py)
 LEAVE_BEATS = 3  # heartbeats for which a group that was asked to leave still waits for other groups
 _WORST = {"yes": 0, "retry": 1, "failed": 2}  # the highest of the ranks' verdicts decides
 
@@ -51,7 +51,7 @@ class GroupMachine:
         self.quorum: Quorum | None = None
         self.reason = "no rank has requested a quorum"
         self._rejoin_count = 0
-        self._is_lost = False  # True: the id is lost, and not all ranks have called since: no stream is open
+        self._is_lost = False  # True: the id is lost, and no stream is open until all ranks request a quorum
         self._takeover_s = config.times.takeover_s  # the lighthouse's, once it has answered
         # when the newest request to the lighthouse was first sent, and when the newest answered heartbeat was sent
         self._called_s = self._answered_s = now_s
@@ -59,8 +59,8 @@ class GroupMachine:
         self._newest: dict[int, int] = {}  # rank -> number of its newest request
         self.checkpoint_metadata: dict[int, str] = {}  # rank -> address at which it serves its state
         self.waiting: dict[int, RankCall] = {}  # rank -> its waiting quorum request
-        self._joining_since_s: float | None = None  # begin of a wait for ranks that have not requested a quorum
-        self._asks_since_s: float | None = None  # begin of the wait for the lighthouse's answer
+        self._joining_since_s: float | None = None  # start of a wait for ranks that have not requested a quorum
+        self._asks_since_s: float | None = None  # start of the wait for the lighthouse's answer
         self._joined_calls: dict[int, RankCall] = {}  # the ranks' requests that _calling stands for
         self._calling: m.Call | None = None  # request to the lighthouse that is not answered yet
         self._number = 0  # number of the newest request to the lighthouse
@@ -77,7 +77,7 @@ class GroupMachine:
         self._healed = False  # True: all ranks have fetched the state that this quorum heals them with
         self._pending_commit: Outcome | None = None  # outcome "yes" held back because the lighthouse is silent
         self._pending_since_s = 0.0
-        self._sums_since_s: float | None = None  # begin of a wait of all ranks in the all-reduce of a step
+        self._sums_since_s: float | None = None  # start of a wait of all ranks in the all-reduce of a step
         self._wants_to_leave = False
         self._streams: set[int] = set()
         self._notices: list[Notice] = []  # notices of the current generation
@@ -99,7 +99,7 @@ class GroupMachine:
             case m.RankCancelled(rank):
                 self.waiting.pop(rank, None)
                 self._calling = self._calling if self.waiting else None
-            case m.SumsAwaited(awaited):
+            case m.ReductionAwaited(awaited):
                 self._sums_since_s = now_s if awaited else None
             case m.WantsToLeave():
                 self._wants_to_leave, self.reason = True, "a rank was asked to leave"
@@ -291,7 +291,7 @@ class GroupMachine:
         self.reason = reason
 
     def _clear_calls(self) -> None:
-        """Forgets the requests that were answered: the next one begins a new round."""
+        """Forgets the requests that were answered: the next one starts a new joint request."""
         self.waiting, self._calling, self._joining_since_s = {}, None, None
         self._asks_since_s, self._lighthouse_says = None, ""
 
@@ -312,7 +312,7 @@ class GroupMachine:
         if before is None or _WORST[vote.verdict] >= _WORST[before.verdict]:
             votes[vote.group_rank] = vote
         all_have = vote.whole or len(votes) == self.config.world_size
-        self.reason = f"{'all' if all_have else len(votes)} of {self.config.world_size} ranks have voted on {vote.kind}"
+        self.reason = f"{'all' if all_have else len(votes)} of the {self.config.world_size} ranks voted on {vote.kind}"
         if done is None and (vote.verdict == "failed" or all_have):
             self._tally_votes(key, now_s)
 
@@ -337,7 +337,7 @@ class GroupMachine:
             step=worst.step,
             verdict=worst.verdict,
             change=any(vote.change for vote in votes),
-            reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks said yes",
+            reason=f"rank {worst.group_rank}: {worst.reason}" if worst.verdict != "yes" else "all ranks voted yes",
             blame=tuple(sorted({other for vote in votes for other in vote.blame})),
         )
         if not (outcome.kind == "commit" and outcome.verdict == "yes" and self._lighthouse_is_silent(now_s)):
@@ -385,7 +385,7 @@ class GroupMachine:
                 self._overtaken(notice.quorum_id)
             return
         if isinstance(notice, m.GenerationAborted):
-            self._fail_pending_commit(f"cut off before the commit: {notice.reason}")
+            self._fail_pending_commit(f"the generation ended before the commit: {notice.reason}")
         self._notify_ranks(notice)
         self.reason = f"{type(notice).__name__} in quorum {current}"
 
@@ -403,18 +403,18 @@ class GroupMachine:
     # ---- waits
 
     def waits(self, now_s: float) -> tuple[str, float] | None:
-        """Returns the reason and the begin of this group's wait for others; None if it waits for none, or for a rank of its own."""
+        """Returns the reason and the start of this group's wait for others; None if it waits for none, or for a rank of its own."""
         if self._pending_commit:
-            return f"the commit waits: {self._lighthouse_is_away(now_s)}", self._pending_since_s
+            return f"the commit waits: {self._last_answer(now_s)}", self._pending_since_s
         if self._calling and self._asks_since_s is not None:
-            away = now_s - self._answered_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
-            says = [self._lighthouse_is_away(now_s)] * away + [self._lighthouse_says] * bool(self._lighthouse_says)
+            is_silent = now_s - self._answered_s > self.config.times.heartbeat_timeout_s or not self._lighthouse_says
+            says = [self._last_answer(now_s)] * is_silent + [self._lighthouse_says] * bool(self._lighthouse_says)
             return f"no quorum: {'; before that: '.join(says)}", self._asks_since_s
         if self._sums_since_s is not None and now_s - self._sums_since_s <= self.config.times.collective_s:
             return "other groups, in the all-reduce of a step", self._sums_since_s
         return None
 
-    def _lighthouse_is_away(self, now_s: float) -> str:
+    def _last_answer(self, now_s: float) -> str:
         return f"the lighthouse last answered {now_s - self._answered_s:.0f} s ago"
 
     def _release_ranks(self) -> None:
@@ -422,7 +422,7 @@ class GroupMachine:
         self.reason = "asked to leave while it waited: all ranks are released"
 
     def _on_tick(self, now_s: float) -> None:
-        """Ends the group if a rank keeps the others waiting for stall_s: it hangs, or died before it opened its stream. Tells of waits."""
+        """Ends the group if a rank keeps the others waiting for stall_s: it hangs, or died before it opened its stream. Reports waits."""
         gap_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if self._joining_since_s is not None and gap_s > self.config.times.heartbeat_timeout_s / 2:
             self._joining_since_s += gap_s  # this process was stopped, or the host asleep, and the ranks with it

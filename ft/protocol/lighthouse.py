@@ -32,7 +32,7 @@ LEAP = 1_000_000  # ids skipped after the state file was lost: more than can hav
 @dataclass(frozen=True)
 class LighthouseConfig:
     min_replicas: int = 1  # fewest members of a quorum, healing ones included
-    join_timeout_s: float = 60.0
+    join_timeout_s: float = 60.0  # wait of the first quorum request for healthy groups that have made none
     tick_s: float = 0.1
     times: Timeouts = field(default_factory=Timeouts)
     num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
@@ -57,7 +57,7 @@ class LighthouseMachine:
     ) -> None:
         """`epoch`: unique to this process, used unless `saved` or a report has the job's. `saved`: contents of the state file. `fresh`:
         no state file has ever existed. With neither, the file was lost: for takeover_s (None: until an operator's order) no
-        quorum is formed before all members of the newest have reported. `lower_terms`: the config's limits apply even below saved ones."""
+        quorum is formed before all members of the newest one report. `lower_terms`: the config's limits apply even below saved ones."""
         terms = config.terms if lower_terms else config.terms.at_least(saved.terms if saved else None)
         times, count = replace(config.times, takeover_s=terms.takeover_s), terms.num_replica_groups
         self.config = config = replace(config, min_replicas=terms.min_replicas, times=times, num_replica_groups=count)
@@ -71,7 +71,7 @@ class LighthouseMachine:
         takeover_s = math.inf if config.times.takeover_s is None else config.times.takeover_s
         self._state_file_lost = not (saved or fresh)
         self._awaits_reports_until_s = now_s + takeover_s if self._state_file_lost else now_s
-        self._reported: set[str] = set()  # names of groups that have opened a stream, and told which quorum they know
+        self._reported: set[str] = set()  # names of groups that have opened a stream, and so reported their quorum
         self._out: list[Effect] = []
         if saved:
             self._epoch, self._last_id, self._settled = saved.epoch, saved.last_id, saved.settled
@@ -190,7 +190,7 @@ class LighthouseMachine:
 
     def _on_stream_closed(self, replica_id: str, now_s: float) -> None:
         """Counts the group as lost, since the kernel closes the stream of a process that died. If this lighthouse itself was stopped, the
-        group may have closed the stream for its silence: then only the heartbeat timeout counts."""
+        group may have closed the stream because it got no answers: then only the heartbeat timeout counts."""
         timeout_s = self.config.times.heartbeat_timeout_s
         peer = self.roster.peers.get(replica_id)
         if peer and now_s - self._last_tick_s - self.config.tick_s > timeout_s / 2:
@@ -216,10 +216,10 @@ class LighthouseMachine:
             record.on_report(event, now_s)
 
     def _on_leave(self, event: m.Leave, now_s: float) -> None:
-        roster, replica_id, held = self.roster, event.replica_id, len(self.roster.claims)
+        roster, replica_id, claims = self.roster, event.replica_id, len(self.roster.claims)
         if roster.kind == "pharos":
             roster.drop_claim(replica_id)
-        if held and not roster.claims:
+        if claims and not roster.claims:
             self._persist(now_s)  # the job is over: its limits and fingerprint do not apply to the next one
         if replica_id not in roster.peers or roster.peers[replica_id].kind != "pharos":
             return
@@ -283,26 +283,26 @@ class LighthouseMachine:
         if pairs and (out := choose_excluded(decision, pairs, least)):  # these sit out; the others form a quorum
             roster.sit_out(out, pairs, now_s)
             self._evaluate(now_s)
-            self.reason += f"; {', '.join(sorted(out))} sit out: {describe_pairs(pairs)}"
+            self.reason += f"; sitting out: {', '.join(sorted(out))} ({describe_pairs(pairs)})"
         elif pairs:  # all wait until these can work together
             too_few = f"fewer than min_replicas = {least} would be left"
             self.reason = f"{describe_pairs(pairs)}; without some of them {too_few}"
         elif decision.members:
             self._issue(decision, now_s)
         elif roster.sitting:
-            # They are readmitted if there can be no quorum without them; those whose heals failed only if no other group joins in time.
+            # Readmits them if there can be no quorum without them; those whose heals failed only after the join timeout.
             alone = roster.healthy() < least and roster.waited(now_s) >= join_s
             if len(roster.candidates) < least and roster.readmit(now_s, early=True, unhealed=alone):
                 self._evaluate(now_s)
             elif pairs := pairs_with(next(iter(roster.sitting)), [*roster.candidates, *roster.sitting], roster.blames):
-                self.reason += f"; {', '.join(roster.sitting)} sit out: {describe_pairs(pairs)}"
+                self.reason += f"; sitting out: {', '.join(roster.sitting)} ({describe_pairs(pairs)})"
 
     def _issue(self, decision: Decision, now_s: float) -> None:
         ids = tuple(member.replica_id for member in decision.members)
         old = self.quorum
         calls = [call for replica_id in ids if (call := self.roster.peers[replica_id].call)]
         # A new id if the members changed, if one of them reports a failed generation or knows a newer quorum, or if they go back to a
-        # checkpoint (the steps after it are then made again, and must not have the names of the first ones); else the same id.
+        # checkpoint (the steps after it are then made again, and must get different commit ids); else the same id.
         if (
             self._record is None
             or self._record.failed
@@ -357,15 +357,15 @@ class LighthouseMachine:
     # ---- refusals
 
     def _refuse_call(self, event: Call, now_s: float) -> bool:
-        """Refuses a lost id, a wrong kind, a second group of one name, a different fingerprint, impossible values. Returns True if so."""
+        """Refuses a lost id, a wrong kind, a second group of one name, a different fingerprint, or impossible values. True: refused."""
         member = event.member
         if event.kind == "pharos" and self._refuse_lost(member.replica_id, now_s):
             return True
         self._choose_kind(event.kind)
         self._choose_fingerprint(event, now_s)
-        problem = validate_request(event) or self.refuses(event.kind) or self._name_taken(event, now_s)
+        problem = validate_request(event) or self.kind_problem(event.kind) or self._name_taken(event, now_s)
         mismatched = None if problem else fingerprint_problem(event, self._fingerprint)
-        if mismatched and self.roster.claims and not self.roster.has_members:  # members may come back, or be taken over
+        if mismatched and self.roster.claims and not self.roster.has_heard_a_member:  # until one returns, or takeover
             self.roster.mismatched[member.replica_id] = mismatched[1]
         elif problem := problem or mismatched:
             self._out.append(m.Refuse(member.replica_id, *problem))
@@ -392,9 +392,9 @@ class LighthouseMachine:
             roster.update_sets(replica_id)
 
     def _settle_mismatched(self, now_s: float) -> None:
-        """Refuses mismatched groups once a member is heard of; if the members may be taken over, adopts the first group's fingerprint."""
+        """Refuses mismatched groups once a member is heard of; if the job may be taken over, adopts the first group's fingerprint."""
         roster = self.roster
-        if roster.has_members:
+        if roster.has_heard_a_member:
             self._take_fingerprint(self._fingerprint)
         elif not roster.candidates and roster.is_free(now_s, self.config.times.takeover_s):
             call = roster.peers[next(iter(roster.mismatched))].call
@@ -402,7 +402,7 @@ class LighthouseMachine:
         elif not roster.candidates:
             self.reason = f"{next(iter(roster.mismatched.values()))}; the job's members may come back"
 
-    def refuses(self, kind: Kind) -> Problem:
+    def kind_problem(self, kind: Kind) -> Problem:
         """Returns the refusal of members of this kind, else None. Both kinds may join until the first quorum request."""
         ours = self.roster.kind
         if kind == ours or (self._record is None and not self.roster.candidates):
@@ -410,14 +410,14 @@ class LighthouseMachine:
         return ("FAILED_PRECONDITION", f"this job's quorums hold members of {ours}; {kind} cannot join them")
 
     def _choose_kind(self, kind: Kind) -> None:
-        if kind != self.roster.kind and not self.refuses(kind):
+        if kind != self.roster.kind and not self.kind_problem(kind):
             self.roster.kind = kind  # from here on groups of the other kind do not count
             for replica_id in [*self.roster.peers]:
                 self.roster.update_sets(replica_id)
 
     def _turn_away(self, replica_id: str, kind: Kind, now_s: float) -> bool:
-        """Refuses an id of the wrong kind, about which nothing is stored, or a lost one. Returns True if so."""
-        if problem := self.refuses(kind):
+        """Refuses an id of the wrong kind, about which nothing is stored, or a lost one. Returns True if it is refused."""
+        if problem := self.kind_problem(kind):
             self._out.append(m.Refuse(replica_id, *problem))
         return problem is not None or self._refuse_lost(replica_id, now_s)
 
@@ -444,7 +444,7 @@ class LighthouseMachine:
         silent_s, times = now_s - self.roster.peers[old].seen_s, self.config.times
         limit_s = min(2.5 * times.beat_s, times.heartbeat_timeout_s)  # two heartbeats, and half a one for their latency
         if silent_s < limit_s and m.process_of(new) != m.process_of(old):
-            return ("ALREADY_EXISTS", f'two groups with one id: "{name}" is {old}, seen {silent_s:.1f} s ago')
+            return ("ALREADY_EXISTS", f'two groups with the name "{name}": {old} was seen {silent_s:.1f} s ago')
         self._lose([old], f"{new} took its name")
         return None
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
     dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (only type checkers use it)
 
-VOID = -1  # step of a group that has no complete state, because it is healing
+VOID = -1  # step of a group without a complete state: it heals, or waits for an order to load a checkpoint
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN, out of memory)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
@@ -42,11 +42,11 @@ class Member:
     replica_id: str  # "name:unique"; the name is REPLICA_GROUP_ID, the unique part differs for each incarnation
     address: str = ""  # of the group server, http://host:port
     store_address: str = ""  # of the group's TCPStore, host:port
-    step: int = 0  # newest committed step; VOID while healing
+    step: int = 0  # newest committed step; VOID: no complete state
     world_size: int = 1  # number of ranks of the group
     shrink_only: bool = False
-    data: str = ""  # JSON of the user
-    commit_failures: int = 0
+    data: str = ""  # JSON that the user passes to all members
+    commit_failures: int = 0  # failed attempts since the last commit; above 0: the next quorum gets a new id
     reconfigure_handles: tuple[str, ...] = ()  # Pharos: host:port at which each rank answers probes, by group_rank
     commit_id: str = ""  # name of the state: equal ids mean equal weights
     commit_quorum_id: int = 0  # id of the quorum that committed the state
@@ -69,7 +69,7 @@ class Member:
         return (self.step, self.commit_quorum_id, self.commit_id)
 
     def continues_as(self, other: Member) -> bool:
-        """True if an answer to `other` is also one to this member: their states are equal, and the slots that were assigned so far."""
+        """True if a quorum that contains `other` also answers the request of this member: equal state, and equal assignment."""
         return (self.state, self.assignment_id) == (other.state, other.assignment_id)
 
 
@@ -97,13 +97,13 @@ class Quorum:
 class Timeouts:
     """Timeouts in seconds. heartbeat_timeout_s and heal_grace_s are equal in a job: the lighthouse sends its own with each answer."""
 
-    beat_s: float = 1.0
+    beat_s: float = 1.0  # interval of heartbeats
     heartbeat_timeout_s: float = 5.0
-    rendezvous_s: float = 10.0
+    rendezvous_s: float = 10.0  # limit for forming a process group between groups
     heal_grace_s: float = 30.0
-    takeover_s: float | None = 30.0  # None: only by an operator's order
-    stall_s: float = 60.0
-    collective_s: float = 600.0
+    takeover_s: float | None = 30.0  # None: only an operator may allow a takeover
+    stall_s: float = 60.0  # wait of any member for others, after which these count as lost
+    collective_s: float = 600.0  # one all-reduce between groups
 
     def incompatible_timeouts(self, theirs: Timeouts) -> list[str]:
         """Returns the reasons why a group with these timeouts may not join a lighthouse that has `theirs`; empty: it may."""
@@ -125,7 +125,7 @@ class JobLimits:
     """Limits that the lighthouse keeps for a job's life, through its own restarts. Members rely on them: only an operator may lower one."""
 
     min_replicas: int = 1
-    takeover_s: float | None = 30.0  # None: only by an operator's order
+    takeover_s: float | None = 30.0  # None: only an operator may allow a takeover
     num_replica_groups: int = 0  # number of groups that the job is meant to have; 0: unknown
 
     def at_least(self, before: JobLimits | None) -> JobLimits:
@@ -142,7 +142,7 @@ class JobLimits:
 
 @lru_cache(4096)  # called for each member of each assignment, by each rank
 def process_of(replica_id: str) -> str:
-    """Returns the id without the count of its returns: "left:4f2a.2" is the same process as "left:4f2a" before it was lost twice."""
+    """Returns the id without its rejoin count: "left:4f2a.2" is the same process as "left:4f2a" before it was lost twice."""
     name, colon, unique = replica_id.partition(":")
     return name + colon + unique.partition(".")[0]
 
@@ -180,14 +180,14 @@ class Event(Message):
 
 
 class Tick(Event):
-    """Time has passed. Fed to every machine at least every tick_s, after all events that have arrived."""
+    """Time has passed. Fed at least every tick_s to a machine that may wait, after all events that have arrived."""
 
 
 # ------------------------------------------------------------------------------------------------ notices
 
 
 class Notice(Event):
-    """A message about one generation, ignored in others. It is sent again down a new stream."""
+    """A message about one generation; a group that is in a different one ignores it. Sent again down a new stream."""
 
     quorum_id: int
 
@@ -233,7 +233,7 @@ class Call(Event):
 
 
 class CallCancelled(Event):
-    """The RPC of a waiting quorum request ended. The request of a group with an open stream stays valid."""
+    """The RPC of a quorum request ended without an answer. The request of a group with an open stream stays valid."""
 
     replica_id: str
 
@@ -265,7 +265,7 @@ class Report(Event):
     replica_id: str
     step: int  # VOID while healing
     commit_quorum_id: int = 0
-    waiting: bool = False  # True: all ranks are in the collective with other groups or past it, some still in it
+    waiting: bool = False  # True: all ranks have entered the all-reduce with other groups, and some are still in it
     median_step_s: float = 0.0
     settled: int = 0
     launched: int = 0  # all-reduces launched in this generation; a member with fewer than others is behind
@@ -274,7 +274,7 @@ class Report(Event):
 
 
 class Leave(Event):
-    """The group leaves on purpose."""
+    """The group announces that it leaves (clean), or that it ends or returns under a new id (not clean)."""
 
     replica_id: str
     clean: bool = True  # True: the others can finish the current step without it; False: the generation fails
@@ -287,7 +287,7 @@ class TakeOver(Event):
 
 
 class Evict(Event):
-    """An operator's order to remove a group from the job (RPC Evict, or a dashboard's `kill` for a group without a stream)."""
+    """An operator's order to count a group as lost (RPC Evict, or a dashboard's `kill` for a group without a stream)."""
 
     replica_id: str
 
@@ -299,7 +299,7 @@ class Persist(Effect):
 
 
 class Answer(Effect):
-    """Answer every waiting request of these ids with `quorum`, Timeouts and JobLimits. Without one, send them down the id's stream."""
+    """Answer every waiting request of these ids with the quorum, Timeouts and JobLimits; without a request send them down the stream."""
 
     replica_ids: tuple[str, ...]
     quorum: Quorum
@@ -340,7 +340,7 @@ class PersistentState:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PersistentState:
-        """Builds it from the JSON of its asdict, or of an earlier version's. Raises TypeError or KeyError for anything else."""
+        """Builds it from the JSON of its asdict, also an earlier version's. Raises KeyError, TypeError, ValueError or AttributeError."""
         terms, quorum = data.get("terms"), data["quorum"]  # earlier versions: no `terms`, and `shape` for `fingerprint`
         if quorum:
             step, commit_quorum_id, commit_id = quorum["reference"]
@@ -363,7 +363,7 @@ class RankCall(Event):
     group_rank: int
     member: Member  # the group as this rank sees it; the group's server fills in id and addresses
     checkpoint_metadata: str = ""  # address at which this rank serves its state
-    known: int = 0
+    known: int = 0  # this field to `fingerprint`: as in Call
     failed: bool = False
     blame: tuple[str, ...] = ()
     fingerprint: Fingerprint = ()
@@ -394,7 +394,7 @@ class Vote(Event):
     verdict: Literal["yes", "retry", "failed"]  # retry: the all-reduce completed, but a group could not contribute
     change: bool = False  # True: a quorum is due before the next step
     reason: str = ""  # of a verdict that is not yes
-    blame: tuple[str, ...] = ()
+    blame: tuple[str, ...] = ()  # commit: members whose weights differ; `blame` of a quorum request has another meaning
     whole: bool = False  # True: the vote of all ranks of the group, which have agreed on it in a collective
 
     @property
@@ -425,7 +425,7 @@ class LighthouseRefused(Event):
 
 
 class LighthouseRequiresRestore(Event):
-    settled: int  # as in MustRestore
+    settled: int  # the lighthouse answered the request with MustRestore, which has this value
 
 
 class BeatAnswered(Event):
@@ -440,7 +440,7 @@ class LighthouseWaits(Event):
     reason: str
 
 
-class SumsAwaited(Event):
+class ReductionAwaited(Event):
     """`awaited` = True: all ranks have entered the all-reduce with other groups, and not all have completed it. False: this has ended."""
 
     awaited: bool
@@ -483,7 +483,7 @@ class FailRank(Effect):
 
 
 class Waits(Effect):
-    """Send this to all ranks: the reason of the group's wait, and its seconds. Sent each second while the group waits for others only."""
+    """Send the reason and the seconds of the group's wait to all ranks. Sent at least each second while it waits only for others."""
 
     reason: str
     waited_s: float
@@ -557,7 +557,7 @@ class Outcome(Event):
     change: bool = False
     reason: str = ""
     blame: tuple[str, ...] = ()
-    healed: bool = False  # True: decided after the group's yes to a heal; its ranks load the state with this outcome
+    healed: bool = False  # True: decided after a yes to the vote "healed"; the ranks load the state at this outcome
 
     @property
     def key(self) -> VoteKey:
@@ -585,7 +585,7 @@ class Computed(Event):
     tokens: tuple[float, ...] = ()  # valid tokens of each of Compute.slots
     loss_sum: float = 0.0
     able: bool = True  # False: NaN or Inf, or out of memory; zeros are reduced in place of the gradients
-    kept: bool = True  # False: the gradients can be sent once only; a failed attempt returns its slots, as without keep_gradients
+    kept: bool = True  # False: the gradients can be sent once only; a failed attempt drops its assignment, as without keep_gradients
 
 
 class Reduced(Event):
@@ -667,7 +667,7 @@ class LaunchTail(Effect):
     tail: tuple[float, ...]
     zeros: bool = False  # True: all buckets are filled with zeros
     digest_at: int = 0  # index in the tail at which the driver inserts the digest of this rank's weights; 0: no digest
-    copied: bool = False  # True: the digest is marked as a copy's, so that it is no witness (compare.in_tail)
+    copied: bool = False  # True: the digest is marked as a copy's, so that it is no witness (compare.as_sent)
 
 
 class WeightsDiffer(Effect):
@@ -757,7 +757,7 @@ class RejoinUnderNewId(Effect):
 
 
 class Stop(Effect):
-    """The rank stops. `slots`: the slots that caused it, of which the driver names the documents. `clean`: as in Leave."""
+    """The rank stops. `slots`: the slots that caused it; the trainer's error names them. `clean`: as in Leave."""
 
     reason: str
     slots: tuple[int, ...] = ()

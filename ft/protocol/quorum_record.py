@@ -3,7 +3,7 @@
 Design choices:
 - Only the first loss of a generation is announced, since it ends the generation: 500 losses at once are not 250,000 notices.
 - A stalled member is found by the waits of the others, not by its own reports: the server of a trainer that hangs still sends heartbeats.
-  Where most members wait, the limit is a few step times; where few do, the rest may all be waiting for one slow storage, and it is longer.
+  Where most members wait, the limit is a few step times; where few do, the others may all wait for the same slow storage, and it is longer.
 - A clean Leave announces a change, and does not stop a collective that has the leaving group's data already.
 """
 
@@ -40,9 +40,9 @@ class QuorumRecord:
         self._change_s = self._announced_s = 0.0  # times of the first and the last announcement of that change
         self._reports: dict[str, m.Report] = {}  # newest report of each member
         self._waiting: dict[str, float] = {}  # member whose ranks all wait in an all-reduce -> since when; oldest first
-        self._waited: dict[str, float] = {}  # process that was lost while it waited -> begin of its wait
-        self._phase_since_s: dict[str, float] = {}  # member that has reported -> begin of its current phase
-        # begin of a deadlock: some members request a quorum or have left, all others wait for them in the collective
+        self._waited: dict[str, float] = {}  # process that was lost while it waited -> start of its wait
+        self._phase_since_s: dict[str, float] = {}  # member that has reported -> start of its current phase
+        # start of a deadlock: some members request a quorum or have left, all others wait for them in the collective
         self._deadlock_since_s: float | None = None
 
     def renew(self, quorum: Quorum) -> None:
@@ -53,7 +53,7 @@ class QuorumRecord:
         self._waited.clear()
 
     def repeats(self, event: Call, *, retried: bool) -> bool:
-        """True when a member repeats a request because its answer got lost, and no member was lost, left, or reported a failure."""
+        """True when a member repeats a request because the answer was lost, and no member was lost, has left, or has reported a failure."""
         if event.member.replica_id not in self._roster.previous:
             return False
         knows_this = event.known >= self.quorum.quorum_id  # else a failure that it reports is an older quorum's
@@ -62,7 +62,7 @@ class QuorumRecord:
         return not self.failed and not self.lost and not self._roster.left_cleanly
 
     def keep_wait(self, replica_id: str) -> None:
-        """Keeps the begin of the wait of a member that is about to be lost, for its return under a new id."""
+        """Keeps the start of the wait of a member that is about to be lost, for its return under a new id."""
         peer, process = self._roster.peers[replica_id], m.process_of(replica_id)
         called_s = peer.called_s if peer.call else math.inf
         since_s = min(called_s, self._waiting.get(replica_id, math.inf), self._waited.get(process, math.inf))
@@ -149,7 +149,7 @@ class QuorumRecord:
         returned_since_s = {i: self._waited[process] for i, process in candidates if process in self._waited}
         since_s = [*asking_since_s, *(waiting[i] for i in islice(waiting, 1)), *returned_since_s.values()]
         if not since_s or now_s - min(since_s) < min(STALL_FLOOR_S, self._times.stall_s, self._times.heal_grace_s):
-            return [], ""  # the first of each collection is its oldest, so these few were enough
+            return [], ""  # the first of each collection is its oldest, so these few are enough
         front = max((report.launched for report in self._reports.values()), default=0)
         waits = {i: at_s for i, at_s in waiting.items() if i in peers and self._reports[i].launched == front}
         waits |= {i: peers[i].called_s for i in present} | returned_since_s
@@ -170,7 +170,7 @@ class QuorumRecord:
         return list(found), f"others waited {next(iter(found.values())):g} s for it" if found else ""
 
     def _limit_s(self, replica_id: str, first_wait_s: float, member_s: float, majority_wait_s: float) -> float | None:
-        """Returns the limit that a wait for this member has reached, if any. Waits: of some group, of some member, of most members."""
+        """Returns the limit that a wait for this member has reached, if any. Arguments: the wait of any group, any member, most members."""
         if any(x.replica_id == replica_id and x.state != self.quorum.reference for x in self.quorum.members):
             return self._times.heal_grace_s if member_s >= self._times.heal_grace_s else None
         steps_s = STALL_STEPS * max((report.median_step_s for report in self._reports.values()), default=0.0)
@@ -195,7 +195,7 @@ class QuorumRecord:
             self.fail(f"{min(asking or away)} {verb}, and all others wait for it", *asking)
 
     def extend_deadlines(self, gap_s: float, now_s: float) -> None:
-        """Moves the begin of all waits by `gap_s`, for which this lighthouse was stopped."""
+        """Moves the start of all waits by `gap_s`, for which this lighthouse was stopped."""
         self._change_s = min(self._change_s + gap_s, now_s)
         for since in (self._waiting, self._waited, self._phase_since_s):
             since.update({i: min(since_s + gap_s, now_s) for i, since_s in since.items()})

@@ -28,7 +28,7 @@ from ft.protocol.messages import Call, Kind, Member, Quorum
 LOST_KEPT = 4096  # lost ids that are remembered; an older one that comes back is treated as a newcomer
 TAKEOVER_ORDER_S = 60.0  # validity of an operator's TakeOver order if takeover_s is "never"
 HEALS_FREE = 2  # heals that may fail in a row before the process sits out
-REST_S, MAX_REST_S = 30.0, 600.0  # time that it sits out then, doubled with each failure, and the most
+HEAL_SIT_OUT_S, MAX_HEAL_SIT_OUT_S = 30.0, 600.0  # sit-out after it, doubled with each further failure; its maximum
 SIT_OUT_S, MAX_SIT_OUT_S = 10.0, 30.0  # the same after a failed connection between two groups
 
 Pairs = frozenset[frozenset[str]]  # unordered pairs of replica_ids
@@ -49,7 +49,7 @@ class HealState:
 
     process: str
     quorum_id: int  # quorum in which it heals; 0: it does not
-    since_s: float  # begin of that heal
+    since_s: float  # start of that heal
     failed: int = 0  # heals that failed in a row
     until_s: float = 0.0  # time until which it sits out
 
@@ -78,7 +78,7 @@ class Roster:
         self.live: dict[str, str] = {}  # name -> its one live id
         self.lost: OrderedDict[str, str] = OrderedDict()  # id -> reason of the loss
         self.notified: set[str] = set()  # lost ids that have been refused as LOST
-        self.previous: frozenset[str] = frozenset()  # ids of the last quorum
+        self.previous: frozenset[str] = frozenset()  # ids of the newest issued quorum, which precedes the next one
         self._processes: frozenset[str] = frozenset()  # processes of these ids: a lost one comes back under a new id
         self.left_cleanly: set[str] = set()  # previous members that left on purpose
         self.left_out: dict[str, float] = {}  # live id that is no longer a member -> time of the quorum without it
@@ -94,13 +94,13 @@ class Roster:
         self.claims_expired = False
         self.takeover_until_s = -math.inf  # end of an operator's TakeOver order
         self.order: OrderedDict[str, None] = OrderedDict()  # healthy ids, longest silent first
-        self._healthy: dict[str, None] = {}  # candidates and ids that could be
+        self._healthy: dict[str, None] = {}  # candidates, and ids that become candidates when they request a quorum
         self.reachable: dict[str, None] = {}  # healthy members of the previous quorum, with or without a request
         # Healthy ids with a waiting request that do not sit out. This, `present` and `previous_holders`: in the order of the requests.
         self.candidates: OrderedDict[str, Member] = OrderedDict()
         self.present: dict[str, None] = {}  # candidates that are members of the previous quorum
         self.previous_holders: dict[str, None] = {}  # candidates with a state whose process was in the previous quorum
-        self.missing: dict[str, None] = {}  # previous members that are neither candidates nor left nor sitting out
+        self.missing: dict[str, None] = {}  # previous members that are no candidates, have not left, and do not sit out
         self.shrinkers: dict[str, None] = {}  # candidates with shrink_only (Pharos groups: only previous members)
 
     # ---- input of the rules
@@ -121,15 +121,15 @@ class Roster:
         """Adds one id to the sets that the rules count, or removes it. Must be called after every change of that id."""
         peer, was_in, sits = self.peers.get(replica_id), replica_id in self.previous, replica_id in self.sitting
         alive = peer is not None and replica_id in self.order and not sits and replica_id not in self.mismatched
-        theirs = peer is not None and peer.kind == "torchft"
-        counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or theirs)
+        is_torchft = peer is not None and peer.kind == "torchft"
+        counts = alive and peer is not None and peer.kind == self.kind and (peer.called or was_in or is_torchft)
         call = peer.call if peer and alive else None
         if call:
             self.candidates[replica_id] = call.member
         else:
             self.candidates.pop(replica_id, None)
         away = call is not None or sits or replica_id in self.left_cleanly
-        may_shrink = was_in or theirs  # a newcomer's shrink would exclude the newcomer itself
+        may_shrink = was_in or is_torchft  # a newcomer's shrink would exclude the newcomer itself
         for ids, inside in (
             (self._healthy, counts),
             (self.reachable, alive and was_in),
@@ -193,7 +193,7 @@ class Roster:
             self.update_sets(replica_id)
 
     @property
-    def has_members(self) -> bool:
+    def has_heard_a_member(self) -> bool:
         """True when a member of the previous quorum has contacted this lighthouse process."""
         return any(self.peers[i].stream or self.peers[i].called for i in self.previous if i in self.peers)
 
@@ -228,7 +228,7 @@ class Roster:
                 self.claims[member.name] = Claim(member.replica_id, claim.seen_s)
 
     def end_claim(self, replica_id: str, heard_since_s: float) -> None:
-        """Marks that member's process as gone, if heard of since then; its claim ends if a new id of its name has a waiting request."""
+        """Marks a process as gone if it sent something since `heard_since_s`. Its claim ends if a new id of its name waits."""
         name = m.name_of(replica_id)
         claim, successor = self.claims.get(name), self.peers.get(self.live.get(name, ""))
         if claim and claim.replica_id == replica_id and self._seen_s(claim) >= heard_since_s:
@@ -243,7 +243,7 @@ class Roster:
             del self.claims[m.name_of(replica_id)]
 
     def expire_claims(self, now_s: float, takeover_s: float | None) -> None:
-        """Expires claims after takeover_s of silence, and an operator's order takeover_s after no group has waited any more."""
+        """Expires claims after takeover_s of silence, and prolongs an operator's order while a group waits."""
         if self.claims and self.candidates and not self.previous_holders:
             self.claims_expired = self.claims_expired or self._all_silent(now_s, takeover_s)
         if self.candidates and now_s < self.takeover_until_s:
@@ -295,8 +295,8 @@ class Roster:
             return
         if heal.quorum_id:
             heal.quorum_id, heal.failed = 0, heal.failed + 1
-            if (times := heal.failed - HEALS_FREE) > 0:
-                heal.until_s = now_s + rest_s(times)
+            if (count := heal.failed - HEALS_FREE) > 0:
+                heal.until_s = now_s + heal_sit_out_s(count)
         if heal.until_s > now_s:
             until_s, parted = self.sitting.get(member.replica_id, (0.0, frozenset()))
             self.sitting[member.replica_id] = max(heal.until_s, until_s), parted
@@ -308,17 +308,17 @@ class Roster:
         if self.sitting[replica_id][1]:
             return "links between it and others failed"
         failed = self.heals[m.name_of(replica_id)].failed
-        return f"its last {failed} heals failed: the others continue without it for {rest_s(failed - HEALS_FREE):g} s"
+        return f"its last {failed} heals failed: the others continue without it for {heal_sit_out_s(failed - HEALS_FREE):g} s"
 
     def readmit(self, now_s: float, *, early: bool = False, unhealed: bool = False) -> bool:
-        """Readmits ids that sit out and can work with all present ones, when their time is over. Before that: those whose connections
-        failed, if `early`, or if the others are gone; with failed heals, if `unhealed`, or if alone. True: one was."""
-        here = {m.process_of(i) for i in self.order}
-        there = [i for i in self.order if i not in self.sitting]
+        """Readmits ids that sit out and can work with all present ones, when their time is over. Before that:
+        after failed links if `early` or if the others are gone, after failed heals if `unhealed` or if none is present. True: some were."""
+        alive_processes = {m.process_of(i) for i in self.order}
+        present_ids = [i for i in self.order if i not in self.sitting]
         found = False
         for replica_id, (until_s, parted) in list(self.sitting.items()):
-            wanted = early or parted.isdisjoint(here) if parted else unhealed or not there
-            if (wanted or until_s <= now_s) and not pairs_with(replica_id, there, self.blames):
+            wanted = early or parted.isdisjoint(alive_processes) if parted else unhealed or not present_ids
+            if (wanted or until_s <= now_s) and not pairs_with(replica_id, present_ids, self.blames):
                 found = True
                 del self.sitting[replica_id]
                 self.update_sets(replica_id)
@@ -385,7 +385,7 @@ class Roster:
 
 
 def pairs_among(ids: Collection[str], blames: Mapping[str, Collection[str]]) -> Pairs:
-    """Returns the pairs among `ids` in which at least one blames the other. `blames`: id -> processes that it reports."""
+    """Returns the pairs among `ids` in which at least one blames the other. `blames`: id -> processes that it blames."""
     processes = {m.process_of(replica_id): replica_id for replica_id in ids} if blames else {}
     there = frozenset(ids)
     named = ((i, processes[other]) for i in blames if i in there for other in blames[i] if other in processes)
@@ -404,5 +404,5 @@ def takeover_order_s(takeover_s: float | None) -> float:
     return takeover_s or TAKEOVER_ORDER_S
 
 
-def rest_s(times: int) -> float:
-    return min(MAX_REST_S, REST_S * 2 ** min(times - 1, 16))
+def heal_sit_out_s(count: int) -> float:
+    return min(MAX_HEAL_SIT_OUT_S, HEAL_SIT_OUT_S * 2 ** min(count - 1, 16))

@@ -40,7 +40,7 @@ def reference_state(members: Sequence[Member]) -> State | None:
 
 def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, join_timeout_s: float) -> Decision:
     """Returns the members of the next quorum, or the reason why there is none yet. `settled`: the job continues from no state below this
-    step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. torchft's members: their count
+    step, unless it was restored on purpose. A shrink (shrink_only) limits the quorum to previous members. torchft's members: the candidates
     before the shrink must reach min_replicas. Pharos members: a shrink that leaves fewer than min_replicas is ignored."""
     is_pharos, candidates, present, healthy = (
         roster.kind == "pharos",

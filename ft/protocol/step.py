@@ -93,7 +93,7 @@ class Ledger:
         self.position = 0  # all sequences before this one are committed, except those in holes
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
-        self.skipped: list[int] = []
+        self.skipped: list[int] = []  # slots that were UNABLE too often, and are never trained on
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
@@ -181,7 +181,7 @@ class Ledger:
         self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
 
 
-@lru_cache(64)  # a process that drives several ranks asks the same for each
+@lru_cache(64)  # a process that drives several ranks makes the same call for each
 def _assignment_id(slots: tuple[int, ...], owners: tuple[str, ...]) -> str:
     text = "/".join(f"{slot} {replica_id}" for slot, replica_id in zip(slots, owners, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -191,7 +191,7 @@ class Phase(Enum):
     BOUNDARY = "between two steps"
     ASKING = "waits for a quorum"
     CONFIGURING = "builds the process group"
-    AGREEING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome is not here yet
+    AGREEING = "waits for all ranks to build it"  # the vote "configured" is cast, its outcome has not arrived
     COMPUTING = "computes and reduces gradients"
     VOTING = "waits for the outcome of the commit vote"
     AWAITING_STATE = "waits for the state that it heals with"
@@ -204,7 +204,7 @@ class Tail:
     """The last elements of the last bucket, all-reduced (summed) over the groups like the gradients before them."""
 
     tokens: tuple[float, ...]  # valid tokens of each assigned slot; 0: it did not contribute, UNABLE: its group cannot
-    loss_sum: float
+    loss_sum: float  # nats
     ok: float  # number of groups that need no retry: usable gradients, no slots, or slots already reported UNABLE
     change: float  # number of groups that want a quorum before the next step
     digests: tuple[float, ...] = ()  # digest of each member's weights (compare.py), in the steps that compare them
@@ -267,8 +267,8 @@ class StepMachine:
         self._call_number = 0
         self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
-        self._retries = 0
-        self._failures = 0
+        self._retries = 0  # retries in a row
+        self._failures = 0  # failed attempts in a row
         self._tail_slots = 0  # number of slots in the tail of this step
         self._slots: tuple[int, ...] = ()  # this group's slots in this attempt
         self._missing: tuple[int, ...] = ()  # those of them that are not computed yet
@@ -364,7 +364,7 @@ class StepMachine:
         if self.heal and self.heal.agreed and (self._due or is_full):
             self._take_state()
             self._on_begin(now_s)
-        elif self.heal and (self._due or is_full) and self.abort_reason:  # no notice comes that ends a wait
+        elif self.heal and (self._due or is_full) and self.abort_reason:  # no further notice would end the wait
             self._fail(self.abort_reason, now_s)
         elif self.heal and (self._due or is_full):
             self.phase, self._awaits_since_s = Phase.AWAITING_STATE, now_s
@@ -459,7 +459,7 @@ class StepMachine:
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
         self.reason = f"step {self._collective_step}: {sends}"
         if not slots and not self.void and self.quorum.heal:  # not a spare, which announces no change
-            self._wants_change = "healed, to be assigned"
+            self._wants_change = "healed, and has no slots yet"
         self._launch()
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -470,7 +470,7 @@ class StepMachine:
         return tuple([slot for slot, owner in self.ledger.assignment.items() if process_of(owner) == me])
 
     def _launch(self) -> None:
-        """Launches the all-reduce: of the gradients of `_slots`, if they are able and one has valid tokens; else of zeros."""
+        """Launches the all-reduce: of the gradients of `_slots`, if they are usable (finite, with valid tokens); else of zeros."""
         quorum, own, slots = self.quorum, self.contribution, self._slots
         assert quorum is not None
         if self.abort_reason:
@@ -604,7 +604,7 @@ class StepMachine:
             self.void = True
 
     def _try_again(self) -> None:
-        """Repeats the attempt on the same generation; computes again what cannot be sent twice. An unable group marks its slots UNABLE."""
+        """Repeats the attempt on the same generation; recomputes gradients that cannot be sent twice. An unable group marks its slots."""
         self._attempt, self._retries, self.tail = self._attempt + 1, self._retries + 1, None
         if self._retries >= MAX_UNABLE:
             self._stop_for_slots(f"a group could not contribute, in {self._retries} attempts in a row")
@@ -612,7 +612,7 @@ class StepMachine:
         self.phase, self.contribution.reported_unable = Phase.COMPUTING, True
         self.reason = f"attempt {self._attempt} on the same generation"
         own = self.contribution
-        if own.usable and not (own.kept and self.config.keep_gradients):  # what was sent cannot be sent again
+        if own.usable and not (own.kept and self.config.keep_gradients):  # these gradients cannot be sent again
             self._drop_gradients()
             self._start()
         else:
@@ -742,7 +742,7 @@ class StepMachine:
         self._load(heal.state, keep_assignment=True)
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # later steps that this group had settled are of another history
-        self.void, self._healed_in_generation, self._wants_change = False, True, "healed, to be assigned"
+        self.void, self._healed_in_generation, self._wants_change = False, True, "healed, and has no slots yet"
         self._out.append(m.LoadState(self.step))
         held, self._held, due = self._held, [], self._due
         for tail, self._due in held:
@@ -802,7 +802,7 @@ class StepMachine:
         self._out.append(m.Stop(why, slots, clean=not self._failed))  # not failed: no other group waits for this one
 
 
-@lru_cache(64)  # a process that drives several ranks asks the same for each
+@lru_cache(64)  # a process that drives several ranks makes the same call for each
 def _ranks_of(owners: tuple[str, ...], members: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the replica ranks of the members whose processes have these ids."""
     processes = set(map(process_of, owners))

@@ -121,7 +121,7 @@ class Endpoint:
 
 
 def endpoints(bind: str | None, port: int, access: Access, what: str = "--bind") -> list[Endpoint]:
-    """Returns the addresses to listen on: `bind`, else all with a token or --insecure, else loopback. Raises ValueError for an open one."""
+    """Returns the addresses to listen on: `bind`, else all with a token or --insecure, else loopback. Raises ValueError if unsafe."""
     if bind is None:
         hosts = [all_interfaces()] if access.token or access.insecure else ["127.0.0.1", "::1"]
         return [Endpoint(host, port) for host in hosts if host != "::1" or has_ipv6()]

@@ -109,7 +109,7 @@ class GroupServerProcess:
 
 class GroupClient:
     """A rank's connection to its group's server, at "http://host:port". Thread-safe. `message_s`: time.monotonic() of the newest message
-    that the whole group waits for other groups, not for one of its ranks. `gone`: set when the server or the group has ended."""
+    that the whole group waits for other groups, or answer of a quorum request. `gone`: set when the server or the group has ended."""
 
     def __init__(self, address: str, group_rank: int, access: Access | None = None) -> None:
         self.group_rank, self._access = group_rank, access or Access()
@@ -124,7 +124,7 @@ class GroupClient:
 
     def ask_quorum(self, call: m.RankCall, within_s: float | None, name_free_s: float) -> m.Event | None:
         """Requests a quorum, and repeats the request until it is answered. Returns the answer: QuorumFailed after `within_s` (None: no
-        limit); None if the server is gone, in which case the stream has the reason. `name_free_s`: to retry NameTaken. Raises Refused."""
+        limit); None if the server is gone, and the stream has the reason. NameTaken is retried for `name_free_s`. Raises Refused."""
         asked_s = time.monotonic()
         while True:
             left_s = math.inf if within_s is None else asked_s + within_s - time.monotonic()
@@ -284,7 +284,7 @@ class GroupClient:
         self._waited_s = waits.waited_s
         if self.group_rank == 0 and waits.waited_s >= self._log_at_s:
             self._log_at_s = waits.waited_s - waits.waited_s % LOG_EVERY_S + LOG_EVERY_S
-            log.info("waiting for %.0f s: %s", waits.waited_s, waits.reason)
+            log.info("has waited %.0f s: %s", waits.waited_s, waits.reason)
 
     def _call(self, method: str, request: Any, reply_type: Any, timeout_s: float) -> Any:
         call = self._channel.unary_unary(f"/pharos.Group/{method}")

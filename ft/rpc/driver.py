@@ -29,7 +29,7 @@ def now_s() -> float:
 
 
 class Driver:
-    """`handlers`: one for each class of effect that the machine returns. `observer` gets each event and its output, for logs; `with_ticks`
+    """`handlers`: one for each class of effect that the machine returns. `observer` gets each event and its output, for logs; `before_tick`
     is called before each tick. An error in the machine or a handler is raised by `run`, and by the `feed` that caused it."""
 
     def __init__(
@@ -40,10 +40,10 @@ class Driver:
         tick_s: float,
         clock: Callable[[], float] = now_s,
         observer: Observer | None = None,
-        with_ticks: Callable[[], None] | None = None,
+        before_tick: Callable[[], None] | None = None,
     ) -> None:
         self.machine = machine
-        self._handlers, self._observer, self._with_ticks = handlers, observer, with_ticks
+        self._handlers, self._observer, self._before_tick = handlers, observer, before_tick
         self._tick_s, self._clock = tick_s, clock
         self._effects: deque[m.Effect] = deque()
         self._busy = False  # True: inside an effect's handler, or waiting for its future
@@ -76,8 +76,8 @@ class Driver:
                 if self._clock() - due_s > self._tick_s:  # this process was stopped: handle arrived messages first
                     await asyncio.sleep(0.01)
                 if not self._broken.done():
-                    if self._with_ticks:
-                        self._with_ticks()
+                    if self._before_tick:
+                        self._before_tick()
                     self.feed(m.Tick())
             self._broken.result()
         finally:

@@ -93,12 +93,12 @@ class RankReports:
 
     @property
     def settled(self) -> int:
-        """Returns the settled step of the first rank, whose step `together` reports; 0 while it heals: it leaves that history."""
+        """Returns the settled step of the first rank, whose step `aggregate` reports; 0 while it heals: it leaves that history."""
         return (
             first.settled if (first := self._reports.get(min(self._reports, default=0))) and first.step != m.VOID else 0
         )
 
-    def together(self) -> Any:
+    def aggregate(self) -> Any:
         """Returns the group's report: rank 0's, with byte counts summed over all ranks and the longest phase of any rank."""
         report, reports = pharos_pb2.Report(), list(self._reports.values())
         if reports:
@@ -290,7 +290,7 @@ class GroupService:
             reports, sent, awaited = self._reports, self._last_report, self._reports.waiting
             reports.update(rank, up.report)
             if reports.waiting != awaited:
-                self.driver.feed(m.SumsAwaited(not awaited))
+                self.driver.feed(m.ReductionAwaited(not awaited))
             if reports.waiting != sent.waiting or reports.blamed != list(sent.blame):
                 self.spawn(self._beat())
         elif which == "wants_to_leave":
@@ -321,7 +321,7 @@ class GroupService:
         if self._dying_since_s is not None and now_s() - self._dying_since_s >= timeout_s:
             why = "and have not exited; the group ends so that it can restart under its name"
             self.end(f"ranks {dying} were killed {timeout_s:g} s ago, {why}")
-        report = self._last_report = self._reports.together()
+        report = self._last_report = self._reports.aggregate()
         report.replica_id, report.sent_s = self.machine.replica_id, now_s()
         await self.link.send(report=report)
         return True

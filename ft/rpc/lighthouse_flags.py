@@ -177,8 +177,8 @@ def _state_path(asked: str | None, port: int, recover: bool, write: Callable[[Pa
     if asked == "none" or (asked is None and port == 0):  # a restart gets a different free port, and could not find it
         return None
     path = Path(asked or f"lighthouse-{port}.json")
-    if not asked and not path.exists():  # the working folder was its former place
-        with suppress(OSError):  # reported by the attempt to write
+    if not asked and not path.exists():  # earlier versions wrote it to the working folder
+        with suppress(OSError):  # reported below: there is no folder
             RUNS.mkdir(exist_ok=True)
         path = RUNS / path
     if not path.parent.is_dir():

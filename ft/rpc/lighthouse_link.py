@@ -101,7 +101,7 @@ class LighthouseConnection:
         """Sends a heartbeat (`report`) or an event for the dashboard (`happened`), if a stream is open."""
 
     async def leave(self, replica_id: str, *, clean: bool, reason: str, finished: bool = False) -> None:
-        """Announces that the group leaves, if the lighthouse can be reached; else it notices that the stream or the heartbeats end."""
+        """Announces that the group leaves, if the lighthouse can be reached; else the lighthouse notices that stream or heartbeats end."""
 
     def close_stream(self) -> None:
         """Closes the stream: for the lighthouse this group is lost until a stream is opened again."""
@@ -204,7 +204,7 @@ class PharosConnection(LighthouseConnection):
                 self._on_operator_order(down.order)
             elif which == "send_quorum" and self._quorum:
                 await self.write(stream, pharos_pb2.Up(quorum=codec.to_message(self._quorum)))
-        except ValueError as error:  # a different version's; a reopened stream might begin with the same message
+        except ValueError as error:  # of a different version: a reopened stream might begin with it, too
             log.warning("a message of the lighthouse is ignored: %s", error)
 
     async def send(self, **up: Any) -> None:

@@ -40,7 +40,7 @@ class DashboardListener(Protocol):
 
     def saw(self, event: m.Event, out: m.Out) -> None: ...  # at each tick, leave, and event that had an effect
     def reported(self, report: Any) -> None: ...  # report: a pharos_pb2.Report of a connected group
-    def on_event(self, replica_id: str, happened: Any) -> None: ...  # happened: a pharos_pb2.Happened
+    def on_timeline_event(self, replica_id: str, happened: Any) -> None: ...  # a pharos_pb2.Happened
     def end(self) -> None: ...  # the last call
 
 
@@ -68,7 +68,7 @@ class LighthouseService:
         self.reports: dict[str, Any] = {}  # replica_id -> newest pharos_pb2.Report of its open stream
         self.issued = self.lost = self.refused = 0  # counts, for /metrics
         self.issued_at = 0.0  # time of the newest quorum, in seconds since 1970
-        self.page: DashboardListener | None = None
+        self.dashboard: DashboardListener | None = None
         self.stops = False  # True: the server stops, so the end of a stream does not mean that its group is lost
         self._pending = PendingCalls(lambda i: self.driver.feed(m.CallCancelled(i)), swept=config.tick_s <= SWEEP_S)
         self._refusals: dict[str, str] = {}  # replica_id -> reason of its last refusal
@@ -88,7 +88,7 @@ class LighthouseService:
             m.Notify: self._notify,
         }
         self.driver = Driver(
-            self.machine, handlers, tick_s=config.tick_s, observer=self._log, with_ticks=self._with_ticks
+            self.machine, handlers, tick_s=config.tick_s, observer=self._log, before_tick=self._before_tick
         )
         self.routes = {
             "/torchft.LighthouseService/Quorum": unary(self._torchft_quorum),
@@ -119,7 +119,7 @@ class LighthouseService:
         return self.ask(codec.from_message(m.Call, request.call), Pending(len(data), request.roster))
 
     def ask(self, call: m.Call, pending: Pending, context: Any = None) -> Awaitable[bytes]:
-        """Feeds a quorum request, and waits for the answer. `context`: of torchft's RPC. Raises ValueError, CallRefused."""
+        """Feeds a quorum request, and waits for the answer. `context`: a torchft RPC's. Raises ValueError, CallRefused."""
         # Checked before it waits: a refusal by the machine answers all waiting requests of that id, also those of its rightful group.
         _check(call)
         self._check_id(max(call.known, call.member.commit_quorum_id))
@@ -132,7 +132,7 @@ class LighthouseService:
         return self._pending.wait(replica_id, replica_id, pending, partial(self.driver.feed, call), context)
 
     def _check_kind(self, kind: m.Kind) -> None:
-        if problem := self.machine.refuses(kind):
+        if problem := self.machine.kind_problem(kind):
             self.refused += 1
             raise refused(*problem)
 
@@ -146,7 +146,7 @@ class LighthouseService:
         log.info("%s", event)
         self.driver.feed(event)
         if isinstance(event, m.TakeOver):
-            text = "an operator's order: others may take over. It is valid for %g s, and for as long as a group waits"
+            text = "an operator allows a takeover, for %g s and as long as a group waits"
             log.warning(text, takeover_order_s(self.config.times.takeover_s))
         return b""
 
@@ -186,7 +186,7 @@ class LighthouseService:
             report = codec.report_from(up.report)
             self.reports[hello.replica_id] = up.report
             self.driver.feed(report)
-            self._show(lambda page: page.reported(up.report))
+            self._show(lambda dashboard: dashboard.reported(up.report))
             if hello.replica_id in self._pending:
                 peer = self.machine.roster.peers.get(hello.replica_id)
                 why = self.machine.roster.why_it_sits_out(hello.replica_id) or self.machine.reason
@@ -206,7 +206,7 @@ class LighthouseService:
             self._opened(hello, codec.quorum_from(up.quorum) if new else None)
         elif which == "happened":
             happened = codec.check_happened(up.happened)
-            self._show(lambda page: page.on_event(hello.replica_id, happened))
+            self._show(lambda dashboard: dashboard.on_timeline_event(hello.replica_id, happened))
         else:
             raise ValueError("a message after the hello must be a report, a quorum or an event (Happened)")
 
@@ -229,7 +229,7 @@ class LighthouseService:
     def _newest_id(self) -> int:
         return self.machine.quorum.quorum_id if self.machine.quorum else 0
 
-    def _with_ticks(self) -> None:
+    def _before_tick(self) -> None:
         self._pending.expire()
         if self.state_writer:
             self.state_writer.check()
@@ -259,7 +259,7 @@ class LighthouseService:
         if name not in self._serialized:
             if name == "torchft":
                 reply: Any = torchft_pb2.LighthouseQuorumResponse(quorum=codec.torchft_quorum(quorum, self.issued_at))
-            elif name == "short" and (same := codec.static_quorum_update(quorum)):
+            elif name == "short" and (same := codec.dynamic_part(quorum)):
                 reply = pharos_pb2.QuorumReply(same=same, **self._limits)
             else:
                 reply = pharos_pb2.QuorumReply(quorum=codec.to_message(quorum), **self._limits)
@@ -311,19 +311,19 @@ class LighthouseService:
             self._logged_reason = out.reason
             log.info("%s", out.reason)
         if out.effects or isinstance(event, m.Tick | m.Leave):
-            self._show(lambda page: page.saw(event, out))
+            self._show(lambda dashboard: dashboard.saw(event, out))
         if self._observer:
             self._observer(now_s, event, out)
 
     def _show(self, call: Callable[[DashboardListener], None]) -> None:
         """Calls the dashboard's listener, if there is one. An error in it switches the dashboard off and does not affect the job."""
-        if page := self.page:
+        if dashboard := self.dashboard:
             try:
-                call(page)
+                call(dashboard)
             except Exception:  # of any kind: the next group's request must be answered
-                self.page = None
+                self.dashboard = None
                 log.exception("an error in the dashboard, which is switched off")
-                page.end()
+                dashboard.end()
 
 
 def _check(call: m.Call) -> None:

@@ -260,8 +260,8 @@ class Outbox:
         self._reader = asyncio.current_task()  # task of the handler
         self._writer = asyncio.ensure_future(self._write())
         self.over = False
-        self.answered_s = -math.inf  # data of the owner: Report.sent_s of the newest report that was answered
-        self.wait_reason = ""  # data of the owner: newest reason of a wait that was sent
+        self.answered_s = -math.inf  # set by the owner: Report.sent_s of the newest report that was answered
+        self.wait_reason = ""  # set by the owner: newest reason of a wait that was sent
         self._too_slow: CallRefused | None = None
 
     def send(self, message: bytes) -> None:
@@ -275,7 +275,7 @@ class Outbox:
             self.end()
 
     async def read_hello(self) -> bytes:
-        """Returns the first message. Raises ValueError if none comes within HELLO_S, CallRefused."""
+        """Returns the first message. Raises ValueError if none comes within HELLO_S; CallRefused as `read`."""
         try:
             return await asyncio.wait_for(self.read(), HELLO_S) or b""
         except (TimeoutError, asyncio.TimeoutError):

@@ -1,7 +1,7 @@
 """The lighthouse's state file: one JSON file, replaced atomically, from which a restarted lighthouse continues.
 
-Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second; if it is
-lost, only the newest settled step is, which members report.
+Quorum ids never repeat: a new id is on disk before its quorum is answered. A quorum that keeps its id is written within a second; if that
+write is lost, only the newest settled step is lost, which members report.
 
 A disk that is full, read-only or slow stops no job: the file reserves RESERVED ids above its last_id, whose quorums need no write, and a
 restart begins after them (`reserved`). A lighthouse that restarts while the disk still fails answers no new quorum until it can write.
@@ -58,9 +58,9 @@ def read(path: Path) -> m.PersistentState | None:
 def _check(saved: m.PersistentState) -> None:
     """Raises TypeError or ValueError for a value of a wrong type or range, which would end the lighthouse later."""
     if any(type(number) is not int or not 0 <= number <= MAX_STEP for number in (saved.last_id, saved.settled)):
-        raise ValueError(f"last_id {saved.last_id!r}, settled {saved.settled!r}")
+        raise ValueError(f"out of range: last_id {saved.last_id!r}, settled {saved.settled!r}")
     if type(saved.epoch) is not str or saved.kind not in get_args(m.Kind):
-        raise ValueError(f"epoch {saved.epoch!r}, kind {saved.kind!r}")
+        raise ValueError(f"invalid: epoch {saved.epoch!r}, kind {saved.kind!r}")
     with suppress(ImportError):  # run_lighthouse.sh checks flags and this file before it installs protobuf
         from ft.rpc import codec
 
@@ -70,10 +70,10 @@ def _check(saved: m.PersistentState) -> None:
         raise ValueError(f"out of range: {saved.terms}")
     if quorum := saved.quorum:
         if list(map(type, quorum.reference)) != [int, int, str]:
-            raise ValueError(f"reference {quorum.reference}")
+            raise ValueError(f"invalid reference {quorum.reference}")
         problems = [validate_request(m.Call(member, saved.kind, known=quorum.quorum_id)) for member in quorum.members]
         if not quorum.members or any(problems) or list(quorum.ids) != sorted(set(quorum.ids)):
-            raise ValueError(f"quorum {quorum.quorum_id}: its members")
+            raise ValueError(f"quorum {quorum.quorum_id}: its members are invalid, unsorted or none")
 
 
 def reserved(saved: m.PersistentState) -> m.PersistentState:

@@ -68,7 +68,7 @@ class House:
 
     @property
     def feed(self) -> Any:
-        return self.service.page
+        return self.service.dashboard
 
     def headers(self, **more: str) -> dict[str, str]:
         return {**({"Authorization": f"Bearer {self.token}"} if self.token else {}), **more}

@@ -43,7 +43,7 @@ class Job:
 
 def test_a_quorum_a_death_a_return_and_its_heal():
     job = Job("a:1", "b:1", "c:1")
-    assert job.said == [("membership", "good", "quorum 1 of 3: a:1, b:1 and c:1 in")]
+    assert job.said == [("membership", "good", "quorum 1 of 3 groups: a:1, b:1 and c:1 in")]
     for replica_id in ("a:1", "b:1", "c:1"):
         job.report(replica_id, 7, mean_loss=2.5, commit_quorum_id=1)
     assert [(point.step, point.loss) for point in job.history.points] == [(7, 2.5)], "one for a step"
@@ -54,7 +54,7 @@ def test_a_quorum_a_death_a_return_and_its_heal():
     for member in (m.Member("a:1", **state), m.Member("b:1", **state)):
         job.feed(m.Call(member, known=1, failed=True))
     job.feed(m.Call(m.Member("c:2")))
-    assert ("membership", "good", "quorum 2 of 3: c:2 in; c:1 out") in job.said
+    assert ("membership", "good", "quorum 2 of 3 groups: c:2 in; c:1 out") in job.said
     assert job.said[-1] == ("heal", "info", "c:2 heals step 7 from a:1 and b:1")
     assert job.history.healing == {"c:2": (7, ("a:1", "b:1"))}
     job.report("c:2", m.VOID)
@@ -104,7 +104,7 @@ def test_going_back_to_a_checkpoint_cuts_the_curve():
 def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
-        history.on_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
+        history.on_timeline_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
     [event] = [x for x in history.events if LANES[x.lane] == "corruption"]
     assert (event.times, event.step, event.grade) == (3, 9, "bad")
     for i in range(3 * told.MAX_EVENTS):

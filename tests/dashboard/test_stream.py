@@ -164,7 +164,7 @@ def test_a_fault_of_the_page_ends_the_page_and_not_the_job(job: Jobs):
         groups.beat()
         with pytest.raises(AssertionError, match="the stream has ended"):
             reader.until(lambda r: False)
-    assert one.service.page is None
+    assert one.service.dashboard is None
     assert one.ask("GET", "/events", **one.headers())[:2] == (
         503,
         "the dashboard had an error and is switched off; the error is in the lighthouse's log\n",

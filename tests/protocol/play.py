@@ -124,7 +124,7 @@ def words_of(line: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 class Player:
-    """A machine, its clock, and what is said to it. Each command yields lines."""
+    """A machine, its clock, and the events that it is fed. Each command yields lines."""
 
     machine: Any
 
@@ -232,7 +232,7 @@ class LighthousePlayer(Player):
             self.call(name, known=known, failed=True, blame=_blame(name, cut))
 
     def links(self, names: str, *, id: Any = 1, cut: str = "") -> None:
-        """Each reports whom it cannot reach now."""
+        """Each group reports which members it cannot reach now."""
         for name in names:
             self.say(m.Report(f"{name}:{id}", 0, blame=_blame(name, cut)))
 
@@ -262,7 +262,7 @@ class LighthousePlayer(Player):
             yield from map(show, self.effects)
             yield from self.tick(until=round(self.now_s + every, 1))
 
-    def rests(self, replica_id: str) -> Iterator[str]:
+    def sits_out(self, replica_id: str) -> Iterator[str]:
         """Why a group is kept out."""
         yield self.machine.roster.why_it_sits_out(replica_id) or "no"
 

@@ -1,4 +1,4 @@
-"""The protocol stands on the standard library, and whoever imports it gets nothing else: a lighthouse needs no torch."""
+"""The protocol imports only the standard library, so that a lighthouse needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no transcript shows: tables of cases, properties by hypothesis, and costs, counted."""
+"""Tests besides the transcripts: tables of cases, properties by hypothesis, and counts of operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.protocol import messages as m
-from ft.protocol.compare import find_divergent, in_tail
+from ft.protocol.compare import as_sent, find_divergent
 from ft.protocol.lighthouse import LighthouseMachine
 from ft.protocol.messages import Member
 from ft.protocol.roster import LOST_KEPT, Roster, pairs_among
@@ -30,9 +30,9 @@ from tests.protocol.play import GroupPlayer, LighthousePlayer, RankPlayer, forme
         ("aaa", (), {}),
         ("aab", (), {2: ["lr"]}),
         ("baa", (), {0: ["lr"]}),
-        ("baa", (0,), {1: ["lr"], 2: ["lr"]}),  # two newcomers are no majority against who has the state
+        ("baa", (0,), {1: ["lr"], 2: ["lr"]}),  # two newcomers are no majority against the group that has the state
         ("abba", (1, 3), {0: ["lr"], 3: ["lr"]}),  # of equally many the lowest rank's
-        ("a a", (), {}),  # who says nothing differs in nothing
+        ("a a", (), {}),  # a group without the key does not differ in it
     ],
 )
 def test_fingerprint_mismatches(fingerprints: str, holders: tuple[int, ...], found: dict[int, list[str]]):
@@ -133,10 +133,10 @@ def test_a_group_that_cannot_heal_sits_out_for_longer_each_time():
         player.call("c", known=known, step=m.VOID)
         assert player.machine.quorum.ids == ("a:1", "b:1")
         words = f"its last {3 + times} heals failed: the others continue without it for {sits_s:g} s"
-        assert player.command("rests c:1")[0] == words
+        assert player.command("sits_out c:1")[0] == words
         assert player.command(f"tick until={start_s + sits_s - 0.2} links=abc")[:-1] == []
         [told, *_] = player.command(f"tick until={start_s + sits_s + 1.2} links=abc")
-        assert "ChangeAnnounced" in told and player.command("rests c:1")[0] == "no"
+        assert "ChangeAnnounced" in told and player.command("sits_out c:1")[0] == "no"
         player.call("a", "b", known=player.machine.quorum.quorum_id, step=1)
         assert player.machine.quorum.ids == ("a:1", "b:1", "c:1")
 
@@ -229,7 +229,7 @@ def test_nan_and_inf_in_a_tail_are_a_failed_attempt(place: int, figure: float):
 
 @pytest.mark.parametrize("state", [None, [], "state", 3, {}])
 def test_a_fetched_state_of_another_form_is_not_taken(state: Any):
-    """It came over the wire, and ends nobody."""
+    """A value from the wire that is out of range ends no process."""
     rank = RankPlayer()
     rank.enter(2, heal=True, step=5)
     [cast] = rank.say(m.HealEnded(2, True, state))
@@ -280,8 +280,8 @@ def test_find_divergent(digests: list[tuple[float, float]], odd: str):
 
 
 def test_a_figure_of_zero_is_a_copys_as_well():
-    assert find_divergent((*in_tail((0.0, 5.0), copied=True), 0.0, 5.0, 0.0, 5.0), ("a", "b", "c")) == ()
-    assert find_divergent((*in_tail((0.0, 5.0), copied=True), 0.0, 6.0, 0.0, 6.0), ("a", "b", "c")) == ("a",)
+    assert find_divergent((*as_sent((0.0, 5.0), copied=True), 0.0, 5.0, 0.0, 5.0), ("a", "b", "c")) == ()
+    assert find_divergent((*as_sent((0.0, 5.0), copied=True), 0.0, 6.0, 0.0, 6.0), ("a", "b", "c")) == ("a",)
 
 
 # ------------------------------------------------------------------------------------------------ cost

@@ -165,7 +165,7 @@ def _quorum(step: int, names: str = "ab", **same: object) -> m.Quorum:
 
 def test_a_short_answer_is_the_whole_quorum_to_whoever_holds_its_roster():
     old, new = _quorum(7), replace(_quorum(9), quorum_id=5)
-    short = codec.static_quorum_update(new)
+    short = codec.dynamic_part(new)
     assert short is not None and len(short.SerializeToString()) < 40
     assert codec.StaticQuorum.of(old).complete(short) == new
     assert codec.StaticQuorum.of(old).id == codec.StaticQuorum.of(new).id
@@ -191,7 +191,7 @@ def test_another_layout_has_another_roster():
 def test_members_that_differ_have_no_short_form(change: dict[str, object]):
     quorum = _quorum(7)
     odd = replace(quorum.members[1], **change)  # type: ignore[arg-type]
-    assert codec.static_quorum_update(replace(quorum, members=(quorum.members[0], odd))) is None
+    assert codec.dynamic_part(replace(quorum, members=(quorum.members[0], odd))) is None
 
 
 def test_what_is_no_message_or_no_known_word_is_told():

@@ -112,7 +112,7 @@ def test_two_groups_from_first_quorum_to_death(team: Callable[..., Team]):
         return a.ranks[rank].vote(m.Vote(rank, "commit", first, attempt, 0, verdict), WAIT_S)
 
     yes, same = together(lambda: vote(0), lambda: vote(1))
-    assert yes == same and (yes.verdict, yes.reason) == ("yes", "all ranks said yes")
+    assert yes == same and (yes.verdict, yes.reason) == ("yes", "all ranks voted yes")
     assert vote(1) == yes, "outcomes are kept"
     with pytest.raises(Stale, match="a vote for quorum 9"):
         a.ranks[0].vote(m.Vote(0, "commit", 9, 0, 0, "yes"), WAIT_S)
@@ -556,14 +556,14 @@ def test_reports_of_ranks_come_to_one():
     ranks.update(1, word(waiting=True, summed=True, settled=4, healed_bytes=6))
     assert not ranks.waiting, "the third has said nothing"
     ranks.update(2, word(waiting=True))
-    assert ranks.waiting and ranks.together().healed_bytes == 11
+    assert ranks.waiting and ranks.aggregate().healed_bytes == 11
     ranks.update(0, word(step=7, waiting=True, summed=True, settled=6))
     ranks.update(2, word(waiting=True, summed=True, phase="checkpoint", phase_limit_s=300.0))
-    together = ranks.together()
-    assert not together.waiting, "none is in the sums any more: they wait for nobody else"
-    assert (together.step, together.settled, together.phase, together.phase_limit_s) == (7, 6, "checkpoint", 300.0)
+    total = ranks.aggregate()
+    assert not total.waiting, "none is in the sums any more: they wait for nobody else"
+    assert (total.step, total.settled, total.phase, total.phase_limit_s) == (7, 6, "checkpoint", 300.0)
     ranks.update(2, word())
-    assert ranks.together().phase_limit_s == 0 and not ranks.together().summed
+    assert ranks.aggregate().phase_limit_s == 0 and not ranks.aggregate().summed
     ranks.update(1, word(settled=99))
     assert ranks.settled == 6, "other ranks repeat theirs seldom: it may be of another history than the step"
     ranks.update(0, word(step=m.VOID, settled=99))

@@ -206,7 +206,7 @@ def test_refusals_have_a_status_and_a_reason(house: Any):
     stream.beat()
     quorum_of(wire.pharos(m.Call(m.Member("a:1"))))
     code, reason = wire.code(OURS, pharos_call(m.Call(m.Member("a:2"))))
-    assert code == "ALREADY_EXISTS" and reason.startswith('two groups with one id: "a" is a:1')
+    assert code == "ALREADY_EXISTS" and reason.startswith('two groups with the name "a": a:1')
 
 
 def test_a_reason_is_cut_where_it_would_not_fit_into_a_status(house: Any):

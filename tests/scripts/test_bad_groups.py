@@ -62,7 +62,7 @@ def test_each_is_told_why_and_the_job_goes_on(cleanup: ExitStack, tmp_path: Path
     stranger = start("stranger", "2", at, PHAROS_TOKEN="b" * 32)
     lost = start("lost", "3", NOBODY, TORCHFT_CONNECT_TIMEOUT_SEC="1")
     code, said = twin.refused()
-    assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with one id: "0" is 0:')
+    assert code == 2 and said.startswith('pharos: group 0 cannot take part: two groups with the name "0": 0:')
     code, said = other.refused()
     assert code == 2
     assert re.fullmatch(

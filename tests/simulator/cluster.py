@@ -37,8 +37,8 @@ class Machines:
     ledger: Callable[[int, int], Ledger] = Ledger
     # What is around them, and was otherwise once.
     watchdog_stands: bool = True  # the trainer's, while its group waits for others
-    held_is_no_try: bool = True  # a vote on which the server waits
-    probes: bool = True  # who waits for others tries whether it can reach them
+    held_is_no_try: bool = True  # a vote that the server holds back is no failed try
+    probes: bool = True  # a rank that waits for others probes whether it can reach them
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Cluster:
     setting: Setting
     machines: Machines = field(default_factory=Machines)
     trace: Callable[[str], None] | None = None
-    skips_idle_ticks: bool = True  # of groups in which nobody waits: they change nothing
+    skips_idle_ticks: bool = True  # ticks of groups in which no rank waits change nothing
 
     def __post_init__(self) -> None:
         setting = self.setting
@@ -150,7 +150,7 @@ class Cluster:
         self.state_owner = 0  # the lighthouse that may write it
         self.lighthouse_config = setting.lighthouse
         self.lighthouse_moves = 0
-        self.names_away = False  # nobody can look up where the lighthouse is
+        self.names_away = False  # the lighthouse's name does not resolve
         self.wrong_token = False  # the next lighthouse's
         self.no_capacity = False  # launchers start nothing
         self.notices_late_s = 0.0  # on their way from a group's server to its ranks

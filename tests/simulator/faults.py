@@ -37,9 +37,9 @@ KINDS = {
 BROKEN = "connection broken"  # drawn apart from these, by `interrupted`
 
 
-# Seconds until those who are well know, with the times of messages.Timeouts and the calls of servers.py.
+# Seconds until healthy groups notice, with the timeouts of messages.Timeouts and of the calls of servers.py.
 STOPPED_S = 5.0  # heartbeat_timeout_s: a beat that does not come
-HUNG_S, ALL_HUNG_S = 10.0, 60.0  # the adaptive limit of a majority that waits; stall_s, for anybody
+HUNG_S, ALL_HUNG_S = 10.0, 60.0  # the adaptive limit of a majority that waits; stall_s, for any member
 CALL_S = 20.0  # a call that went into a cut
 DETECTION_S = {
     "rank killed": 3.0,  # its launcher's look, where nobody's stream says so

@@ -33,7 +33,7 @@ class Harm:
         known_s = faults.DETECTION_S[fault.kind]
         waits = [group for group in live if not any(rank.trainer.hangs for rank in group.ranks)]
         if fault.kind == "trainer hangs" and len(waits) < 3:
-            known_s = faults.ALL_HUNG_S  # who waits is no majority
+            known_s = faults.ALL_HUNG_S  # the groups that wait are no majority
         cluster.liveness.fault(fault.kind, known_s, fault.lasts_s)
         if fault.kind in self.outages.of:
             self.outages.of[fault.kind](fault)

@@ -56,7 +56,7 @@ class Inside:
 
 
 def check(group: GroupNode) -> None:
-    """To be looked at now and then: who is stuck stays so. A rank that is stopped, or dead, or hangs, is another's affair."""
+    """Raises Violation for ranks whose waits nothing ends. Ignores a group with a rank that is stopped, dead or hangs."""
     ranks = group.ranks
     processes = [group.process, *(rank.process for rank in ranks)]
     if any(process.stopped or not process.alive for process in processes) or any(r.trainer.hangs for r in ranks):

@@ -22,7 +22,7 @@ class Violation(AssertionError):
 
 
 def require(holds: bool, *words: Any) -> None:
-    """Where it is asked at nearly every event, behind an `if` that has found the fault: else its words are made for nothing."""
+    """Raises Violation unless `holds`. Frequent checks call it behind an `if`, so that the message is built only for a violation."""
     if not holds:
         raise Violation(" ".join(str(word) for word in words))
 
@@ -36,7 +36,7 @@ class Committed:
     quorum_id: int
     parent: Committed | None
     slots: tuple[int, ...]
-    era: int  # grows when the job goes back to a checkpoint: what follows from the old one is nobody's
+    era: int  # grows when the job goes back to a checkpoint: commits after the old state no longer count
     weights: dict[int, int] = field(default_factory=dict)  # by group_rank: each holds another part of the model
     children: list[Committed] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class Truth:
         require(whole or 2 * len(asking) > len(there), f"quorum of {ids}: less than half of {sorted(heard)}")
 
     def _keeps_history(self, quorum: m.Quorum) -> None:
-        """A settled step stays, unless nobody who can be reached holds it any more."""
+        """Requires that a settled step stays, unless no reachable group holds it any more."""
         step, _, commit_id = quorum.reference
         if self.settled is None:
             return
@@ -254,7 +254,7 @@ class Truth:
         require(record.step == before + 1, f"step {record.step} follows step {before}")
         self._whole(record)
         if self.settled is not None and record.step <= self.settled.step:
-            # It held all sums when it was stopped, and wakes after the others have gone on: nobody can know, and it will heal.
+            # It had all sums when it was stopped, and resumes after the others have continued: no group can know, and it heals.
             away = part.quorum_id < self.last_id and part.replica_id not in self.newest.ids
             require(away, f"step {record.step} is committed again, as {record.commit_id}, and was settled")
             self.cluster.world.seen["a settled step was committed by one that was away"] += 1

@@ -14,7 +14,7 @@ there are so many again. Longer only
 A group whose heals fail each time costs the others less and less: once three in a row have failed, their commits wait for it for no more
 than half of the time that goes by, and heal_grace_s.
 
-No rank ends unless something was done to its group: what goes wrong elsewhere is waited for, and so is a refusal by whoever was a member.
+No rank ends without a fault of its own group: it waits out faults elsewhere, and a former member waits out a refusal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORGOTTEN_S = 60.0  # after it ended, a fault has been dealt with
 
 @dataclass
 class Heals:
-    """Of one process, that failed in a row."""
+    """Failed heals in a row of one process."""
 
     since_s: float
     failed: int = 0
@@ -143,7 +143,7 @@ class Liveness:
         self._refused_s.pop(group.name, None)
 
     def lighthouse_starts(self) -> None:
-        """It cannot know for how long the one before has refused somebody, nor whose heals have failed."""
+        """Resets what a new lighthouse process cannot know: since when a name is refused, and which heals have failed."""
         self._refused_s.clear()
         self._heals.clear()
 
@@ -181,7 +181,7 @@ class Liveness:
 
     def ends(self, group: GroupNode, who: str, why: str, *, member: bool) -> None:
         """A process of the group ends by itself."""
-        if "two groups with one id" in why:
+        if "two groups with the name" in why:
             since_s = self._refused_s.setdefault(group.name, self.world.now_s)
             waited_s = self.world.now_s - since_s
             require(waited_s < NAME_S, f"{who} has been refused its name for {waited_s:.0f} s: {why}")

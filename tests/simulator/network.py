@@ -161,14 +161,14 @@ class Network:
         _finish(copies[0].waiting, None)
 
     def _cancel(self, call: Call) -> None:
-        """The server hears that nobody waits any more, unless it is cut off."""
+        """Notifies the server that the caller waits no more, unless it is cut off."""
         if self.calls.pop(call, call) is None and not self.is_cut(call.caller, call.server):
             self.world.after(self.delay_s(call.caller, call.server), call.server, call.cancel)
 
     # -- streams ----------------------------------------------------------------------------------------------------
 
     def open(self, client: Process, address: str, hello: Any) -> End | None:
-        """The client's end; the server gets its own with `hello` a little later. None: nobody there, or no way."""
+        """The client's end; the server gets its own with `hello` a little later. None: no server listens there, or it is cut off."""
         service = self._services.get(address)
         if service is None or not service.process.alive or self.is_cut(client, service.process):
             return None

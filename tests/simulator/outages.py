@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FLAP_S = 2.0  # a link works, and does not
 PAUSES_S = (1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 60.0)  # timeouts: a pause ends just before one of them
-PHASES = ("asks", "meets", "fetches", "holds", "arrives", "loads")  # of who heals
+PHASES = ("asks", "meets", "fetches", "holds", "arrives", "loads")  # of a heal
 
 
 class Outages:
@@ -238,7 +238,7 @@ class Outages:
             if fault.who % 3:
                 name.failing_heals = 2 + int(fault.share * 4)
             else:
-                # for who sits out, the others make hundreds of steps
+                # while a group sits out, the others make hundreds of steps
                 name.slow_heals = 7 if self.cluster.setting.groups < 6 else 3
 
     # -- time ---------------------------------------------------------------------------------------------------------

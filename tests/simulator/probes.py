@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from tests.simulator.ranks import RankNode
 
 TRY_S = 1.0  # between two tries
-TRIES = 3  # that fail in a row before somebody counts as unreachable
+TRIES = 3  # that fail in a row before a member counts as unreachable
 
 
 class Prober:
-    """One rank's. It tries while its rank waits for others, and as long as somebody is unreachable."""
+    """The prober of one rank. It probes while its rank waits for others, and as long as a member is unreachable."""
 
     def __init__(self, rank: RankNode) -> None:
         self._rank = rank

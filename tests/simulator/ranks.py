@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from ft.protocol import messages as m
-from ft.protocol.compare import DIGEST_WORDS, in_tail
+from ft.protocol.compare import DIGEST_WORDS, as_sent
 from ft.protocol.step import StepConfig, Tail
 from tests.simulator.probes import Prober
 from tests.simulator.trainer import Trainer
@@ -38,7 +38,7 @@ def digest(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank offers to those who heal, or writes into a checkpoint."""
+    """The state that one rank offers to joiners, or writes into a checkpoint."""
 
     weights: int
     state: dict[str, Any]  # StepMachine.state_dict()
@@ -109,7 +109,7 @@ class RankNode:
         self._ended_quorum = 0  # the newest of which a notice said that it is over
         self._pending: dict[int, Callable[[], None]] = {}  # quorum_id -> how to give up what waits on it
         self._interrupted_quorum = 0  # the newest whose waits were ended
-        self._asked = 0  # counts questions and fetches: an answer to an older one is nobody's
+        self._asked = 0  # counts requests and fetches: an answer to an older one is ignored
         self._fetching = 0
         self.fetches = False  # the state of another group
         self._checkpoints: dict[int, Snapshot] = {}
@@ -166,7 +166,7 @@ class RankNode:
         if not out.effects:
             return
         for effect in out.effects:
-            if isinstance(effect, m.InterruptCollectives):  # who would take it may be the one who waits
+            if isinstance(effect, m.InterruptCollectives):  # the thread that would take it may be in the wait
                 self._interrupted_quorum = effect.quorum_id
                 self._give_up_if_interrupted(effect.quorum_id)
             else:
@@ -319,7 +319,7 @@ class RankNode:
         # what is sent may be damaged on its way: then it is said, and the reader lacks it all the same
         if self._offer is not None and (self._readers <= self.sent or self.cluster.dice_of_sending.chance(0.1)):
             self.world.seen["heal: its source says that all is sent"] += 1
-            self.feed(m.ChangeAnnounced(self._offer[0], "who heals from this group has been sent all"))
+            self.feed(m.ChangeAnnounced(self._offer[0], "the groups that heal from this one have received the state"))
         self.trainer.go_on(m.Computed(tuple(tokens.values()), 1.0 * len(tokens), able))
 
     def _launch(self, effect: m.LaunchTail) -> None:
@@ -377,7 +377,7 @@ class RankNode:
             return effect.tail
         assert self.weights is not None, f"{self.process.name} compares a void state"
         figures = tuple(float(1 + (self.weights >> 23 * i) % (1 << 23)) for i in range(DIGEST_WORDS))
-        return (*effect.tail[:at], *in_tail(figures, copied=effect.copied), *effect.tail[at + DIGEST_WORDS :])
+        return (*effect.tail[:at], *as_sent(figures, copied=effect.copied), *effect.tail[at + DIGEST_WORDS :])
 
     def _give_up_if_interrupted(self, quorum_id: int) -> None:
         """Gives up what waits on an interrupted quorum, also what is launched after the interrupt."""
@@ -510,7 +510,7 @@ class RankNode:
 
     @property
     def slow_readers(self) -> list[str]:
-        """Names of those for whom a fence waits."""
+        """Names of the joiners that a fence waits for."""
         if self._offer is None or self._offer[0] <= self._ended_quorum:
             return []
         names = self.cluster.names

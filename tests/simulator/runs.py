@@ -39,7 +39,7 @@ STEPS = {
     "BOUNDARY": (
         "ASKING",
         "COMPUTING",
-    ),  # not AWAITING_STATE: who heals goes on from its vote, and begins no step by itself
+    ),  # not AWAITING_STATE: a group that heals continues from its vote, and begins no step
     "ASKING": ("CONFIGURING",),
     "CONFIGURING": ("AGREEING",),
     "AGREEING": ("COMPUTING", "ASKING", "CLOSING_HEAL"),

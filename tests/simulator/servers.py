@@ -45,7 +45,7 @@ class LighthouseNode:
         self.disk_s = 0.0  # until when its disk takes nothing
         self._looks_s = self.world.now_s + LOOK_S  # next, at whose the state file is
         self._unwritten: tuple[m.Effect, ...] = ()  # effects that wait for it
-        self._said: dict[str, str] = {}  # why they wait, to those who do
+        self._said: dict[str, str] = {}  # replica_id -> reason of its wait that was sent to it last
         self.dies_writing = False  # a fault: the next write is the last thing it does
         self._waiting: dict[str, list[Call]] = {}
         self._streams: dict[str, End] = {}
@@ -113,7 +113,7 @@ class LighthouseNode:
         return bool(self._unwritten) or not self.knows_token or self.config.times != self.cluster.times
 
     def _say_why(self) -> None:
-        """To those who wait, when it changes, but for a figure that grows."""
+        """Sends its reason to each waiting group, when more than a number in it has changed."""
         for replica_id in self._waiting:
             why = self.machine.roster.why_it_sits_out(replica_id) or self.machine.reason
             said = self._said.get(replica_id, "")
@@ -212,7 +212,7 @@ class LighthouseNode:
             self.world.kill(self.process)
 
     def _answer(self, effect: m.Answer) -> None:
-        late = self.disk_s > 0.0  # who listened when it was decided may have gone
+        late = self.disk_s > 0.0  # a group that listened when it was decided may be gone
         self.cluster.truth.issued(
             effect.quorum, effect.replica_ids, {*self._waiting, *self._streams, *(effect.replica_ids if late else ())}
         )
@@ -223,7 +223,7 @@ class LighthouseNode:
 
     def _refuse(self, effect: m.Refuse) -> None:
         if effect.code == "ALREADY_EXISTS":
-            self._heard_s.pop(effect.replica_id, None)  # another group has its name: until it calls again it is nobody
+            self._heard_s.pop(effect.replica_id, None)  # another group has its name: it counts from its next request on
         refusal = m.LighthouseRefused(effect.replica_id, effect.code, effect.reason)
         if not self._reply(effect.replica_id, refusal) and effect.replica_id in self._streams:
             self._streams[effect.replica_id].send(refusal)
@@ -334,7 +334,7 @@ class GroupNode:
         if since_s != self._awaits_s:
             for awaited in (False, True):
                 if awaited == (since_s is not None) or self._awaits_s is not None:
-                    self.feed(m.SumsAwaited(awaited and since_s is not None))
+                    self.feed(m.ReductionAwaited(awaited and since_s is not None))
             self._awaits_s = since_s
         if not (self.machine.is_idle and self.cluster.skips_idle_ticks):
             self.feed(m.Tick())
@@ -515,7 +515,7 @@ class GroupNode:
         return max(rank.machine.settled for rank in self.ranks)
 
     def wants_to_leave(self) -> None:
-        """Scale-down, SIGTERM: the ranks go after their next commit, or when they have waited for others; nobody starts them again."""
+        """Scale-down, SIGTERM: the ranks go after their next commit, or when they have waited for others; they are not started again."""
         self.cluster.name_of(self).wanted = False
         self.wish = True
         self.feed(m.WantsToLeave())
