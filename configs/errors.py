@@ -106,17 +106,14 @@ def unknown_key(wrong: str, legal: Sequence[str]) -> str:
 def nearest_key(wrong: str, legal: Sequence[str]) -> str | None:
     """Returns the legal key most similar to "section.key", by its name or its names in other trainers; None: none is similar."""
     section, _, name = wrong.rpartition(".")
-    best, best_score = None, 0.75
-    aliases = [(alias, key) for alias, key in OTHER_NAMES.items() if key in legal]
-    for alias, key in [*((key, key) for key in legal), *aliases]:
-        score = _likeness(name, alias.rpartition(".")[2])
-        if section in (alias.rpartition(".")[0], key.rpartition(".")[0]):
-            score += _SAME_SECTION
-        if alias == wrong:
-            return key
-        if score > best_score:
-            best, best_score = key, score
-    return best
+    keys = {alias: key for alias, key in OTHER_NAMES.items() if key in legal and alias not in legal}
+
+    def score(alias: str) -> float:
+        is_near = section in (alias.rpartition(".")[0], keys.get(alias, alias).rpartition(".")[0])
+        return _likeness(name, alias.rpartition(".")[2]) + is_near * _SAME_SECTION + (alias == wrong)
+
+    best = max([*legal, *keys], key=score, default="")
+    return keys.get(best, best) if score(best) > 0.75 else None
 
 
 def nearest_section(wrong: str, sections: Iterable[str]) -> str | None:
