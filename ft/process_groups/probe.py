@@ -54,7 +54,7 @@ class Prober:
         self._thread = threading.Thread(target=self._run, name="ft-probe", daemon=True)
 
     def start(self, waits_since: Callable[[], float | None], report: Callable[[tuple[str, ...]], None]) -> None:
-        """Starts the thread, which calls both functions. `waits_since`: returns time.monotonic() at the begin of the current wait for other
+        """Starts the thread, which calls both functions. `waits_since`: returns time.monotonic() at the start of the current wait for other
         groups, or None. `report` receives the members that are found unreachable during such a wait."""
         self._waits_since, self._report = waits_since, report
         self._thread.start()
