@@ -20,7 +20,7 @@ class DataloaderConfig:
 class TrainingConfig:
     """[training]: data, batch size, number of steps and dtypes of the run."""
 
-    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "where the text comes from"] = "stdlib"
+    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "source of the text"] = "stdlib"
     dataset_path: Annotated[str, "files and globs, comma-separated; owner/name for huggingface"] = ""
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "dtype of a .bin token file"] = "uint16"
@@ -32,7 +32,7 @@ class TrainingConfig:
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
-    seed: Annotated[int, "seed of initial values, data order and random numbers", ">= 0", "< 4294967296"] = 0
+    seed: Annotated[int, "seed of initial weights, data order and random numbers", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"
