@@ -1,12 +1,12 @@
-"""Entry point of training: reads the configuration, builds the run and its components, then trains to the last step or a stop request.
+"""Entry point of training: reads the configuration, builds the run and its components, then trains until the last step or a stop request.
 
     ./scripts/run_train.sh CONFIG [--section.key value ...]      installs what is missing, checks, launches, explains failures
     python train.py CONFIG [--section.key value ...]             one rank
     torchrun --nproc-per-node N train.py CONFIG ...              N ranks
     python train.py --help [section]                             every key
-    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     its memory, messages and schedule; starts nothing
+    python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     prints memory, messages and schedule; starts nothing
 
-Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 1 any other failure."""
+Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 128 + n second stop signal n; 1 any other failure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
             run = kind(config, environment, world, signals, log, cleanup)
-        except ValueError as error:  # bad input that no check before it reads, such as a byte deep inside a file
+        except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2
         except (CheckpointFailed, OSError) as error:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class LocalStep(NamedTuple):
-    """Results of a step within this replica group: sums over all its ranks. `step`: optimizer steps before it. `losses`: each batch of this
+    """Results of a step within this replica group: sums over all its ranks. `step`: steps before this one. `losses`: each batch of this
     rank with its loss. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid tokens
@@ -118,15 +118,15 @@ class Run(Components):
         if (reached := max(self.manager.step, self.exported_step)) >= steps:
             return self.log.info("finished already: %d of %d steps; raise training.steps to continue", reached, steps)
         self.watchdog, profiler, garbage_collection, fault_injector = self.start_monitoring()
-        requests = 0  # of this step: STOP, SAVE
+        requests = 0  # bits STOP and SAVE that the ranks agreed on in the newest step
         while self.manager.step < steps and not self.manager.may_exit:
             try:
                 if not self.train_step():
                     continue  # not committed: run the step again
             except GroupReleased as released:
                 return self.leave(released)
-            step, requests, self.pending_signals = self.manager.step, self.pending_signals, 0
-            validation = config.validation  # none before the save of a group that leaves
+            step, requests, self.pending_requests = self.manager.step, self.pending_requests, 0
+            validation = config.validation  # skipped before the save of a group that leaves
             if validation.enable and (step == steps or (step % validation.freq == 0 and not requests & STOP)):
                 self.validate()
             if requests & STOP:
@@ -135,7 +135,7 @@ class Run(Components):
                 self.saver.save()
                 if requests & SAVE and not self.manager.writer_quorum:
                     self.log.info("not saved: another group writes the checkpoints")
-                self.signals.take(SAVE)  # the request that was carried out, where it reached this rank after the others
+                self.signals.take(SAVE)  # drops a request that came after the all-reduce: this save fulfils it
             self.save_overdue = self.checkpointer.overdue(step)
             self.metrics_processor.print_estimate(step)
             self.watchdog.step_done()
@@ -178,7 +178,7 @@ class Run(Components):
             step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
         )
         size = self.slot_size * steps
-        self.metrics_processor.samples(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
+        self.metrics_processor.trained_slots(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
@@ -211,7 +211,7 @@ class Run(Components):
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
             total, nonfinite_ranks, stop, save_now, *tokens_per_slot = sums.cpu().tolist()
-        self.pending_signals |= STOP * (stop > 0) | SAVE * (save_now > 0)
+        self.pending_requests |= STOP * (stop > 0) | SAVE * (save_now > 0)
         return LocalStep(tokens_per_slot, total, nonfinite_ranks == 0, assignment.step, losses)
 
     def nonfinite(self, local: LocalStep) -> NonFinite:
@@ -225,7 +225,7 @@ class Run(Components):
             if parameter.grad is not None
         }
         texts = gather_texts(self.world, "not finite", describe_nonfinite(rank, step, ran, gradients))
-        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not taken: the gradient's norm is not finite")
+        return NonFinite("; ".join(filter(None, texts)) or f"step {step} not applied: the gradient norm is not finite")
 
     def validate(self) -> None:
         """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
@@ -265,7 +265,7 @@ class Run(Components):
                 length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
                 if length > 0:
                     text = sample.prompt + self.tokenizer.decode(generate(model, prompt, sample, length=length))
-                    self.log.info("a sample of text:\n%s", text)
+                    self.log.info("text sample:\n%s", text)
 
 
 class SemiSyncRun(Run):
@@ -273,7 +273,7 @@ class SemiSyncRun(Run):
 
     HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
     manager: SemiSyncManager
-    own_update = 0.0, 0.0  # of the last step; a healing group makes none
+    own_update = 0.0, 0.0  # gradient norm and lr of the last inner step; a healing group makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))

@@ -175,8 +175,8 @@ def _picture(browser: Any, job: PageJob, folder: Path) -> None:
     job.train(3)
     job.heal(job.ids[third], 1.0)
     job.train(12)
-    words = f"after step {job.step} rank 0 of group {job.ids[second].partition(':')[0]} holds other weights"
-    job.tell(job.ids[0], "corruption", f"{words} than the same rank of 2 others")
+    words = f"after step {job.step} the weights of rank 0 of group {job.ids[second].partition(':')[0]} differ"
+    job.tell(job.ids[0], "corruption", f"{words} from those of 2 other groups")
     job.train(10)
     job.lose(job.ids[second])
     job.train(2)

@@ -42,7 +42,7 @@ def _address(sockaddr: int) -> Address | None:
 
 
 def interfaces() -> dict[str, list[Address]]:
-    """Returns this machine's addresses by interface: none of one that is down, nor link-local IPv6 ones, which need a scope."""
+    """Returns this machine's addresses by interface, except for interfaces that are down and link-local IPv6 ones, which need a scope."""
     there: dict[str, list[Address]] = {name: [] for _, name in socket.if_nameindex()}
     libc = ctypes.CDLL(None, use_errno=True)
     head = c_void_p()

@@ -26,7 +26,7 @@ log = logging.getLogger("pharos.manager")
 
 class Agreement:
     """Commit votes of one replica group. `group`: a gloo process group of all its ranks, in the order of group_rank, used for nothing else.
-    All ranks make the same calls. Its timeout must exceed every wait for other groups, as a rank waits in it while others wait so."""
+    All ranks make the same calls. The group's timeout must exceed every wait for other groups: a rank waits here while others do so."""
 
     whole_vote_s = 2.0  # timeout of rank 0's vote for all ranks, which wait in the broadcast meanwhile
 
@@ -34,8 +34,8 @@ class Agreement:
         self._group = group
 
     def outcome(self, client: GroupClient, vote: Vote, *, able: bool) -> Outcome | None:
-        """Returns the group's outcome of a commit vote, which all ranks call this for. None: each rank must vote at the server by itself.
-        `able`: False makes it None, for a rank with other work. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
+        """Returns the group's outcome of a commit vote; called by all its ranks. None: each rank must vote at the server by itself.
+        `able`: False: other work prevents a yes. Raises GroupEnded if ranks vote on different attempts, or one is gone."""
         outcome = None
         if vote.verdict == "failed":  # one such vote decides: the server interrupts ranks that still wait
             outcome = client.outcome(vote)

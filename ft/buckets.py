@@ -130,7 +130,7 @@ class GradBuffers:
 
 
 class BufferPool:
-    """A pool of single buffers by size. A buffer that is not taken for a whole step is freed. Thread-safe."""
+    """A pool of single buffers by size. A buffer that stays unused for a whole step is freed. Thread-safe."""
 
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
@@ -164,7 +164,7 @@ def zeros(count: int, dtype: torch.dtype, device: torch.device, *, shared: bool)
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard."""
+    """Returns this rank's shard of a DTensor, any other tensor itself."""
     if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
         with torch.no_grad():
             return tensor.to_local()

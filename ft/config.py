@@ -1,7 +1,7 @@
 """Settings of fault tolerance: the section [fault_tolerance], and the environment variables that the launcher sets.
 
-Flow: start.py makes the manager from both. Only this module, command lines and process_groups/shared.py read the environment. Importing
-this module needs neither torch nor grpc.
+Flow: start.py makes the manager from both. Only this module, command lines and process_groups/shared.py read settings from the environment.
+Importing this module needs neither torch nor grpc.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class FaultTolerance:
     stall_s: Annotated[
         float,
         "seconds that any member may wait for a reduction or a quorum before the stalled members, those that do not wait, count as lost; "
-        "if most members wait, ten seconds or five median steps; the lighthouse's --stall_s",
+        "if most members wait, the longer of ten seconds and five median steps; the lighthouse's --stall_s",
         "> 0",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
@@ -266,7 +266,7 @@ def group_name(text: str) -> str:
     """Checks a replica group's name, the part of a replica ID before the colon. It is also part of file names and store keys."""
     if not re.fullmatch(r"[\w.-]{1,64}", text, re.ASCII):
         nearest = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII)[:64]
-        raise ValueError(f"must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
+        raise ValueError(f"a group's name must be 1 to 64 letters, digits, '_', '.' or '-'; nearest: {nearest}")
     return text
 
 

@@ -19,13 +19,13 @@ The hook of a parameter (`_on_gradient`) copies its gradient into its bucket (bu
 accelerator together with the whole bucket, and sends each bucket when it and all before it are complete. The sum becomes `.grad` by
 pointing there (`deliver`): nothing is copied back. A retry copies the same gradients into other buckets, so it sends the same bits.
 
-Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice that of users' tensors, and three buckets
+Memory, beside autograd's own gradients, which live until `deliver`: see memory.py; also twice the size of users' tensors, and three buckets
 while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
 are copied: a failure loses them.
 
 Separate slots (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
 slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
-which are exact in any order; then each rank adds the S sums in the order of the slots. This costs S times the traffic and the memory.
+whose addition is exact in any order; then each rank adds the S sums in the order of the slots. This costs S times traffic and memory.
 
 Quantised (`quantized`): buckets are reduced in int8 with error feedback (quantized.py), except for the last one, which has the tail.
 """
@@ -302,10 +302,10 @@ class Gradients:
         for user_allreduce in self._step.allreduces:
             user_allreduce.work.wait()
         attempt.complete = True
-        return tuple(attempt.tail.cpu().tolist())  # on the host, which decides by it
+        return tuple(attempt.tail.cpu().tolist())  # to the host, where the step is decided
 
     def abandon(self) -> Callable[[], None]:
-        """Abandons the attempt; gradients stay kept. Returns a callable that releases its buffers, for when nothing writes to them."""
+        """Abandons the attempt; gradients stay kept. Returns a callable that releases its buffers: call it once nothing writes to them."""
         with self._lock:
             attempt, self._attempt, step = self._attempt, None, self._step
             if attempt is None:
@@ -343,7 +343,7 @@ class Gradients:
             if self._per_slot:
                 slots = [[buffers.sums[index] for index in self._indices_of(slot)] for slot in range(self._copies)]
                 if first := slots[0]:  # receives the sum of all slots, in their order
-                    torch._foreach_add_(first, 0.0)  # makes 0.0 of -0.0, as adding the zeros of other groups does
+                    torch._foreach_add_(first, 0.0)  # turns -0.0 into 0.0, as adding the zeros of other groups does
                     for added in slots[1:]:
                         torch._foreach_add_(first, added)
             for index, parameter in enumerate(self._parameters, (self._copies - 1) * len(self._parameters)):
@@ -384,9 +384,8 @@ class Gradients:
                 user_allreduce.forget()
             self._step = _StepState()
             self._feedback.clear()
-            if (
-                self._attempt is not None
-            ):  # complete; `begin_attempt` abandons it, and none of its gradients are lost by that
+            # an attempt is complete here; `begin_attempt` abandons it, and none of its gradients are lost by that
+            if self._attempt is not None:
                 self._attempt.copied.clear()
 
     @property
@@ -413,11 +412,11 @@ class Gradients:
                 f"a quantised sum of a tensor of {tensor.dtype}: supports only real floating-point numbers"
             )
         if torch._debug_has_internal_overlap(to_local(tensor)) == 1:  # torch's own check before it writes
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory; nearest: its clone()")
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with overlapping memory: pass its clone()")
         with self._lock:
             attempt, after = self._attempt, self._step.after_last_backward
             if attempt is None or attempt.tail is not None or self._in_last_backward:
-                raise RuntimeError("a tensor is reduced between begin_attempt and launch_tail, not in last_backward")
+                raise RuntimeError("a tensor is reduced inside a step, but not during its last backward")
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user_allreduce = ManagedAllreduce(
                 tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
@@ -543,10 +542,10 @@ class Gradients:
         while attempt.launched < len(attempt.missing) - 1:
             self._launch_next_bucket(attempt, zeros=zeros)
 
-    def _launch_user_allreduce(self, attempt: _Attempt, own: ManagedAllreduce, *, after_buckets: bool) -> None:
-        if own.after_buckets == after_buckets and not own.launched:
-            via = self._queue(attempt) if own.quantized else attempt.queue or attempt.group
-            attempt.works.append(own.launch(via, attempt.participants, contributes=attempt.contributes))
+    def _launch_user_allreduce(self, attempt: _Attempt, user_sum: ManagedAllreduce, *, after_buckets: bool) -> None:
+        if user_sum.after_buckets == after_buckets and not user_sum.launched:
+            via = self._queue(attempt) if user_sum.quantized else attempt.queue or attempt.group
+            attempt.works.append(user_sum.launch(via, attempt.participants, contributes=attempt.contributes))
 
     def _queue(self, attempt: _Attempt) -> CollectiveQueue:
         if attempt.queue is None:

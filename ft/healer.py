@@ -112,7 +112,7 @@ class Healer:
             sources = [StateSource(name, at) for name, at in zip(names, found, strict=True) if at]
             try:
                 if not sources:
-                    raise HealFailed("no source told its healing address", touched=False)
+                    raise HealFailed("no source reported its healing address", touched=False)
                 chosen, spared = (sources[:1], sources[1:]) if self.one_source else (sources, [])
                 values = self.transport.fetch(chosen, into, **wanted, progress=self._set_progress)
                 self.touched = True
@@ -144,5 +144,5 @@ class Healer:
             with closing(GroupClient(address, self._group_rank, self._access)) as client:
                 return client.checkpoint_metadata(self._group_rank, ADDRESS_S)
         except (TimeoutError, RuntimeError, ValueError) as error:
-            log.warning("the group server at %s did not tell a healing address: %s", address, error)
+            log.warning("the group server at %s reported no healing address: %s", address, error)
             return ""

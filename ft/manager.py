@@ -66,8 +66,8 @@ PHASE_OF: dict[type[m.Effect], str] = {  # effects whose time counts as a phase 
     m.DropHeld: "heal",
 }
 TICK_S = 0.5  # between two Ticks of a wait
-MISMATCHED_KEPT = 64  # most members that are remembered for their fingerprint
-PROBE_FRACTION = 0.6  # of heartbeat_timeout_s, after which a peer that answers no probe is unreachable; the rest is the probe's own delay
+MISMATCHED_KEPT = 64  # most members with a different fingerprint that are remembered
+PROBE_FRACTION = 0.6  # share of heartbeat_timeout_s after which a peer that answers no probe is unreachable; the rest is the probe's delay
 CLOSE_S = 1.0  # longest wait of `close` for process groups to end, which takes milliseconds, or gloo's timeout (gloo.form_gloo)
 log = logging.getLogger("pharos.manager")
 
@@ -87,7 +87,7 @@ class ManagerOptions(StepConfig):
     heal_copy_bytes: int = 256 << 20
     long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: not reported
     quorum_s: float | None = None  # timeout of a quorum request; None: no limit
-    dies_with_group: bool = True  # the group server may kill this process; False: it has other groups, too
+    dies_with_group: bool = True  # the group server may kill this process; False: ranks of other groups run in it, too
 
 
 class Manager:
@@ -165,11 +165,11 @@ class Manager:
         self._weights: list[Tensor] = []
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
         self._is_forming = False  # True: the process group forms while the trainer computes, and `reduce` awaits it
-        self._ahead: m.Compute | None = None  # what the trainer has computed meanwhile, until the machine requires it
+        self._ahead: m.Compute | None = None  # Compute that the trainer has carried out before the machine requires it
         self._zeros_sent = (0, 0)  # quorum ID and step of the newest zeros that `reduce` has launched
         self.quorum_s = options.quorum_s  # may be changed between two steps, as may shrink_only
         self.shrink_only = False  # True: no further group may join in the next quorum
-        self._until: int | None = None  # number of the last step that the machine was told
+        self._until: int | None = None  # number of the last step, as the machine was last told
         self._assignment: DataAssignment | None = None
         self._restored: dict[str, Any] | None = None
         self._stopped: tuple[bool, str] | None = None  # `clean`, `reason` of client.leave, after effect Stop
@@ -195,7 +195,7 @@ class Manager:
             return self.healer.progress, self._launched if status.waiting else 0, self._prober.unreachable
 
         given = (config.times.beat_s, self.closed, self._report, reported)
-        threading.Thread(target=self._telemetry.report_for_ever, args=given, name="ft-report", daemon=True).start()
+        threading.Thread(target=self._telemetry.report_forever, args=given, name="ft-report", daemon=True).start()
 
     # ------------------------------------------------------------------------------------------------ the Seam interface
 
@@ -396,7 +396,7 @@ class Manager:
         self, *, before_vote: bool = False, until: Callable[[], bool] = lambda: False
     ) -> TrainerEffect | None:
         """Carries out effects, and feeds the machine the event that answers each; returns the first one for the trainer. None: `until()` is
-        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises as commit; MustExit."""
+        True, or, with `before_vote`, the next effect is this rank's "yes" to the commit. Raises MustExit, and as Seam.commit."""
         phase_timer, machine = self._telemetry.phase_timer, self.machine
         while self._trainer_effect is None:
             if before_vote and machine.phase is Phase.VOTING and self._effects:
@@ -493,7 +493,7 @@ class Manager:
         return event
 
     def _configure(self, quorum: m.QuorumResult) -> m.Event | None:
-        """Offers the state, forms the process group (None: meanwhile), and only then starts a fetch: others wait for the group."""
+        """Offers the state, forms the process group, then starts a fetch, for which no other waits. None: the group forms meanwhile."""
         self.quorum = quorum
         self.replica_id = quorum.replica_id
         handles = dict(zip(quorum.members, quorum.handles, strict=False))
@@ -585,14 +585,14 @@ class Manager:
 
     def _begin_attempt(self, attempt: AttemptId, *, contributes: bool = True) -> None:
         assert self.quorum is not None
-        if self._attempt_id != attempt:  # an earlier attempt on this generation was complete, and was not committed
+        if self._attempt_id != attempt:  # an earlier one on this generation, if any, is complete and not committed
             count = len(self.quorum.participants)
             self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2])
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
-        """Launches the tail, except for zeros of a group that has computed nothing, or whose user has changed the result of its zeros: once
-        per quorum and step it waits for the heal instead, and leaves the launch to `reduce`, in the user's next body."""
+        """Launches the tail. But zeros of a group that has computed nothing, or whose user has written to a reduced tensor since, wait for
+        the heal first (once per quorum and step), and are launched by `reduce`, in the user's next body."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
         repeats = machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):
@@ -617,7 +617,7 @@ class Manager:
                 values = as_sent(digest(self._weights), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch_tail(tail, zeros=effect.zeros)
-        except RuntimeError as error:  # an error of the caller: nothing was launched, and the next step raises it again
+        except RuntimeError as error:  # the caller's error: the tail was not launched; the next attempt raises it again
             self._feed(m.ReduceFailed(*attempt, str(error)))
             self._assignment = None
             raise

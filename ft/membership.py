@@ -1,5 +1,5 @@
 """Start-up of one replica group: rank 0 starts the group server, a child process, and a store for rendezvous with other groups, and writes
-their addresses to the group's own store (the launcher's or torch.distributed's). It outlives restarts: keys contain their number.
+their addresses to the group's own store (the launcher's or torch.distributed's), which outlives restarts: keys contain their number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReplicaGroupConfig:
 
 @dataclass(frozen=True)
 class Membership:
-    """A rank's membership in its group. Rank 0 closes `server` and `rendezvous`; other ranks have neither."""
+    """A rank's membership in its group. Rank 0 has `server`, which it closes, and `rendezvous`; other ranks have neither."""
 
     replica_id: str
     address: str  # address of the group server

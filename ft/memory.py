@@ -27,13 +27,13 @@ def memory(tensors: Sequence[Tensor], settings: FaultTolerance, *, in_child: boo
     )
     one_set = sum(size * dtype.itemsize for (dtype, _), size in layout.sizes.items())
     gradients = sum(tensor.nbytes for tensor in tensors)
-    left_out = 4 * sum(tensor.numel() for tensor in tensors) * quantized
+    residuals = 4 * sum(tensor.numel() for tensor in tensors) * quantized
     own = {  # with a semi_sync_method; a weight is as large as its gradient
         "always: the outer weights": gradients,
         "always: the outer optimizer's momentum": gradients * momentum,
         "while a fragment is reduced: this group's pseudo-gradients": -(-gradients // settings.num_fragments),
-        "always: rounding errors of reductions in int8, kept in fp32": left_out,
-        "while a fragment is reduced: rounding errors of its reduction": -(-left_out // settings.num_fragments),
+        "always: rounding errors of reductions in int8, kept in fp32": residuals,
+        "while a fragment is reduced: rounding errors of its reduction": -(-residuals // settings.num_fragments),
     }
     return {
         f"always: {KEPT_SETS} sets of reduction buffers, used in turn": KEPT_SETS * one_set,

@@ -29,7 +29,7 @@ from ft.device import current_device, device_thread, streams_of
 from ft.process_groups.base import GroupWork
 from ft.process_groups.errors import Abandoned
 
-BLOCK = 256  # values that share a scale, of 4 bytes
+BLOCK = 256  # values that share one scale (4 bytes)
 LEVELS = 127  # on either side of 0
 PIECE = (1 << 20) // BLOCK  # blocks that are quantised at a time, so that temporaries stay in the cache
 
@@ -51,7 +51,7 @@ class CollectiveQueue:
     """Runs an attempt's reductions on a process group that has formed, one after the other in a thread: a quantised one has two exchanges,
     and all ranks must start all exchanges in the same order. So an attempt that uses a queue sends everything through it.
 
-    A wait ends no later than one on the process group: its abandonment ends the works. `shared`: a child process maps the messages."""
+    A wait ends no later than one on the process group: to abandon that ends the works, too. `shared`: a child maps the messages."""
 
     def __init__(self, group: dist.ProcessGroup, *, shared: bool = False) -> None:
         self._group, self._shared = group, shared
@@ -70,11 +70,11 @@ class CollectiveQueue:
     def allreduce_quantized(
         self, tensor: Tensor, feedback: ErrorFeedback | None, *, contributes: bool = True
     ) -> GroupWork:
-        """Reduces a floating-point tensor in place, in int8. Without `feedback` loses rounding errors. contributes=False: sends zeros."""
-        before, left_out = None, list[Tensor]()
+        """Reduces a floating-point tensor in place, in int8. Without `feedback` errors are lost. contributes=False: sends zeros."""
+        before, residuals = None, list[Tensor]()
         if feedback is not None:
-            before, feedback.pending = feedback.residual if contributes else None, left_out
-        return self._put(tensor, lambda: self._sum(tensor, before, left_out, contributes=contributes))
+            before, feedback.pending = feedback.residual if contributes else None, residuals
+        return self._put(tensor, lambda: self._sum(tensor, before, residuals, contributes=contributes))
 
     def close(self) -> None:
         """Fails all works that have not ended; nothing is sent any more. Ends the thread, but does not wait for it."""
@@ -120,8 +120,8 @@ class CollectiveQueue:
             work = start()
         work.wait()
 
-    def _sum(self, tensor: Tensor, before: Tensor | None, left_out: list[Tensor], *, contributes: bool) -> None:
-        """Reduces `tensor` in place. `before`: residual of earlier reductions; that of this one is appended to `left_out`."""
+    def _sum(self, tensor: Tensor, before: Tensor | None, residuals: list[Tensor], *, contributes: bool) -> None:
+        """Reduces `tensor` in place. `before`: residual of earlier reductions; that of this one is appended to `residuals`."""
         rank, ranks = self._rank, self._ranks
         if not tensor.numel():
             return
@@ -135,7 +135,7 @@ class CollectiveQueue:
         if ranks == 1:
             tensor.copy_(flat.view(tensor.shape))
             if contributes:
-                left_out.append(torch.zeros_like(flat))
+                residuals.append(torch.zeros_like(flat))
             return
 
         def message(shares: int) -> Tensor:
@@ -155,7 +155,7 @@ class CollectiveQueue:
         given[rank * share : (rank + 1) * share].add_(total)
         self._exchange(lambda: self._group._allgather_base(received, mine))
         if contributes:
-            left_out.append(flat)
+            residuals.append(flat)
             given = torch.empty_like(given)
         for other in range(ranks):
             dequantize(received[other], given[other * share : (other + 1) * share])
@@ -182,7 +182,7 @@ def quantize(values: Tensor, message: Tensor) -> None:
 
 
 def dequantize(message: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Dequantizes a message written by `quantize`: stores the values in `out` (blocks, BLOCK), fp32, or with `add` adds them to it."""
+    """Dequantises a message written by `quantize`: stores the values in `out` (blocks, BLOCK), fp32, or with `add` adds them to it."""
     codes, scales = _parts(message, len(out))
     for own, code, scale in zip(out.split(PIECE), codes.split(PIECE), scales.split(PIECE), strict=True):
         values = code.to(torch.float32).mul_(scale.unsqueeze(1))

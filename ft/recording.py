@@ -4,7 +4,7 @@ bench/drill.py reads FOLDER/diary.RANK.jsonl while the job runs. Each line has `
 
     start                    a process of this rank has started
     quorum                   it is in a quorum: quorum_id, participants (names), and `heals`: it has begun to fetch state
-    commit                   commit_id, contributors (how many groups), `digest` of this rank's weights at the start of the next step
+    commit                   commit_id, contributors (number of groups), `digest` of this rank's weights when the next step begins
     refused                  a step has failed, and its gradients were dropped
     extended                 a step continues with kept gradients, and slots of a lost group were added to it
     healed, restored         the state was loaded from other groups, or from a checkpoint

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 class DataAssignment:
     """The slots of the next step that are assigned to this replica group (protocol/step.py)."""
 
-    step: int  # steps before it, held ones included
+    step: int  # number of steps before this one, held steps included
     slots: tuple[int, ...]
 
 
@@ -28,7 +28,7 @@ class StepTotals:
     """Sums of a step over all groups that contributed. `finite`: with SoloManager, the loss is neither NaN nor infinite; with Manager,
     which leaves out a group with such a loss, False only if the attempt has failed, so that `commit` returns None."""
 
-    # valid tokens; 0: that slot contributed nothing; one element, their sum, if this group was assigned no slot
+    # valid tokens; 0: that slot contributed nothing; if this group was assigned no slot, one element: the sum over all slots
     tokens_per_slot: Sequence[float]
     loss_sum: float  # nats over those tokens
     finite: bool
@@ -42,7 +42,7 @@ class Commit:
     contributors: tuple[int, ...]  # replica ranks
     mean_loss: float  # nats per token, the same in every group
     quorum_size: int
-    slots: tuple[tuple[int, str], ...]  # that contributed: slot and replica ID, "solo" without replica groups
+    slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
     holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
 
 
@@ -89,7 +89,7 @@ class Seam(Protocol):
         """Committed optimizer steps. Changed by commit, load_state_dict, and a heal, which may complete in begin_step, reduce or commit."""
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
-        """Registers state that a joining group receives to equal the others: read and written at step boundaries. Each name only once."""
+        """Registers a state that joining groups receive from the others, read and written at step boundaries. Each name only once."""
 
     @property
     def writer_quorum(self) -> tuple[str, int] | None:
@@ -118,7 +118,7 @@ class Seam(Protocol):
 
     def commit(self, totals: StepTotals) -> Commit | None:
         """Commits the step; .grad is then the sum over all groups. None: the step has failed; call begin_step again.
-        `totals`: the result of `reduce`; only SoloManager decides by it: a Manager has the reduced values, on which its ranks vote. Raises
+        `totals`: the result of `reduce`; only SoloManager uses it; a Manager decides by the reduced tail, on which its ranks vote. Raises
         Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
 
     def announce(self, lane: str, text: str) -> None:
@@ -127,7 +127,7 @@ class Seam(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores its open assignment."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # takes its result; ValueError if it does not fit
 
     @property
     def last_waiting_for_others_s(self) -> float:
@@ -135,7 +135,7 @@ class Seam(Protocol):
         not for one of its own ranks; -inf: there was none."""
 
     def want_to_leave(self) -> None:
-        """Notes a SIGTERM, from any thread. If the group waits for others, its ranks get GroupReleased; else the trainer calls `leave`."""
+        """Records a SIGTERM, from any thread. If the group waits for others, its ranks raise GroupReleased; else the trainer leaves."""
 
     def leave(self) -> None:
         """Announces that this group leaves on purpose (SIGTERM, scale-down). Called by all its ranks at the same step boundary. The loop

@@ -27,7 +27,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 
 class Fragment:
     """The weights that are reduced together: `named`, of the model. `optimizer`: their outer optimizer; None: the outer weights are the
-    mean of local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a weight that it does not have."""
+    mean of local ones. `alpha`: weight of a group's local weights, 0 to 1. Raises ValueError for a weight that `optimizer` lacks."""
 
     def __init__(self, named: Named, optimizer: torch.optim.Optimizer | None, *, alpha: float = 0.0) -> None:
         self.names = [name for name, _ in named]
@@ -39,7 +39,7 @@ class Fragment:
             if missing := [name for name, parameter in named if id(parameter) not in known]:
                 raise ValueError(f"the outer optimizer does not have {missing[0]}, a weight of the fragment")
             init_optim_state(optimizer, self.local)
-            self.reset()  # a step at learning rate 0 may make 0.0 of -0.0
+            self.reset()  # a step at learning rate 0 may turn -0.0 into 0.0
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Returns the outer weights, like a module's parameters: the manager reduces their gradients and compares their digests."""
@@ -120,7 +120,7 @@ class Fragment:
 
 
 def split(named: Named, count: int) -> list[Named]:
-    """Splits a model into `count` fragments of whole blocks (a layer, with all its weights) in their order, as even as that allows; the
+    """Splits a model into `count` fragments of whole blocks (a layer, with all its weights) in their order, as evenly as blocks allow; the
     result is the same in all groups. Raises ValueError if there are fewer blocks."""
     blocks: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer | None]
 
 
-def _of_turn(name: str) -> Any:
-    """Forwards to that method of the current fragment."""
-    return lambda self, *given, **more: getattr(self._turn, name)(*given, **more)
+def _of_current(name: str) -> Any:
+    """Returns a method that calls the method `name` of the current fragment."""
+    return lambda self, *given, **more: getattr(self._current, name)(*given, **more)
 
 
 def _of_all(name: str) -> Any:
-    """Forwards to that method of all fragments."""
+    """Returns a method that calls the method `name` of all fragments."""
     return lambda self: [getattr(fragment, name)() for fragment in self._fragments]
 
 
@@ -61,7 +61,7 @@ class FragmentGradients(Gradients):
     def __init__(self, *, shared: bool = False, quantized: bool = False, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(shared=shared, quantized=quantized, bucket_bytes=bucket_bytes)
         self._fragments: list[Gradients] = []
-        self._turn: Gradients
+        self._current: Gradients
         self.dropped = False
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -77,18 +77,18 @@ class FragmentGradients(Gradients):
     def begin_attempt(
         self, group: dist.ProcessGroup, participants: int, *, contributes: bool = True, step: int = 0
     ) -> None:
-        self._turn = self._fragments[step % len(self._fragments)]
-        self._turn.begin_attempt(group, participants, contributes=contributes, step=step)
+        self._current = self._fragments[step % len(self._fragments)]
+        self._current.begin_attempt(group, participants, contributes=contributes, step=step)
 
     prepare, close, drop_held = map(_of_all, ("prepare", "close", "drop_held"))
     begin_backward, launch_buckets, launch_tail, wait, abandon, hold = map(
-        _of_turn, ("begin_backward", "launch_buckets", "launch_tail", "wait", "abandon", "hold")
+        _of_current, ("begin_backward", "launch_buckets", "launch_tail", "wait", "abandon", "hold")
     )
 
     def deliver(self, held: int | None = None, *, contributors: int | None = None) -> None:
         """Delivers the sums of the current fragment, or of `held`, a step as committed: one more than `begin_attempt` was called for."""
-        turn = self._turn if held is None else self._fragments[(held - 1) % len(self._fragments)]
-        turn.deliver(held, contributors=contributors)
+        fragment = self._current if held is None else self._fragments[(held - 1) % len(self._fragments)]
+        fragment.deliver(held, contributors=contributors)
 
     def drop(self) -> None:
         self.dropped = True
@@ -97,7 +97,7 @@ class FragmentGradients(Gradients):
 
 
 class SemiSyncManager:
-    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer; returns None: Local SGD."""
+    """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer, or returns None for Local SGD."""
 
     writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
     may_exit: bool
@@ -157,7 +157,7 @@ class SemiSyncManager:
         return DataAssignment(assignment.step * self.inner_steps, slots)
 
     def on_inner_step(self) -> None:
-        """To be called after each inner optimizer step. Sends the pseudo-gradients of the round's fragment `delay` steps before its end."""
+        """Counts an inner optimizer step. Sends the pseudo-gradients of the round's fragment `delay` steps before its end."""
         self._done += 1
         if self._done == self.inner_steps - self._schedule.delay:
             fragment = self.fragments[self._round % len(self.fragments)]
@@ -209,9 +209,9 @@ class SemiSyncManager:
                 fragment.swap()
 
     def checkpoint_state(self, model: Stateful) -> dict[str, Stateful]:
-        """Returns the states of a checkpoint by name, to be loaded in this order: "model" with the outer weights, so that whoever loads the
-        checkpoint gets what groups agree on; the outer optimizer's state; and the writer's local weights, if they may differ from the outer
-        ones: all groups start from them again. `model`: gives all other state of the model, such as buffers."""
+        """Returns the states of a checkpoint by name, to be loaded in this order: "model" with the outer weights, on which the groups
+        agree; the outer optimizer's state; and the writer's local weights, if they may differ from the outer ones: all groups
+        start from them again. `model`: gives all other state of the model, such as buffers."""
         states: dict[str, Stateful] = {
             "model": SimpleNamespace(
                 state_dict=lambda: {**model.state_dict(), **_merged(x.weights() for x in self.fragments)},

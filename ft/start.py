@@ -26,7 +26,7 @@ class SoloManager:
     """The Seam of a job without replica groups: a quorum of one, without network, thread or gRPC.
 
     It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
-    other loss raises Stopped. It has the ledger of replica groups: a run may resume with or without them, batch and ranks may differ."""
+    other loss raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may differ."""
 
     def __init__(self, slot_size: int) -> None:
         self.step = 0
@@ -35,7 +35,7 @@ class SoloManager:
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # of this one group
+        self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # its totals are the result
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         if name in self._registered:
@@ -97,7 +97,7 @@ def open_manager(
     """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `folder`, `store`: the replica group's own. `device_type`: its
     gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are several.
     `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`, `on_event`:
-    see telemetry.py. Raises ValueError for invalid settings and a refused token, ConnectionError, RuntimeError (no group server)."""
+    see telemetry.py. Raises ValueError (settings, token), ConnectionError (no lighthouse), RuntimeError (no group server)."""
     if not settings.enable:
         return SoloManager(slot_size)
     # imported here, because training without groups needs neither grpc nor threads

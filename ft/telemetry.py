@@ -40,7 +40,7 @@ class PhaseTimer(Protocol):
         return nullcontext()
 
     def long_phase(self) -> tuple[str, float] | None:
-        """Name of the current phase, if its duration does not depend on a step's, and seconds since its begin. From any thread."""
+        """Name of the current phase, if its duration does not depend on a step's, and the seconds since it began. From any thread."""
         return None
 
     def move(self, seconds: float, from_phase: str, to_phase: str) -> None:
@@ -58,7 +58,7 @@ class NoPhaseTimer(PhaseTimer):
 
 class OnEvent(Protocol):
     """A receiver of a group's events by name, from rank 0: "quorum" (quorum_id, groups, healing), "heal" (sources), "healed" (bytes),
-    "failed" (reason), "lost work"; and from any rank "weights differ" (rank, groups; empty: no majority has the same)."""
+    "failed" (reason), "lost work"; and from any rank "weights differ" (rank, groups; empty: no majority has equal weights)."""
 
     def __call__(self, event: str, step: int, **what: object) -> None: ...
 
@@ -101,7 +101,7 @@ class ManagerTelemetry:
         self.current_wait: Literal["", "sums", "vote"] = ""
         self.wait_began_s = 0.0  # start of the newest reduction's wait
         self.first_began_s: float | None = None  # start of the first step; infinite once a step is committed
-        self._sends: tuple[float, float] | None = None  # begin and time limit of a commit's wait for joiners
+        self._sends: tuple[float, float] | None = None  # start and time limit of a commit's wait for joiners
         self.waits: deque[float] = deque(maxlen=KEPT)  # seconds, of complete reductions
         self.step_seconds: deque[float] = deque(maxlen=KEPT)
         self._began_s = self.committed_s = clock()
@@ -154,10 +154,10 @@ class ManagerTelemetry:
         """Reports that the weights of groups differ."""
         rank, divergent, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
         self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])
-        whose = " and ".join(map(name_of, divergent or members))
+        whose = " and ".join(f"group {name_of(member)}" for member in divergent or members)
         others = len(members) - len(divergent)
-        than = f"the same rank of {others} others" if divergent else "each other, and no majority has the same"
-        text = f"after step {step} rank {rank} of group {whose} holds other weights than {than}"
+        than = f"those of {others} other groups" if divergent else "each other, and no majority has equal ones"
+        text = f"after step {step} the weights of rank {rank} of {whose} differ from {than}"
         self._announce("corruption", effect.step, text)
         log.error("%s", text)
 
@@ -175,7 +175,7 @@ class ManagerTelemetry:
         limit_s = max_s if seconds < max_s else 0.0  # a phase that lasts longer is not reported
         return Status(waiting, waiting and wait == "vote", phase if limit_s else "", limit_s if phase else 0.0)
 
-    def report_for_ever(
+    def report_forever(
         self,
         beat_s: float,
         closed: threading.Event,

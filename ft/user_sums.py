@@ -1,7 +1,7 @@
 """All-reduce of a user's tensor over the replica groups (torchft's `allreduce`).
 
 The user waits for the result before the step is decided. So the tensor's values are kept when the result overwrites them, and a retry of
-the step reduces them again. A failure leaves the tensor unchanged; the step is then not committed.
+the step reduces them again. A failed attempt leaves the tensor unchanged; only a complete one is committed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ManagedAllreduce:
 
     @property
     def changed(self) -> bool:
-        """True when the user has written to the tensor since: a retry would overwrite that."""
+        """True when the user has written to the tensor since our newest write: a retry would overwrite that."""
         with self._lock:
             return _version(self._tensor) != self._version
 
@@ -59,7 +59,7 @@ class ManagedAllreduce:
         return self._sum is not None
 
     def launch(self, via: dist.ProcessGroup | CollectiveQueue, participants: int, *, contributes: bool) -> dist.Work:
-        """Reduces the values that the tensor had at first, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
+        """Reduces the tensor's original values, or zeros. The first attempt ends `work`; `finish` writes a retry's result."""
         self._sum, self._participants, self._written = self._buffers.take(self._tensor), participants, False
         if contributes:
             self._sum.copy_(self._tensor if self._original is None else self._original)

@@ -49,7 +49,7 @@ class BlockedCausalAttention(Function):
             grad_weights = grads @ heads.v[part, :seen].transpose(1, 2)
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, q.dtype)
             grad_k[part, :seen] += _scaled_bmm(grad_scores.transpose(1, 2), queries, heads.scale)
-            grad_q[part, :, rows] = heads.unrows(_scaled_bmm(grad_scores, heads.k[part, :seen], heads.scale))
+            grad_q[part, :, rows] = heads.split_heads(_scaled_bmm(grad_scores, heads.k[part, :seen], heads.scale))
         return grad_q.view(q.shape), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
 
 
@@ -59,7 +59,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = torch.empty_like(heads.q)  # [B * K, G, T, D]
     for part, rows, seen in heads.blocks():
         weights = heads.probabilities(heads.q[part, :, rows].flatten(1, 2), part, seen)
-        out[part, :, rows] = heads.unrows(weights @ heads.v[part, :seen])
+        out[part, :, rows] = heads.split_heads(weights @ heads.v[part, :seen])
     return out.view(q.shape)
 
 
@@ -91,14 +91,14 @@ class _Heads:
                 end = min(start + _QUERY_BLOCK, n_queries)
                 yield slice(first, first + step), slice(start, end), n_keys - n_queries + end
 
-    def unrows(self, x: Tensor) -> Tensor:
+    def split_heads(self, x: Tensor) -> Tensor:
         """Reshapes x [P, G * t, ...] to [P, G, t, ...]: the queries of all heads of a group are rows of one matmul."""
         return x.view(x.shape[0], self.q.shape[1], -1, x.shape[-1])
 
     def probabilities(self, queries: Tensor, part: slice, seen: int) -> Tensor:
         """Returns the softmax of the scores of queries [P, G * t, D] on the first `seen` keys, [P, G * t, seen]; causal in the last t."""
         scores = _scaled_bmm(queries, self.k[part, :seen].transpose(1, 2), self.scale)
-        by_head = self.unrows(scores)  # [P, G, t, seen]
+        by_head = self.split_heads(scores)  # [P, G, t, seen]
         size = by_head.shape[2]
         by_head[..., seen - size :].add_(self.mask[:size, :size])
         return torch.softmax(scores, -1)

@@ -51,13 +51,13 @@ class Entry:
     heads: int = 0
 
     def to_theirs(self, weight: Tensor) -> Tensor:
-        """Returns the values with the rows in their order: each head's even rows, then its odd rows."""
-        return self._turned(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
+        """Returns the values with the rows in Hugging Face's order: each head's even rows, then its odd rows."""
+        return self._reordered(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
 
     def to_ours(self, weight: Tensor) -> Tensor:
-        return self._turned(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
+        return self._reordered(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
 
-    def _turned(self, weight: Tensor, *sizes: int) -> Tensor:
+    def _reordered(self, weight: Tensor, *sizes: int) -> Tensor:
         return weight.unflatten(0, (self.heads, *sizes)).transpose(1, 2).flatten(0, 2) if self.heads else weight
 
 
@@ -99,12 +99,12 @@ def read_config(body: Mapping[str, Any]) -> Published:
     """Converts the settings of config.json. Raises ValueError ("key = value: ...") for settings that this model does not support."""
     kind, architectures = body.get("model_type"), body.get("architectures")
     if kind != "llama":
-        raise ValueError(f'model_type = {_shown(kind)}: another architecture; what can be read: "llama"')
+        raise ValueError(f'model_type = {_shown(kind)}: another architecture; supported: "llama"')
     if architectures not in (None, [ARCHITECTURE]):
-        raise ValueError(f'architectures = {_shown(architectures)}: another head; what can be read: ["{ARCHITECTURE}"]')
+        raise ValueError(f'architectures = {_shown(architectures)}: another head; supported: ["{ARCHITECTURE}"]')
     for key, (allowed, cause) in _NEUTRAL.items():
         if key in body and body[key] not in allowed:
-            raise ValueError(f"{key} = {_shown(body[key])}: {cause}; what can be read: {_shown(allowed[0])}")
+            raise ValueError(f"{key} = {_shown(body[key])}: {cause}; supported: {_shown(allowed[0])}")
     dim, heads = _number(body, "hidden_size"), _number(body, "num_attention_heads")
     if dim % heads:
         raise ValueError(f"num_attention_heads = {heads}: must divide hidden_size = {dim}")
@@ -155,8 +155,8 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {  # keys that can change log
     "attention_dropout": ((0, None), "there is no dropout here"),
     "partial_rotary_factor": ((1, None), "here all features of a head are rotated"),
     "rope_interleaved": ((False, None), "transformers' Llama pairs a feature with the one half a head away"),
-    "sliding_window": ((None, False), "attention here sees all that is before"),
-    "use_sliding_window": ((False, None), "attention here sees all that is before"),
+    "sliding_window": ((None, False), "attention here is over all earlier tokens"),
+    "use_sliding_window": ((False, None), "attention here is over all earlier tokens"),
     "quantization_config": ((None,), "quantised weights are not supported; save the model without quantisation first"),
     "auto_map": ((None, {}), "the model has code of its own, which is not run"),
     "add_cross_attention": ((False, None), "there is no encoder here"),
@@ -194,8 +194,7 @@ def _rope(body: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(
-            f'rope_scaling.rope_type = {_shown(kind)}: this scaling of positions is not supported; what can be read: "llama3", '
-            "or none"
+            f'rope_scaling.rope_type = {_shown(kind)}: another scaling of positions; supported: "llama3", or none'
         )
     wanted = _LLAMA3 if kind == "llama3" else {}
     if given.get("partial_rotary_factor", 1) != 1:

@@ -17,7 +17,7 @@ from models import ops
 from models.contract import Model
 
 _ATEN = torch.ops.aten
-PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # matmuls of activations with weights
+MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # of activations with weights
 KEPT = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
@@ -85,7 +85,7 @@ def _keep_expensive_results() -> tuple[Any, Any]:
     matmuls = {False: count(), True: count()}  # some versions of torch call the policy in the recomputation again
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = next(matmuls[context.is_recompute]) % 2 == 1 if operation in PRODUCTS else operation in KEPT
+        keep = next(matmuls[context.is_recompute]) % 2 == 1 if operation in MATMULS else operation in KEPT
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

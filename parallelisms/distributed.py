@@ -45,7 +45,7 @@ class CommConfig:
         str,
         "rendezvous: env:// (from the launcher), file:///path (a new file on a shared disk), tcp://host:port (of rank 0)",
     ] = ENV
-    init_timeout_seconds: Annotated[int, "timeout of rendezvous, first step and checkpoint, seconds", ">= 1"] = 300
+    init_timeout_seconds: Annotated[int, "timeout of rendezvous, first step, save, validation, seconds", ">= 1"] = 300
     train_timeout_seconds: Annotated[
         int,
         "timeout of later steps, seconds, not counting waits for other groups; then the hang is reported and the run ends",

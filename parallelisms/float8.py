@@ -21,7 +21,7 @@ CAPABILITY = (8, 9)  # Ada; the first compute capability with float8 matmuls
 class Float8Config:
     """[float8]: linear layers in 8-bit floats."""
 
-    enable: Annotated[bool, "float8 matmuls; requires torchao and CUDA compute capability 8.9"] = False
+    enable: Annotated[bool, "float8 matmuls; requires torchao and CUDA compute capability >= 8.9"] = False
     recipe_name: Annotated[
         Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"],
         "granularity of the scales; gw_hp: gradients of weights in high precision",

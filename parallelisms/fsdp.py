@@ -27,7 +27,7 @@ def apply_fsdp(
 ) -> None:
     """Wraps `part`. Gradients are summed over ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
     axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
-    shards = axes.size(axes.ndim - 1)
+    shards = axes.size(axes.ndim - 1)  # with DDP alone the number of replicas, which is then unused
     by_default = shards > 1 and mesh[PP].size() == 1
     reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
     # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline

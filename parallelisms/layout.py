@@ -51,7 +51,7 @@ class Precision:
 
 
 def choose_precision(master: str, compute: str, reduce: str, device: Device) -> Precision:
-    """Takes names as in [training]; `compute` "auto" is bfloat16 if the matmuls of `device` are faster in it, else float32."""
+    """Resolves names as in [training]; `compute` "auto" is bfloat16 if the matmuls of `device` are faster in it, else float32."""
     if compute == "auto":
         compute = "bfloat16" if device.fast_bfloat16() else "float32"
     return Precision(getattr(torch, master), getattr(torch, compute), getattr(torch, reduce))

@@ -46,7 +46,7 @@ class ParallelismConfig:
     fsdp_backward_prefetch: Annotated[
         int, "groups of blocks gathered ahead in the backward; 0: torch's default, one group", ">= 0"
     ] = 0
-    tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between them", ">= 1"] = 1
+    tensor_parallel_degree: Annotated[int, "ranks that shard matrices, and the sequence between blocks", ">= 1"] = 1
     disable_loss_parallel: Annotated[
         bool, "gather the logits before the loss; false: each rank keeps its shard of the vocabulary"
     ] = False

@@ -68,7 +68,7 @@ def stage_count(config: ParallelismConfig, n_layers: int) -> int:
 
 
 def placement(config: ParallelismConfig, n_stages: int) -> list[list[int]]:
-    """Returns each rank's stages, in the order of the layers: round-robin; or forth and back for a V; or by the CSV file."""
+    """Returns each rank's stages, in the order of the layers: round-robin; or back and forth for a V; or by the CSV file."""
     pp, schedule = config.pipeline_parallel_degree, schedule_of(config)
     if config.pipeline_parallel_schedule_csv:
         return stages_by_rank(read_csv(schedule))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 ONE_STAGE = ("GPipe", "1F1B")  # one stage per rank; the others support several
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go forth and back over the ranks: rank 0 has the first and the last
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # stages go back and forth over the ranks: rank 0 has the first and the last
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SCHEDULES = (*ONE_STAGE, "LoopedBFS", "Interleaved1F1B", *SPLIT_BACKWARD)
 

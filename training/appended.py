@@ -32,13 +32,13 @@ class AppendedFile:
     def append(self, piece: bytes) -> None:
         """Appends `piece`; on failure removes what was written of it. Raises OSError also if another process has changed the size."""
         if (end := os.fstat(self._fd).st_size) != self.size_bytes:
-            raise OSError(None, f"has {end} bytes, and {self.size_bytes} were written", str(self.path))
+            raise OSError(None, f"has {end} bytes, but this process expects {self.size_bytes}", str(self.path))
         try:
             left = memoryview(piece)
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
-            with suppress(OSError):  # otherwise the next process that opens the file removes it
+            with suppress(OSError):  # otherwise the next process that opens the file removes that part
                 os.ftruncate(self._fd, self.size_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
         self.size_bytes += len(piece)
@@ -80,7 +80,7 @@ class AppendedFile:
         return os.pread(self._fd, end - start, start)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the file. May be called twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -161,7 +161,7 @@ class RunLock(AppendedFile):
             owner = self.read(0, self.size_bytes).decode().strip() or "another process"
             self.close()
             raise ValueError(
-                f"job.name: {run_folder} is being trained by {owner}; wait for it, stop it, or start another run with --job.name NAME"
+                f"job.name: {run_folder} is in use by {owner}; wait for it, stop it, or start another run with --job.name NAME"
             )
         with suppress(OSError):  # on a full disk the lock is held without the owner's name
             self.truncate(0)

@@ -36,7 +36,7 @@ class _Task:
 
 
 class BackgroundWriter:
-    """`report` is called when storage fails and when it recovers, in this thread or the caller's."""
+    """A thread that runs tasks, and retries those that fail. `report`: called when storage fails or recovers, in any thread."""
 
     def __init__(self, report: Report, *, clock: Clock = time.monotonic, retry_s: float = RETRY_S) -> None:
         self._report, self._clock, self._retry_s = report, clock, retry_s
@@ -90,7 +90,7 @@ class BackgroundWriter:
         if self._done < self._requested:
             failing = [task.name for task in self._tasks if task.failed_at is not None]
             names = " and ".join(failing) or "metrics and events"
-            self._report(f"{names}: the newest are lost, since storage has not recovered before the end")
+            self._report(f"{names}: the newest rows are lost, since storage has not recovered before the end")
 
     def write_all(self) -> bool:
         """Runs every task once; returns True if none failed."""
@@ -121,14 +121,14 @@ class BackgroundWriter:
             if task.failed_at is None:
                 task.failed_at = began
                 cause = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._report(f"{task.name} cannot be written: {cause}; kept in memory, and tried again")
+                self._report(f"{task.name} cannot be written: {cause}; kept in memory and retried")
         else:
             gone, task.reported_lost = task.lost() - task.reported_lost, task.lost()
             if task.failed_at is not None or gone:
                 after = "" if task.failed_at is None else f", after {duration(self._clock() - task.failed_at)}"
                 rest = f"{gone} rows are lost, since there was no room to keep them" if gone else "nothing is lost"
                 task.failed_at = None
-                self._report(f"{task.name} are written again{after}; {rest}")
+                self._report(f"{task.name} can be written again{after}; {rest}")
         self._busy_since = None
         if self._slow_reported:
             self._slow_reported = False

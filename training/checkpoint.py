@@ -112,7 +112,7 @@ class CheckpointConfig:
 
 class Checkpointer:
     """Saves and restores `states` in `<run_folder>/<config.folder>/step-N`. Every rank of the default process group has one and calls every
-    method. Guarantees: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged one is
+    collective. Ensures: a kill at any instant leaves the last published checkpoint intact, and the next launch finds it; a damaged one is
     not loaded (with verify_digests); a run with checkpoints never silently restarts from step 0; all ranks raise the same error."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Checkpointer:
         self._saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
         self._damaged: dict[int, str] = {}
-        self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be made anew
+        self._stale: set[int] = set()  # newer steps that `load` did not use: damaged, or to be trained again
         self._stager: StateDictStager | None = None
         self._background: ThreadPoolExecutor | None = None
         self._loaded_step = 0  # step that `load` restored: saves due up to it belong to an earlier launch
@@ -215,7 +215,7 @@ class Checkpointer:
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else from initial_load_path. Called once, before any save. Returns the restored step;
-        None: starts at step 0. Raises ValueError for what the user must change, CheckpointFailed if no checkpoint of its own is intact."""
+        None: starts at step 0. Raises ValueError for a setting to be changed, CheckpointFailed if no checkpoint of its own is intact."""
         if not self._config.enable:
             return None
         with suppress(CheckpointFailed, OSError):
@@ -237,7 +237,7 @@ class Checkpointer:
         self._loaded_step = step or 0
         self._stale = {newer for newer in steps if newer > self._loaded_step}
         if self._saves_enabled and self._config.async_mode != "disabled":
-            self._prepare_background()  # slower than a copy: done now rather than in the first step that saves
+            self._prepare_background()  # slower than a copy, as it allocates memory: now rather than in the first save
         return step
 
     def newest_step(self, kind: str = "full") -> int:
@@ -252,7 +252,7 @@ class Checkpointer:
             saving.result()
 
     def close(self) -> None:
-        """As `wait`; nothing can be saved afterwards. May be called twice."""
+        """Waits as `wait` does; nothing can be saved afterwards. May be called twice."""
         try:
             self.wait()
         finally:
@@ -284,7 +284,7 @@ class Checkpointer:
         return self._stager, self._background
 
     def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: StreamingPlanner | None = None) -> None:
-        """Makes one save from begin to end, in the caller's thread or the background's."""
+        """Performs one save from beginning to end, in the caller's thread or the background thread."""
         from training import checkpoint_dcp as dcp
 
         began, lease, records = time.perf_counter(), self._lease, list[FileRecord]()
@@ -362,7 +362,7 @@ class Checkpointer:
             self._log.warning("checkpoint: a save was interrupted by a kill: %s", ", ".join(notes))
 
     def _newest(self) -> int:
-        """Returns the newest saved step of either kind that is of this continuation; 0: none."""
+        """Returns the newest saved step of either kind, ignoring those in `_stale`; 0: none."""
         return max(files.newest(self.folder, kind=kind, exclude=self._stale) or 0 for kind in ("full", "model"))
 
     def _find_newest(self) -> None:
@@ -399,7 +399,7 @@ class Checkpointer:
         if self._damaged:
             listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
             rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
-            raise CheckpointFailed(f"checkpoint: none of those in {self.folder} is intact ({listed}); {rest}")
+            raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
         # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
         if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
             newest = candidates[0]
@@ -486,7 +486,7 @@ class Checkpointer:
 
 
 class RankCollectives:
-    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: for the slowest rank's files."""
+    """Collectives of Python objects over a separate gloo process group, which DCP uses too. `timeout`: for the slowest rank's writes."""
 
     def __init__(self, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -520,7 +520,7 @@ class RankCollectives:
 
 
 def manifest_or_problem(path: Path) -> Manifest | str:
-    """Returns the manifest, or what is wrong with the checkpoint as far as the sizes of its files show."""
+    """Returns the manifest, or the damage to the checkpoint as far as the sizes of its files show it."""
     try:
         return files.read_manifest(path)
     except Damaged as damage:

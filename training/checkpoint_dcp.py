@@ -1,7 +1,7 @@
 """Saves and loads states by torch.distributed.checkpoint (DCP), with digests computed while the bytes are written.
 
 The files are an ordinary DCP checkpoint. StreamingPlanner creates the tensors of a model that is larger than memory (a seed, an
-import) one at a time, when they are written. A separate module, since importing DCP takes a second, which a configuration check must not.
+import) one at a time, when they are written. A separate module, since importing DCP takes a second, too slow for a configuration check.
 
 *States* are nested dictionaries {"model": {name: tensor}, ...}. DCP joins the keys: "model.layers.0.attention.wq.weight"."""
 
@@ -58,7 +58,7 @@ def write(
     _ignore_no_dist_warning()
     writer = _StreamingWriter(path) if planner else FileSystemWriter(path)
     crc32 = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # CRCs of the zip format, which torch.load does not check
+    torch.serialization.set_crc32_options(False)  # no CRCs of the zip format: torch.load does not check them
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-digest") as digester:
             writer.fs = file_system = _DigestingFileSystem(digester)

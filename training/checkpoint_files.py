@@ -9,8 +9,8 @@ group: one rank calls the functions that change a folder, any rank those that re
     <run>/checkpoint/step-50.partial/    being written or removed, or left over from a killed process
     <run>/checkpoint/step-50.replaced/   the earlier step-50, between two renames
 
-With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a stopped group that
-resumes in the middle of a save touches only its own files. Everything is on disk (fsync) before the rename that makes it visible, so a
+With several replica groups the quorum of the writer is appended (step-50.partial-EPOCH-ID, writer_lease.py), so that a suspended group that
+continues in the middle of a save touches only its own files. Everything is on disk (fsync) before the rename that makes it visible, so a
 kill or a power failure leaves the old state or the new one (POSIX rename; Linux fsync(2) on the folder for the name itself)."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEFTOVER = re.compile(r"step-(\d+)\.(partial|replaced)(-.*)?")
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint could not be written, or no existing one is intact. One line, the same on every rank."""
+    """A checkpoint could not be written, or no existing one is intact. The message is one line, the same on every rank."""
 
 
 class Damaged(RuntimeError):
@@ -65,7 +65,7 @@ class Manifest:
     kind: str
     states: tuple[str, ...]
     world_size: int
-    torch: str
+    torch: str  # its version
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     settled: bool = True
@@ -156,7 +156,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of a checkpoint after checking the lengths of all files; `verify`: and their contents. Raises Damaged."""
+    """Returns the manifest of a checkpoint after checking the lengths of all files; `verify` checks their contents. Raises Damaged."""
     try:
         manifest = Manifest.from_json((path / MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -61,7 +61,7 @@ class Components:
         self.config, self.environment, self.world = config, environment, world
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device, self.progress = world.device.torch_device, Progress()
-        self.pending_signals, self.save_overdue = 0, False
+        self.pending_requests, self.save_overdue = 0, False
         self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
@@ -133,7 +133,7 @@ class Components:
         ]
 
     def build_manager(self) -> None:
-        """Opens the manager, which reduces over replica groups and commits a step if all ranks of this group vote for it."""
+        """Opens the manager, which reduces gradients over replica groups and commits a step if all ranks of this group vote for it."""
         config, settings, world = self.config, self.config.fault_tolerance, self.world
         agreement = None
         if settings.enable and world.world_size > 1:
@@ -156,7 +156,7 @@ class Components:
         )
         self.manager = self.cleanup.enter_context(closing(manager))
         self.manager.attach(self.model.parts)
-        self.signals.when_asked_to_stop(self.manager.want_to_leave)
+        self.signals.on_stop_request(self.manager.want_to_leave)
 
     def resume(self) -> None:
         """Opens metrics and checkpoints, and loads the state to resume from."""
@@ -177,7 +177,7 @@ class Components:
             **self.weights(),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,  # step, commit ids and data ledger; the key is part of the checkpoint format
-            "meter": self.metrics_processor,
+            "meter": self.metrics_processor,  # valid tokens so far; this key, too, is part of the checkpoint format
             "data": self.data,
             "loader": self.loader,
         }
@@ -194,7 +194,7 @@ class Components:
             states[METRICS_STATE] = writer
         for name in (*self.HEALED_STATES, "meter", *([METRICS_STATE] if shared else [])):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
-        # rows are rank 0's: of equal names DCP would save another rank's, which are none
+        # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(

@@ -32,7 +32,7 @@ class TrainingConfig:
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
-    seed: Annotated[int, "seed of initial values, data order and random numbers", ">= 0", "< 4294967296"] = 0
+    seed: Annotated[int, "seed of initial weights, data order and random numbers", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
     dtype: Annotated[Literal["float32", "bfloat16"], "master weights and optimizer state"] = "float32"
     mixed_precision_param: Annotated[Literal["auto", "bfloat16", "float32"], "compute dtype; auto: fastest"] = "auto"

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
-# Select Graphic Rendition codes (ECMA-48, 8.3.117); the bright-free set is legible on light and dark terminals.
+# Select Graphic Rendition codes (ECMA-48, 8.3.117); the set without bright colours is legible on light and dark terminals.
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "magenta": "35"}
 
 

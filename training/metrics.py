@@ -1,6 +1,6 @@
 """Metrics of a run (log line, metrics.jsonl, charts) and the record of its training data, samples.jsonl.
 
-train.py calls MetricsProcessor.step and MetricsProcessor.samples after each committed step, MetricsProcessor.validation after each
+train.py calls MetricsProcessor.step and MetricsProcessor.trained_slots after each committed step, MetricsProcessor.validation after each
 validation. Nothing here waits for the device: the loss is passed as a number, and memory is read from counters on the host, on logging
 steps only."""
 
@@ -27,7 +27,7 @@ from training.sinks import Kind
 
 FIRST_ESTIMATE = 3  # commits of this launch before the estimate
 # Phases in the closing summary; "other" is every other phase, and time outside of phases.
-_ACCOUNTS = ("start", "compute", "data", "checkpoint", "validation")
+_SUMMARY_PHASES = ("start", "compute", "data", "checkpoint", "validation")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MetricsConfig:
 
 
 class MetricsProcessor:
-    """Turns committed steps into log lines, journal rows and chart points. Every rank has one, for the checkpoint; one rank sets `sink`.
+    """Turns committed steps into log lines, rows of metrics and chart points. Every rank has one, for the checkpoint; one rank sets `sink`.
     The first step begins at construction or load_state_dict. A step's seconds exclude progress.LONG_PHASES."""
 
     def __init__(
@@ -84,7 +84,7 @@ class MetricsProcessor:
         self._after_first_s = 0.0
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
         self._spent = self._clocks()
-        self._events: Mapping[str, float] = {}
+        self._group_scalars: Mapping[str, float] = {}
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def step(
@@ -126,10 +126,10 @@ class MetricsProcessor:
             checkpoint_s=checkpoint_s,
             **(groups or {}),
         )
-        events = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
-        if not logging_step and events != self._events:
-            self._write("charts", step, events)
-        self._events = events
+        group_scalars = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
+        if not logging_step and group_scalars != self._group_scalars:
+            self._write("charts", step, group_scalars)
+        self._group_scalars = group_scalars
         if logging_step:
             rates = self._rates()
             self._log.info(self._line(step, loss, grad_norm, lr, rates))
@@ -144,7 +144,7 @@ class MetricsProcessor:
                 for name, now in self._group_s.items():
                     scalars[f"time_metrics/{name}(s)"] = (now - earlier[name]) / self._interval["steps"]
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
-            self._write("charts", step, {**scalars, **rates, **events, **self._memory.scalars})
+            self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
@@ -168,7 +168,7 @@ class MetricsProcessor:
         }
         self._write("charts", step, scalars)
 
-    def samples(
+    def trained_slots(
         self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
     ) -> None:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
@@ -179,13 +179,13 @@ class MetricsProcessor:
     def print_estimate(self, step: int) -> None:
         """Logs the remaining time once, after FIRST_ESTIMATE commits."""
         if self._commits == FIRST_ESTIMATE and (left_s := self.eta_s(step)) is not None:
-            self._log.info("the other %d steps take about %s at this pace", self._steps - step, duration(left_s))
+            self._log.info("the remaining %d steps take about %s at this pace", self._steps - step, duration(left_s))
 
     def print_summary(self, step: int, *, verb: str, saved: str, next_command: str, groups: str) -> None:
         """Logs the closing summary of a launch at `step`. `saved`: folder of checkpoints. Goodput: share of time on committed steps."""
         progress, total = self._progress, self._progress.total()
         first_step, first_tokens = self._resumed or (step, self.tokens)
-        counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _ACCOUNTS}
+        counted = {name: progress.spent(*(WORK if name == "compute" else [name])) for name in _SUMMARY_PHASES}
         if groups:
             counted |= {name: progress.spent(name) for name in GROUP_PHASES}
         counted["other"] = max(0.0, total - sum(counted.values()))

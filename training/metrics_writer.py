@@ -6,8 +6,8 @@ a process is killed, other groups still have its newest rows; a run of one group
 repeats later steps.
 
 All groups have the same metrics, since reductions give all of them the same results. A new writer first writes the rows that the previous
-one did not write, and removes rows of steps that were not committed: each step is exactly once in metrics.jsonl and samples.jsonl. A
-stopped group that resumes believes that it is still the writer; the lease (writer_lease.py) tells it that a newer quorum has a writer.
+one did not write, and removes rows of steps that were not committed: each step is in metrics.jsonl and samples.jsonl exactly once. A
+suspended group that continues believes that it is still the writer; the lease (writer_lease.py) tells it that a newer quorum has a writer.
 
 The newest rows (ROWS_KEPT) are sent to healing groups and stored in each checkpoint. A checkpoint may be of a step that only its writer has
 committed. If that group dies, the others repeat the step and the files get their row of it; if all groups then die, the job resumes from
@@ -167,7 +167,7 @@ class MetricsWriter:
     # ---- files; called in the background writer's thread
 
     def _write_pending(self) -> None:
-        """Writes the pending rows, or closes the files if another group is the writer. After an exception removes torn lines."""
+        """Writes the pending rows, or closes the files if another group is the writer. Also closes them after an exception, for repair."""
         with self._lock:
             quorum, reopen, self._reopen = self._quorum, self._reopen, False
             rows = [kept for kept in self.kept if kept.number >= self._first_pending]

@@ -23,7 +23,7 @@ class ParameterGroup:
 
     pattern: Annotated[str, 'shell pattern over parameter names, such as "*norm.weight" or "output.*"']
     weight_decay: Annotated[float, "weight decay of these; -1: optimizer.weight_decay", ">= -1"] = -1.0
-    lr_factor: Annotated[float, "their learning rate is the schedule's times this", ">= 0"] = 1.0
+    lr_factor: Annotated[float, "factor of the scheduled learning rate", ">= 0"] = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class OptimizerConfig:
     lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
     beta2: Annotated[float, "decay of the squared gradient's running mean", ">= 0", "< 1"] = 0.95
-    eps: Annotated[float, "added to the root of the running square", "> 0"] = 1e-8
-    weight_decay: Annotated[float, "weight decay, per unit of learning rate", ">= 0"] = 0.1
+    eps: Annotated[float, "added to the root of the second moment", "> 0"] = 1e-8
+    weight_decay: Annotated[float, "weight decay coefficient (AdamW: times the learning rate)", ">= 0"] = 0.1
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], "implementation in torch.optim"] = "fused"
     groups: Annotated[tuple[ParameterGroup, ...], "settings by parameter name; the first match counts"] = ()
 
@@ -125,7 +125,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
-    once, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
+    owned, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
     for norm, parameter in zip(norms, parameters, strict=True):
         assert isinstance(parameter, DTensor), "parallelize() makes every parameter a DTensor"
         mesh, device = parameter.device_mesh, parameter.device_mesh.device_type
@@ -133,8 +133,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         assert coordinate is not None
         # The first rank on every axis that replicates the parameter: no earlier rank has the same shard.
         if all(here == 0 for here, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()):
-            once.append(norm)
-    square = torch.stack(once).square().sum() if once else torch.zeros(())
+            owned.append(norm)
+    square = torch.stack(owned).square().sum() if owned else torch.zeros(())
     square = square.to(device)  # offloaded shards are on the CPU
     if dist.get_world_size() > 1:
         dist.all_reduce(square)

@@ -41,7 +41,7 @@ LONG_PHASES = frozenset({"start", "checkpoint", "validation", "sample", "trace"}
 
 class Progress:
     """The current phase of this rank, and the seconds spent in each phase. Phases nest; time counts for the innermost phase, or for the
-    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Only the constructing thread enters."""
+    outermost enclosing one of LONG_PHASES (data loading of a validation counts as validation). Entered by the constructing thread only."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -100,7 +100,7 @@ class Progress:
         self.goodput_s, self._committed = self.spent(*WORK), dict(self.seconds)
 
     def lose(self) -> None:
-        """Counts the time computed since the last commit as lost."""
+        """Counts the time of computations since the last commit as lost."""
         self._account()
         for name in _COMPUTED:
             self.move(self.seconds.get(name, 0.0) - self._committed.get(name, 0.0), name, _LOST)

@@ -38,11 +38,11 @@ class Saver:
     sleep: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        self._failed = False  # the newest due save
+        self._failed = False  # True: the newest due save has failed
         # For the save of the last step:
         self._failure: Exception | None = None
         self._tried_at: float | None = None
-        self._stop_requested_at: float | None = None  # by the first of the ranks; on rank 0
+        self._stop_requested_at: float | None = None  # time of the first rank's stop request; set on rank 0
         self._logged_wait = False
 
     def save(self) -> None:
@@ -56,11 +56,11 @@ class Saver:
             except (CheckpointFailed, OSError) as failure:
                 if manager.may_exit:
                     raise
-                self.report(f"{failure}; tried again in {RETRY_S:g} s, while training goes on")
+                self.report(f"{failure}; retried in {RETRY_S:g} s, while training continues")
                 self._failed = True
                 return
             if self._failed:
-                self.report(f"checkpoint: step {manager.step} is saved, after others were not")
+                self.report(f"checkpoint: step {manager.step} is saved; earlier saves had failed")
             self._failed = False
 
     def save_last(self, stop_requested: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ class Saver:
         this rank since the last call. Raises CheckpointFailed if a stop was requested before the step was saved."""
         step, requested, since_s = self.manager.step, False, self.clock()
         with self.progress.phase("checkpoint"), suppress(CheckpointFailed, OSError):
-            self.checkpointer.wait()  # it has collectives in another thread, as `agree` has; if it failed, this save takes its place
+            self.checkpointer.wait()  # a background save uses collectives, as `agree` does; if it failed, this save takes its place
         while True:
             with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
                 requested |= stop_requested()
@@ -91,7 +91,7 @@ class Saver:
                     with self.progress.phase("quorum"):
                         self.manager.regroup(step)
                 except GroupReleased:  # a stop was requested while the group waited for others
-                    requested, self._stop_requested_at = True, -GRACE_S
+                    requested, self._stop_requested_at = True, -GRACE_S  # no further grace
 
     def write(self, *, last: bool = False, settled: bool = True) -> None:
         """Saves the current state. Not `settled`: the group leaves while it waits for others. Raises CheckpointFailed and OSError."""
@@ -124,5 +124,5 @@ class Saver:
             self.write(last=True)
         except (CheckpointFailed, OSError) as failure:
             if self._failure is None:
-                self.report(f"{failure}; this is the last step: tried again every {PAUSE_S:g} s, until SIGTERM")
+                self.report(f"{failure}; this is the last step: retried every {PAUSE_S:g} s until SIGTERM")
             self._failure = failure

@@ -19,7 +19,7 @@ SAVE = 2  # save, then go on
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored
-SAY_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe
+LOG_JOIN_S = 1.0  # longest wait for a log line, which blocks only if nobody reads the pipe
 
 
 class Signals:
@@ -43,18 +43,18 @@ class Signals:
         self._thread.start()
         os.register_at_fork(after_in_child=self._restore)  # otherwise a child's signal would reach the parent's socket
 
-    def take(self, which: int = STOP | SAVE) -> int:
-        """Returns those of the requests `which` that have arrived since the last call on this rank; 0: none."""
+    def take(self, mask: int = STOP | SAVE) -> int:
+        """Returns, and clears, the requests in `mask` that have arrived on this rank since the last call; 0: none."""
         with self._lock:
-            requests, self.pending = self.pending & which, self.pending & ~which
+            requests, self.pending = self.pending & mask, self.pending & ~mask
         return requests
 
-    def when_asked_to_stop(self, do: Callable[[], object]) -> None:
-        """Calls `do` once at the first STOP, in the thread that reads signals; at once if STOP has been requested."""
+    def on_stop_request(self, callback: Callable[[], object]) -> None:
+        """Calls `callback` once at the first STOP, in the thread that reads signals; at once if STOP has been requested."""
         with self._lock:
-            self._at_stop, requested = do, self._stop_requested is not None
+            self._at_stop, requested = callback, self._stop_requested is not None
         if requested:
-            do()
+            callback()
 
     def close(self) -> None:
         """Restores the previous handlers. May be called twice."""
@@ -66,7 +66,7 @@ class Signals:
         self._writer.close()
         self._reader.close()
 
-    def received(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGUSR1:
             with self._lock:
@@ -76,9 +76,9 @@ class Signals:
         now = self._clock()
         if self._stop_requested is None:
             with self._lock:
-                self._stop_requested, do = now, self._at_stop
+                self._stop_requested, callback = now, self._at_stop
                 self.pending |= STOP
-            do()
+            callback()
             self._say(f"{name}: saving after this step, then leaving; another one ends the run at once")
         elif now - self._stop_requested >= _SAME_SIGNAL_S:
             # Not through the log, whose lock the blocked loop may hold; and not if the pipe is full, which would block.
@@ -90,13 +90,13 @@ class Signals:
         """Logs in a separate thread: a full pipe may block the line, and the next signal must be read."""
         logger = threading.Thread(target=self._log.info, args=(message,), name="signals-log", daemon=True)
         logger.start()
-        logger.join(SAY_S)
+        logger.join(LOG_JOIN_S)
 
     def _read(self) -> None:
         while numbers := self._reader.recv(64):
             for number in numbers:
                 if number in self._old_handlers:  # signals of other handlers are written here too
-                    self.received(number)
+                    self.handle(number)
 
     def _restore(self) -> None:
         if self._old_handlers:

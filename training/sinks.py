@@ -41,7 +41,7 @@ class JournalSink(AppendedFile):
 
     def truncate_after(self, step: int, *, is_locked: bool) -> None:
         """Removes the lines after `step`, and an incomplete line at the end. A former writer that does not know of its successor checks its
-        lease while it holds the lock, so with `is_locked` it will notice. Otherwise (it was stopped in a write, its storage hangs, or the
+        lease while it holds the lock, so with `is_locked` it notices. Otherwise (it was stopped in a write, its storage hangs, or the
         file system has no locks) the file is replaced by a copy, and a late write of the former writer goes to the old, unlinked file."""
         self.read_size()
         kept = (start + len(line) for start, line, found in _steps_from_end(self) if found <= step)
@@ -190,7 +190,7 @@ def last_rows(path: Path, *, since: int, until: int) -> list[dict[str, Any]]:
 
 
 def _steps_from_end(file: AppendedFile) -> Iterator[tuple[int, bytes, float]]:
-    """Yields offset, text and step of each valid line, last first, but for those that a former writer appended after a later step."""
+    """Yields offset, text and step of each valid line, last first, except those that a former writer appended after a later step."""
 
     def parsed() -> Iterator[tuple[int, bytes, float]]:
         for start, line in lines_from_end(file):

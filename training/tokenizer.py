@@ -29,7 +29,7 @@ class ByteTokenizer:
         return np.array([self.bos_id] * bos + list(body) + [self.eos_id] * eos, dtype=np.int64)
 
     def encode_documents(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns concatenated ids of all documents (UTF-8, not empty), each in BOS and EOS, and their lengths [len(documents)] int64."""
+        """Returns concatenated ids of documents (UTF-8, not empty), each between BOS and EOS, and their lengths [len(documents)] int64."""
         lengths = np.array([len(document) + 2 for document in documents], dtype=np.int64)
         ends = np.cumsum(lengths)
         ids = np.empty(int(lengths.sum()), dtype=np.uint16)
@@ -44,7 +44,7 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Returns the bytes of text of each id, [vocab_size] int64; 0 for special tokens. For bits per byte."""
+        """Returns the number of UTF-8 bytes of each id's text, [vocab_size] int64; 0 for special tokens. For bits per byte."""
         return np.array([1] * 256 + [0] * 3, dtype=np.int64)
 
     def fingerprint(self) -> str:
@@ -112,7 +112,7 @@ class FileTokenizer:
         return hashlib.sha256(self._json + f"{self.bos_id},{self.eos_id}".encode()).hexdigest()
 
     def _find_bos_and_eos(self) -> tuple[int, int]:
-        """Returns BOS and EOS by tokenizer_config.json beside the file, else by the names in published models; one token may be both."""
+        """Returns both ids by tokenizer_config.json beside the file, else by the names in published models; one token may be both."""
         config = self._file.with_name("tokenizer_config.json")
         try:
             named = json.loads(config.read_bytes()) if config.is_file() else {}
@@ -145,7 +145,7 @@ def build_tokenizer(path: str) -> Tokenizer:
 
 
 def text_bytes(token: str) -> int:
-    """Returns the bytes of a token of a vocabulary that is not byte-level: <0xNN> is one byte, U+2581 a space, ## continues a word."""
+    """Counts the bytes of a token of a vocabulary that is not byte-level: <0xNN> is one byte, U+2581 a space, ## continues a word."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1
     return len(token.removeprefix("##").replace("▁", " ").encode())

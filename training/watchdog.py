@@ -26,16 +26,16 @@ POLL_S = 1.0
 
 
 def dump_stacks(after_s: float) -> None:
-    """After `after_s`, writes every thread's stack to standard error and exits with code 1: in C, also while Python waits for the GIL."""
+    """Writes every thread's stack to standard error after `after_s` and exits with code 1: in C, so also while Python waits for the GIL."""
     faulthandler.dump_traceback_later(after_s, exit=True, file=sys.stderr)
 
 
 class Watchdog:
-    """After `timeout_s` without a finished step, reports the phase of each rank and then ends the process.
+    """Reports the phase of each rank after `timeout_s` without a finished step, and then ends the process.
 
     The first step of a launch, and every phase of progress.LONG_PHASES, may take `long_timeout_s`. A rank that suspects a hang publishes
     its phase; rank 0 (another rank if 0 is gone) waits up to `answer_s` for the others and prints one line; `grace_s` later every rank
-    dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation of the replica group's server
+    dumps its stacks and exits. A step that finishes in between cancels this, and so does a confirmation by the replica group's server
     that the group waits for others (`last_waiting_for_others_s`: its time, on `clock`). `store`: a separate connection
     (`store.clone()`), since the loop may block in a shared one. `record`: saves the flight recorder, once per hang."""
 
@@ -61,7 +61,7 @@ class Watchdog:
         self._global_rank, self._world_size = global_rank, world_size
         self._timeout_s, self._long_timeout_s = timeout_s, long_timeout_s
         self._log, self._clock, self._arm, self._disarm = log, clock, arm, disarm
-        self._record, self._waits_for_others_s = record, last_waiting_for_others_s
+        self._record, self._last_waiting_for_others_s = record, last_waiting_for_others_s
         self._print_after_s = answer_s if global_rank == 0 else 2 * answer_s  # rank 0 is the first to print
         self._ends_after_s = 2 * answer_s + grace_s
         self._steps = 0  # finished since the launch
@@ -87,13 +87,13 @@ class Watchdog:
         self._waiting_since = self._clock()
 
     def poll(self) -> None:
-        """Called every POLL_S: checks for a hang, publishes the phase, reports or cancels."""
+        """Checks for a hang, publishes the phase, reports or cancels. Called every POLL_S."""
         now = self._clock()
         unseen_s = now - self._last_poll
         if unseen_s > 5 * POLL_S:
             # The process did not run (Ctrl-Z, a suspended machine): that time does not count.
             self._waiting_since = min(now, self._waiting_since + unseen_s)
-        self._last_poll, last_waiting_for_others_s = now, self._waits_for_others_s()
+        self._last_poll, last_waiting_for_others_s = now, self._last_waiting_for_others_s()
         self._waiting_since = max(self._waiting_since, last_waiting_for_others_s)
         waited_s, limit_s = now - self._waiting_since, self._timeout_s if self._steps else self._long_timeout_s
         if long_phase := self._progress.long_phase():
@@ -103,8 +103,8 @@ class Watchdog:
             self._steps != self._steps_when_suspected or last_waiting_for_others_s > self._suspected_at
         ):
             self._disarm()
-            cause = "a step finished" if self._steps != self._steps_when_suspected else "a wait for other groups,"
-            self._log.warning(f"going on: {cause} {now - self._suspected_at:.0f} s after a hang was suspected")
+            cause = "a step finished" if self._steps != self._steps_when_suspected else "the group waits for others,"
+            self._log.warning(f"continuing: {cause} {now - self._suspected_at:.0f} s after a hang was suspected")
             self._suspected_at = None
             with contextlib.suppress(RuntimeError):  # readers recognise a stale entry by its step
                 self._store.delete_key(self._key(self._global_rank))
@@ -146,7 +146,7 @@ class Watchdog:
         try:
             self._record()
         except Exception as error:  # noqa: BLE001 (this thread must survive, to cancel the exit if a step finishes)
-            self._log.warning("the flight recorder is not saved: %s", error)
+            self._log.warning("the flight recorder cannot be saved: %s", error)
 
     def _own_phase(self) -> str:
         phases = self._progress.open_phases()
@@ -184,7 +184,7 @@ def describe(answers: Mapping[int, Mapping[str, Any]], world_size: int) -> str:
 
 
 def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
-    """Returns the environment for torch's flight recorder, which records the last `trace_buf_size` collectives of a rank; 0: off. To be set
+    """Returns the environment for torch's flight recorder, which records the last `trace_buf_size` collectives of a rank; 0: off. Set it
     before the first process group is created. Names as in torch 2.13 (FlightRecorder.hpp, ProcessGroupNCCL.hpp). NCCL dumps at its own
     timeouts, except for reductions between replica groups (ft/process_groups/nccl.py). `torchfrtrace FOLDER -p rank_` reads the files."""
     return {
@@ -195,7 +195,7 @@ def flight_recorder_env(*, trace_buf_size: int, folder: Path) -> dict[str, str]:
 
 
 def dump_flight_recorder(folder: Path, global_rank: int) -> Path | None:
-    """Saves this rank's flight recorder as torch's own dump does; None if the installed torch gives no access. Written first without
+    """Saves this rank's flight recorder as torch's own dump does; returns the path; None: torch gives no access. Written first without
     and then with Python's stacks, which can take longer than the process has left."""
     # NCCL's recorder is missing in a build without NCCL; the other one covers gloo.
     dump = getattr(c10d, "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace", None)

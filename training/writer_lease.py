@@ -1,6 +1,6 @@
 """Lease of the replica group that writes the shared files: metrics (metrics_writer.py) and checkpoints (checkpoint.py).
 
-A quorum names the writer. A stopped group that resumes may still believe that it is the writer. Therefore a group records its quorum in
+A quorum names the writer. A suspended group that continues may still believe that it is the writer. Therefore a group records its quorum in
 the run's folder before it writes, and does not write if it finds a newer quorum there."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Quorum = tuple[str, int]  # epoch, id; ids grow within an epoch
 
 
 def acquire(folder: Path, quorum: Quorum) -> bool:
-    """Records the quorum and returns True, unless a newer quorum is recorded. Not atomic: a group that is stopped after this call may still
-    make its next write when it resumes, so each write after an `acquire` must be small or guarded again."""
+    """Records the quorum and returns True, unless a newer quorum is recorded. Not atomic: a group suspended after this call may still
+    make its next write when it continues, so each write after an `acquire` must be small or guarded again."""
     if is_superseded(folder, quorum):
         return False
     if _newest(folder) != quorum:
@@ -57,7 +57,7 @@ class WriterLease:
         return self._quorum() is not None
 
     def acquire(self) -> bool:
-        """Called at the beginning of a save; False: another group is the writer."""
+        """Records this group's quorum before a save; returns False if another group is the writer."""
         quorum = self._quorum()
         if quorum is None or not acquire(self._folder, quorum):
             return False

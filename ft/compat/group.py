@@ -1,6 +1,6 @@
 """Replica groups whose ranks, or whose lighthouse, use torchft's protocol.
 
-TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quorum when all ranks have, and commits if all vote yes.
+TorchftGroup answers the ranks like torchft's ManagerServer: it requests one quorum when all ranks did, and commits if all vote yes.
 
 TorchftConnection connects one of our groups to torchft's lighthouse, as PharosConnection (lighthouse_link.py) does to ours. A member's
 state is in `data`, JSON that torchft passes on to all members. That lighthouse sends no notices: a loss is noticed when a reduction fails
@@ -38,7 +38,7 @@ Waiting = list[list[Pending]]  # pending calls by rank, the newest last
 
 
 class TorchftGroup:
-    """The gRPC service torchft.ManagerService. `kill`: ends the group. `metadata`: where a rank serves its state, or ValueError."""
+    """The gRPC service torchft.ManagerService. `kill`: ends the group. `metadata`: gives a rank's healing address, or raises ValueError."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class TorchftGroup:
             pending.fail(refused)
 
     async def _ask_lighthouse(self, member: m.Member, left_s: float) -> m.Quorum:
-        """Requests a quorum, with `retries` retries (-1: no limit), spread over the ranks' timeout as in torchft, and never beyond it."""
+        """Requests a quorum; retries (-1: no limit, None: 0) are spread over the ranks' timeout as in torchft, and never beyond it."""
         retries, loop = self.config.retries or 0, asyncio.get_running_loop()
         pause_s, end_s = max(RETRY_S, left_s / (retries + 1) if retries > 0 else 0.0), loop.time() + left_s
         while True:
@@ -203,10 +203,9 @@ class TorchftConnection(LighthouseConnection):
 
     async def _ask(self, call: m.Call) -> None:
         try:
-            quorum = read(await ask_quorum(self._channel, self._metadata, write(call.member), CALL_S))
-            is_new_job = all(
-                member.void for member in quorum.members
-            )  # torchft's lighthouse requires no checkpoint to be loaded
+            quorum = decode_quorum(await ask_quorum(self._channel, self._metadata, encode_member(call.member), CALL_S))
+            # torchft's lighthouse never requires a checkpoint to be loaded
+            is_new_job = all(member.void for member in quorum.members)
             self._on_event(m.LighthouseRequiresRestore(0) if is_new_job else m.LighthouseAnswered(quorum))
         except grpc.RpcError as error:
             self._on_event(m.LighthouseFailed(status_of(error)))
@@ -239,12 +238,12 @@ async def ask_quorum(to: Any, metadata: Any, member: m.Member, timeout_s: float)
     return codec.quorum_from_torchft(codec.parse(torchft_pb2.LighthouseQuorumResponse, reply).quorum)
 
 
-def write(member: m.Member) -> m.Member:
+def encode_member(member: m.Member) -> m.Member:
     """Returns the member with our own fields in `data`."""
     return replace(member, data=json.dumps({OURS: {name: getattr(member, name) for name in _FIELDS}}))
 
 
-def read(quorum: m.Quorum) -> m.Quorum:
+def decode_quorum(quorum: m.Quorum) -> m.Quorum:
     """Returns the quorum as our lighthouse would send it. Raises ValueError for members that are torchft's."""
     members = tuple(sorted(map(_member, quorum.members), key=lambda member: member.replica_id))
     return m.Quorum(quorum.quorum_id, members, reference_state(members) or (0, 0, ""), epoch="torchft")

@@ -154,7 +154,7 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def in_buckets(tensors: Sequence[Tensor], max_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies tensors into flat ones of one kind, of at most `max_bytes` or a single tensor; returns views in their order, and flat ones."""
+    """Copies tensors into flat buckets of one dtype, of at most `max_bytes` or one tensor each; returns their views, and the buckets."""
     pieces, flats = dict[int, Tensor](), list[Tensor]()
     for bucket in _take_tensors(tensors, max_bytes):
         flats.append(flat := _flatten_dense_tensors(bucket))

@@ -73,16 +73,16 @@ class Manager:
     `pg`: process group to the other replica groups; configured and closed here. `load_state_dict`, `state_dict`: load and return the state
     that a joining group receives. `min_replica_size`: fewest groups that commit a step. `replica_id`: this group's name, by default
     REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by default the launcher's. `lighthouse_addr`:
-    by default TORCHFT_LIGHTHOUSE. `max_retries`: consecutive steps that may fail. `init_sync`: at step 0 all take the state of one.
+    by default TORCHFT_LIGHTHOUSE. `max_retries`: consecutive attempts that may fail. `init_sync`: at step 0 all take the state of one.
     `checkpoint_transport`: a healing.transport.Transport, by default over HTTP.
 
-    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s, a minute: it is only a
+    `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
     backstop, as losses are notified at once, and groups wait for one that heals.
 
     Not in torchft: `interface` (addresses.advertised), `every_step` (request a quorum before each step, which torchft's lighthouse
     requires), `insecure` (serve other machines without a token), `dies_with_group` and `observer` (see ft/manager.py).
 
-    Raises ValueError for invalid arguments and variables, RuntimeError if the group server does not start. start_quorum, backward and
+    Raises ValueError (arguments, variables), ConnectionError (no lighthouse), RuntimeError (no group server). start_quorum, backward and
     should_commit raise Stopped and GroupEnded (seam.py); after any other failure should_commit returns False.
     """
 
@@ -337,11 +337,11 @@ class Manager:
         self.core.healer.one_source = True
 
     def disallow_state_dict_read(self) -> None:
-        """Returns when the state may change between two counted steps (LocalSGD): joiners have received it, or are served from a copy."""
+        """Returns when the state may change between two counted steps (LocalSGD): joiners have it or its copy, or heal again."""
         self.core.healer.fence()
 
     def allow_state_dict_read(self) -> None:
-        """Does nothing: the state is only read at the start of a step."""
+        """Does nothing: the state is only read when a step begins."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint: numbers and strings. To be called between should_commit and start_quorum."""

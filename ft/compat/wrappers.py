@@ -24,7 +24,7 @@ log = logging.getLogger("pharos.torchft")
 
 class DistributedDataParallel(nn.Module):
     """A module for which .grad is the mean over replica groups after a backward. Gradients are sent in buckets while the backward computes
-    others. It returns when all reductions are complete; a failed group costs time, but no step. A step has one backward outside of no_sync.
+    others. It ends when all reductions are complete; a failed group costs time, but no step. A step has one backward outside of no_sync.
 
     torch's further arguments are accepted, and have no effect: buckets are the Manager's, unused parameters send zeros, and each group has
     its own buffers until it heals. Raises ValueError for a module without parameters to train.
@@ -35,7 +35,7 @@ class DistributedDataParallel(nn.Module):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("DistributedDataParallel: the module has no parameter to train")
         if kwargs:
-            log.warning("DistributedDataParallel(%s) has no effect: the Manager has its own buckets", ", ".join(kwargs))
+            log.warning("DistributedDataParallel: %s: no effect, as buckets are the Manager's", ", ".join(kwargs))
         self.module = module
         self._manager = manager
         self._reduces = True
@@ -99,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         self._is_new = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also begins the step. Before the first one it creates the optimizer's state, as a joining group needs tensors to receive into."""
+        """Zeroes gradients and begins the step. The first call creates the optimizer's state, into which a joining group receives."""
         self.optim.zero_grad(set_to_none)
         if self._is_new:
             init_optim_state(self.optim)

@@ -29,7 +29,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True)
 class StateSnapshot:
     """The current state. Tensors are not copied, so it is valid until the next commit. `registered`: the tensors by name; `local`: their
-    local shards, for DTensors. `device`: None: all tensors are in host memory. `ready`: event on the device after which it is complete."""
+    local shards, for DTensors. `device`: that of the tensors, None: the host. `ready`: event on it after which all is complete."""
 
     manifest: StateManifest
     local: Mapping[str, torch.Tensor]
@@ -46,9 +46,9 @@ class StateSnapshot:
         ours, given = ({entry.name: str(entry) for entry in one.entries} for one in (self.manifest, theirs))
         for name in [*given, *ours]:
             if name not in ours or name not in given:
-                raise FormatError(f"{name}: only {'they have' if name in given else 'we have'} such a tensor")
+                raise FormatError(f"{name}: only {'the source' if name in given else 'this group'} has such a tensor")
             if given[name] != ours[name]:
-                raise FormatError(f"{name}: they have {given[name]}, we {ours[name]}")
+                raise FormatError(f"{name}: the source has {given[name]}, this group {ours[name]}")
         if differing := sorted(theirs.values.keys() ^ self.manifest.values.keys()):
             raise FormatError(f"not registered by both: {', '.join(differing)[:200]}")
         return self.body(theirs)
@@ -111,7 +111,7 @@ class StagingBuffer:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queues the copies inside on its stream, if there is one; they are complete at the end."""
+        """Queues the block's copies on its stream, if there is one; they are complete at its end."""
         with torch.no_grad(), self._streams.stream(self.stream) if self._streams is not None else nullcontext():
             yield
         if self.stream is not None:

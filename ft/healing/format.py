@@ -112,7 +112,7 @@ class StateManifest:
         }
         data = json.dumps(header, allow_nan=False, separators=(",", ":")).encode("ascii")
         if (size := len(data)) > MAX_HEADER_BYTES:
-            raise FormatError(f"a header of {size} bytes, of {MAX_HEADER_BYTES} at most: make large values tensors")
+            raise FormatError(f"a header of {size} bytes, of {MAX_HEADER_BYTES} at most: send large values as tensors")
         return data
 
     @staticmethod

@@ -153,11 +153,11 @@ class HealServer:
             if self._closed:
                 raise RuntimeError("the server is closed")
             if len(self.connections) >= MAX_CONNECTIONS:
-                without_token = next((one for one in self.connections if not one.trusted), None)
-                if without_token is None:
+                untrusted = next((one for one in self.connections if not one.trusted), None)
+                if untrusted is None:
                     raise RuntimeError(f"{MAX_CONNECTIONS} connections already")
-                without_token.end()
-                del self.connections[without_token]
+                untrusted.end()
+                del self.connections[untrusted]
             thread = self.make_thread(target=new.run, name="heal-joiner", daemon=True)
             thread.start()  # its `forget` waits for the lock
             self.connections[new] = thread
@@ -187,7 +187,7 @@ class _Connection:
             self._sock.close()
 
     def _head(self) -> bytes:
-        """Reads a request's head, without its empty line, or the start of a too long one; empty: the end. Raises OSError."""
+        """Reads a request's head, without its empty line, or the start of one that is too long; empty: the end. Raises OSError."""
         data = b""
         deadline = time.monotonic() + (self._server.silence_s if self.trusted else self._server.head_s)
         while not data.endswith(b"\r\n\r\n") and len(data) <= MAX_HEAD_BYTES + 4:

@@ -109,7 +109,7 @@ class SourceConnection:
         self.chunk_s = 0.0  # seconds per chunk of the previous stripe; 0: there was none
 
     def connect(self, silence_s: float) -> None:
-        """Connects. Raises OSError and SourceFailed. Timeouts are the kernel's, so that one call can receive a whole chunk."""
+        """Connects. Raises OSError, ValueError, SourceFailed. Timeouts are the kernel's, so that one call can receive a whole chunk."""
         at = Endpoint.parse(self.source.address, "the healing address")
         self._sock = sock = socket.create_connection((at.host, at.port), timeout=silence_s)
         if self.ended:  # hang_up may have been called before there was a socket
@@ -121,7 +121,7 @@ class SourceConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def request(self, method: str, what: str, fields: str = "") -> int:
-        """Sends a request, and returns the length of the reply's body; -1: not offered yet. Raises SourceFailed and OSError."""
+        """Sends a request, and returns the length of the reply's body; -1: not offered yet. Raises SourceFailed, OSError, ValueError."""
         assert self._sock is not None
         token = "".join(f"{name}: {value}\r\n" for name, value in self._transport.access.metadata())
         always = f"Host: healing\r\nReader: {self._transport.replica_id}\r\n{token}"
@@ -293,7 +293,7 @@ class HttpFetch:
         return connection.read_checked(length, "its header was")
 
     def _agree(self, header: bytes) -> TensorPayload:
-        """Returns the body that the first header describes. Raises SourceFailed if it differs from this one, FormatError from our state."""
+        """Returns the body that the first header describes. Raises SourceFailed if `header` differs, FormatError if our state does."""
         with self._lock:
             if self._body is None:
                 self._body = self._into.body_for(StateManifest.parse(header))
@@ -400,5 +400,5 @@ class HttpFetch:
 
 def is_too_slow(waited_s: float, chunks: int, chunk_s: float, grace_s: float) -> bool:
     """Returns True if a connection with a stripe of `chunks` chunks is too slow for the other one, which has waited for `waited_s`: at its
-    `chunk_s` per chunk that would have them long ago; without a speed yet (0), no chunk has arrived for `grace_s` / 3."""
+    own `chunk_s` that one would have received them long ago; without a speed yet (0), no chunk has arrived for `grace_s` / 3."""
     return bool(chunks) and waited_s > (1 + SLOWER * chunk_s * chunks if chunk_s else grace_s / 3)

@@ -1,6 +1,6 @@
 """Healing over a process group: the same header and digests, in a process group of two for one source and one joiner.
 
-For clusters where replica groups reach each other only by process groups. It must support tensors in host memory, so it is a gloo one;
+For clusters where replica groups reach each other only by process groups. The group must support tensors in host memory, so it uses gloo;
 state on a device passes through pinned memory. A message has some chunks of one tensor, in place in host memory if possible. The header
 determines their order:
 

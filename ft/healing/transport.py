@@ -212,7 +212,7 @@ class StateOffer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keeps the tensors unchanged inside: a fence waits for its end. Raises Withdrawn."""
+        """Keeps the tensors unchanged in the block: a fence waits for its end. Raises Withdrawn."""
         with self._changed:
             self._changed.wait_for(lambda: not self._copying)
             self.check()

@@ -27,7 +27,7 @@ def main() -> None:
         standby = _fork(control)
     control.send(READY)
     while True:
-        if standby is None and not control.waits(REST_S):
+        if standby is None and not control.poll(REST_S):
             with suppress(OSError):  # no process or descriptor is left: tried again later
                 standby = _fork(control)
         if (message := control.receive()) is None:

@@ -82,7 +82,7 @@ class Operation:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def start(self, group: dist.ProcessGroup) -> dist.Work:
-        """Starts it on a native process group of torch."""
+        """Starts the operation on a native process group of torch."""
         kind, arguments = SIGNATURES[self.method].options, self.arguments
         if kind is not None:
             options = kind()
@@ -115,7 +115,7 @@ def reduction(op: Any) -> str:
 
 
 class Collectives(dist.ProcessGroup):
-    """The methods of torch's ProcessGroup, each of which passes an Operation to `launch`. torch has two names for some."""
+    """The methods of torch's ProcessGroup, each of which passes an Operation to `launch`. Some have two names in torch."""
 
     def launch(self, operation: Operation) -> dist.Work:
         raise NotImplementedError
@@ -199,7 +199,7 @@ class Collectives(dist.ProcessGroup):
 
 
 class GroupWork(dist.Work):
-    """The work of one operation. It ends once: when the operation is complete (its tensors are then complete in memory, on a GPU, too), has
+    """The work of one operation. It ends once: when the operation is complete (its tensors are then complete in memory, also on a GPU), has
     failed, or its generation is interrupted. `wait` blocks the calling thread and no stream, so it can be interrupted. `outputs`: the
     tensors with the result. `on_timeout` receives the error of a wait beyond the caller's timeout; without it the error is raised."""
 
@@ -348,7 +348,7 @@ class Reaper:
         self._pending: dict[threading.Thread, str] = {}
 
     def take(self, end: Callable[[], object], what: str) -> None:
-        """Calls `end` in a thread, and returns at once. `what` names it in errors. `end` must drop the last reference to a native group."""
+        """Calls `end` in a thread, and returns at once. `what`: name in errors. `end` must drop the last reference to a native group."""
         thread = threading.Thread(target=self._end, args=(end,), name="ft-reaper", daemon=True)
         with self._changed:
             self._pending[thread] = what
@@ -492,7 +492,7 @@ class ProcessGroup(Collectives):
 
     def interrupt(self, reason: str, quorum_id: int | None = None) -> None:
         """Ends all waits, as `abandon` does, but keeps the generation: its owner, which knows how its buffers are used, must still call
-        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: only that generation, even a later one."""
+        `abandon`. Complete works stay complete. Returns at once, from any thread. `quorum_id`: only that quorum's, formed or not."""
         with self._lock:
             forming, generation = self._forming, self._generation
             if quorum_id is not None:
@@ -505,7 +505,7 @@ class ProcessGroup(Collectives):
             generation.interrupt(Abandoned(reason))
 
     def errored(self) -> Exception | None:
-        """Returns the error that operations would fail with: the generation's first failure, or why there is none; None: it is usable."""
+        """Returns the error that operations would fail with: the generation's first failure, or why it is missing; None: it is usable."""
         with self._lock:
             return self._generation.error if self._generation is not None else self._why_none
 
@@ -599,7 +599,7 @@ class ProcessGroup(Collectives):
 
 
 def failure_of(wait: Callable[[], Any]) -> Exception | None:
-    """Returns the error that `wait` raises, or None: without traceback, which refers to the group, source line, advice and C++ stack."""
+    """Returns the error that `wait` raises, or None: without source line, advice, C++ stack and traceback, which refers to the group."""
     try:
         wait()
     except Exception as error:  # noqa: BLE001 (torch raises any type; the work has the error)

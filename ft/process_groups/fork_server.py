@@ -1,11 +1,11 @@
 """The fork server: a process with torch imported, which forks a child process for each generation of a process group (baby.ChildGroup).
 
 A trainer has one fork server, started with its first process group that uses children and kept until its end, so that no generation waits
-for an import. It starts no thread, and the pages of torch are shared. But to fork so large a process, and the child's first writes to
+for an import. It starts no thread, and the pages of torch are shared. But forking so large a process, and the child's first writes to
 shared pages, take tens of milliseconds on a busy machine. So one child, the standby, is forked in advance, while no generation waits; it
 receives its socket when it is used. A child is ended reliably: Child.kill sends SIGKILL through a descriptor, so never to a process that
-reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with that; else
-all exit when their socket closes.
+reuses its pid. No child outlives the trainer: Linux kills the fork server with the thread that started it, and each child with that; on
+other systems all exit when their socket closes.
 
 multiprocessing's fork server has no standby child, its children outlive it, and if it is suspended it blocks its caller.
 """
@@ -68,7 +68,7 @@ class Channel:
         except OSError:
             return None
 
-    def waits(self, limit_s: float) -> bool:
+    def poll(self, limit_s: float) -> bool:
         """Waits until there is a message or the other end is closed. Returns False if neither happens within limit_s."""
         poll = select.poll()  # select does not support descriptors from 1024 on
         poll.register(self._socket, select.POLLIN)
@@ -139,7 +139,7 @@ class ForkServer:
                 if self._ready:
                     return
                 control = self._start()
-                message = control.receive() if control.waits(PREPARE_S) else None
+                message = control.receive() if control.poll(PREPARE_S) else None
                 self._ready = message is not None and message[0] == READY
                 if not self._ready:
                     self._stop()
@@ -155,7 +155,7 @@ class ForkServer:
                 if control is not None:
                     with suppress(OSError):
                         control.send(FORK, [theirs.fileno()])
-                    answer = control.receive() if control.waits(self._answer_s) else None
+                    answer = control.receive() if control.poll(self._answer_s) else None
                     if answer is None:
                         self._stop()
                     elif pid := int(answer[0]):

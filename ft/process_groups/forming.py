@@ -157,7 +157,7 @@ class Rendezvous:
         return max(0.05, self._until_s - time.monotonic())
 
     def all_gather(self, mine: Any) -> list[Any]:
-        """Connects to the store; returns the `mine` (JSON) of all members, by rank, if fingerprints are equal. Raises RendezvousFailed."""
+        """Connects to the store; returns each member's `mine` (JSON), by rank, if fingerprints are equal. Raises RendezvousFailed."""
         *_, fingerprint, holders = self.arguments
         self._until_s = time.monotonic() + self.limit_s
         self.on_cancel(self.store.hang_up)
@@ -177,7 +177,7 @@ class Rendezvous:
         only after the mismatched members have told the store that they know (`wait`), as a notice of the failure could interrupt their
         comparison. `acknowledge`: they do tell it, which members of a different version may not."""
         if found := fingerprint_mismatches(fingerprints, holders):
-            reason = "; ".join(f"rank {i} has another {' and '.join(names)} than the job" for i, names in found.items())
+            reason = "; ".join(f"rank {i} differs from the job in {' and '.join(names)}" for i, names in found.items())
             self.refuse(tuple(found), reason)
             if acknowledge and self.rank not in found:
                 with suppress(OSError):

@@ -112,8 +112,8 @@ def form_nccl(
 
 
 def _test(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
-    """Makes a first all-reduce, at which torch connects the communicator. The caller then waits with a mutex that `abort` takes, too: so it
-    is this thread, for which no other waits. Uses a new stream, as others may have work queued. Raises RendezvousFailed."""
+    """Makes a first all-reduce, at which torch connects the communicator. The caller then waits with a mutex held that `abort` takes,
+    too: so it must be this thread, for which no other waits. Uses a new stream, as others may have work queued. Raises RendezvousFailed."""
     work = GroupWork("AllReduce", [])
     rendezvous.on_cancel(lambda: work.end(ProcessGroupError("cancelled")))
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -127,7 +127,7 @@ def _test(engine: Engine, rendezvous: Rendezvous, device: torch.device) -> None:
 
 
 class NcclEngine:
-    """A native NCCL group. A thread polls for the end of each operation, in order, so no stream waits for a peer. `device`: its index."""
+    """A native NCCL group. A thread polls for the end of each operation, in order, so no stream waits for a peer. `device`: GPU index."""
 
     def __init__(self, native: dist.ProcessGroup, abort: Callable[[], None], device: int) -> None:
         self._native: dist.ProcessGroup | None = native

@@ -23,7 +23,7 @@ from torch.multiprocessing import reductions
 from ft.process_groups.errors import ProcessGroupError
 
 MIN_BYTES = 4096
-_map: Any = UntypedStorage  # whose stubs lack the methods that torch.multiprocessing calls
+_storage: Any = UntypedStorage  # whose stubs lack the methods that torch.multiprocessing calls
 _settings_lock = threading.Lock()
 # Result of UntypedStorage._share_cuda_, argument of _new_shared_cuda: device, handle, bytes, offset in bytes, file of the reference counter
 # and offset in it, event, whether to wait for the event.
@@ -90,7 +90,7 @@ class SharedPoolOwner:
     """The parent's end, for one child. `send`: sends it a command (the name of a method of SharedPoolClient or ChildGroup), its arguments
     and descriptors. `release`: decrements the reference count of an export."""
 
-    def __init__(self, send: Callable[..., None], release: Callable[..., None] = _map._release_ipc_counter) -> None:
+    def __init__(self, send: Callable[..., None], release: Callable[..., None] = _storage._release_ipc_counter) -> None:
         self._send, self._release = send, release
         self._lock = threading.Lock()
         self._known: dict[int, tuple[reductions.StorageWeakRef, int]] = {}  # storage and segment number, by address
@@ -184,13 +184,13 @@ class SharedPoolClient:
     def map(self, number: int, size: int, descriptor: int) -> None:
         """Maps the memory, and closes the descriptor."""
         try:
-            self._segments[number] = _map._new_shared_fd_cpu(descriptor, size)
+            self._segments[number] = _storage._new_shared_fd_cpu(descriptor, size)
         finally:
             os.close(descriptor)
 
     def map_device(self, number: int, export: Export) -> None:
         torch.cuda._lazy_init()
-        self._segments[number] = _map._new_shared_cuda(*export)
+        self._segments[number] = _storage._new_shared_cuda(*export)
 
     def unmap(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -210,10 +210,10 @@ def _contiguous(memory: UntypedStorage, dtype: torch.dtype, shape: tuple[int, ..
 def _memory(count: int) -> UntypedStorage:
     count = max(count, MIN_BYTES)
     if not hasattr(os, "memfd_create"):  # macOS
-        return _map._new_using_fd_cpu(count)
+        return _storage._new_using_fd_cpu(count)
     descriptor = os.memfd_create("ft-tensor")
     try:
         os.ftruncate(descriptor, count)
-        return _map._new_shared_fd_cpu(descriptor, count)
+        return _storage._new_shared_fd_cpu(descriptor, count)
     finally:
         os.close(descriptor)

@@ -97,7 +97,7 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yields each TCP socket of this process, under a descriptor that is closed before the next one. Raises OSError if none are left."""
+    """Yields each TCP socket of this process, under a descriptor that is closed before the next. Raises OSError if descriptors run out."""
     for path in list(DESCRIPTORS.iterdir()):
         try:
             if not stat.S_ISSOCK(path.stat().st_mode):

@@ -59,7 +59,7 @@ def serve(host: str = "127.0.0.1", timeout_s: float = 60.0) -> TCPStore:
 
 def sweep(store: TCPStore, quorum_id: int) -> None:
     """Deletes the keys ".../quorum_id/number/..." of generations before this one; 24 members leave 10 KB per
-    generation. To be called only by the store's owner, with which the store ends."""
+    generation. Only the store's owner calls it: so the store does not end during the call."""
     for key in store.list_keys():
         found = re.match(r"[^/]+/(\d+)/\d+/", key)
         if found and int(found[1]) < quorum_id:
@@ -230,7 +230,7 @@ class _Resolver(ctypes.Structure):
 
 @contextmanager
 def without_dns() -> Iterator[None]:
-    """Lets every DNS query of this thread fail at once as "try again". After such a failure torch makes no further look-ups in this
+    """Makes every DNS query of this thread fail at once with "try again". After such a failure torch makes no further look-ups in this
     process; it logs that once. Without glibc nothing is changed, and look-ups may be slow."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "__res_state") or not hasattr(libc, "__res_init"):

@@ -104,7 +104,7 @@ def test_going_back_to_a_checkpoint_cuts_the_curve():
 def test_what_is_said_again_is_counted_and_old_events_go():
     history = Job("a:1").history
     for _ in range(3):
-        history.on_timeline_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="b holds other weights"))
+        history.on_timeline_event("a:1", pharos_pb2.Happened(lane="corruption", step=9, text="the weights of b differ"))
     [event] = [x for x in history.events if LANES[x.lane] == "corruption"]
     assert (event.times, event.step, event.grade) == (3, 9, "bad")
     for i in range(3 * told.MAX_EVENTS):

@@ -91,7 +91,7 @@ class Run(train.Run):
             seed=0,
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
-        self.coordinate, self.progress, self.pending_signals = case.sizes.coordinate(case.rank), Progress(), 0
+        self.coordinate, self.progress, self.pending_requests = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
         self.signals, self.save_overdue, self.world = fakes(pending=0), False, fakes(world_size=case.sizes.world_size)
         self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, samples=drop)

@@ -192,7 +192,7 @@ def test_a_newcomer_with_another_state_ends_and_a_member_waits(caplog: pytest.Lo
         a.join()
         b, c = others
         assert a.error is None and c.join().error is None
-        assert isinstance(b.error, BadInput) and "only they have such a tensor" in str(b.error)
+        assert isinstance(b.error, BadInput) and "only the source has such a tensor" in str(b.error)
         assert "waits until the state of the others has its layout" in caplog.text
         assert fences.longest_s < MAX_S
 

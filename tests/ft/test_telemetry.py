@@ -45,7 +45,7 @@ def made(group_rank: int, clock: Clock, books: Books | None = None, long_phase_s
 
 def sent(one: ManagerTelemetry, clock: Clock, news: Any = lambda status: None) -> list[tuple[float, Status]]:
     reports: list[tuple[float, Status]] = []
-    one.report_for_ever(1.0, clock, lambda figures, status: reports.append((clock.now_s, status)), news)  # type: ignore[arg-type]
+    one.report_forever(1.0, clock, lambda figures, status: reports.append((clock.now_s, status)), news)  # type: ignore[arg-type]
     return reports
 
 

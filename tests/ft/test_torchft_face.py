@@ -276,7 +276,7 @@ def test_what_one_rank_reports_drops_the_step_in_all_of_its_group():
     [
         ({"lighthouse_addr": None}, "TORCHFT_LIGHTHOUSE is not set"),
         ({"min_replica_size": 0}, "min_replica_size = 0: must be at least 1"),
-        ({"replica_id": "a:b"}, "must be 1 to 64 .*; nearest: a_b"),
+        ({"replica_id": "a:b"}, "a group's name must be 1 to 64 .*; nearest: a_b"),
         ({"world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set"),
         ({"hostname": "no.such.host.invalid"}, r"hostname = no\.such\.host\.invalid: there is no such host"),
         ({"interface": "eth99"}, 'fault_tolerance.interface = "eth99"'),

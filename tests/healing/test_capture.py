@@ -93,10 +93,10 @@ def test_large_chunks_are_the_tensors_memory():
 def test_other_shapes_dtypes_and_names_are_refused_before_a_byte_is_written():
     source = Group({"m": {"a": torch.ones(3), "b": torch.ones(2)}})
     for other, words in (
-        ({"m": {"a": torch.zeros(4), "b": torch.zeros(2)}}, r"m/a: they have float32 \[3\], we float32 \[4\]"),
-        ({"m": {"a": torch.zeros(3).double(), "b": torch.zeros(2)}}, "m/a: they have float32"),
-        ({"m": {"a": torch.zeros(3)}}, "m/b: only they have"),
-        ({"m": {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2)}}, "m/c: only we have"),
+        ({"m": {"a": torch.zeros(4), "b": torch.zeros(2)}}, r"the source has float32 \[3\], this group float32 \[4\]"),
+        ({"m": {"a": torch.zeros(3).double(), "b": torch.zeros(2)}}, "m/a: the source has float32"),
+        ({"m": {"a": torch.zeros(3)}}, "m/b: only the source has"),
+        ({"m": {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2)}}, "m/c: only this group has"),
         ({"m": {"a": torch.zeros(3), "b": torch.zeros(2)}, "n": 1}, "not registered by both: n"),
     ):
         with pytest.raises(FormatError, match=words):

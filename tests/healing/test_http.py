@@ -189,7 +189,7 @@ def test_no_wide_address_without_a_token():
 def test_another_shape_is_refused_before_a_byte_is_written(world: World):
     joiner = large(2, chunks=3)
     before = joiner.values["model"]["weights"].clone()
-    with pytest.raises(HealFailed, match="model/weights: they have float32") as failed:
+    with pytest.raises(HealFailed, match="model/weights: the source has float32") as failed:
         heal(world.transport("j"), joiner, world.source(large(1, chunks=4)))
     assert not failed.value.touched and equal(before, joiner.values["model"]["weights"])
 

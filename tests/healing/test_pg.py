@@ -155,7 +155,7 @@ def test_another_step_finds_nobody():
 def test_another_shape_is_refused():
     """And keeps no commit waiting."""
     source, transport = pair(large(1, chunks=2), HealConfig(heal_copy_bytes=0, heal_grace_s=600.0))
-    with pytest.raises(HealFailed, match="model/weights: they have") as failed:
+    with pytest.raises(HealFailed, match="model/weights: the source has") as failed:
         heal(source, transport, large(2, chunks=3))
     assert not failed.value.touched and failed.value.layout_mismatch
     assert source.fence() is Fenced.FREE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ft.compat.group import read, write
+from ft.compat.group import decode_quorum, encode_member
 from ft.compat.lighthouse import LighthouseServer
 from ft.manager import GroupEnded, Manager
 from ft.protocol import messages as m
@@ -55,14 +55,14 @@ def test_what_torchft_has_no_field_for_travels_as_data():
         "b:1", "http://b", "b:1", 7, commit_id="x", commit_quorum_id=3, assigned=2, assignment_id="d", init_sync=True
     )
     near = m.Member("a:1", "http://a", "a:1", 6)
-    quorum = read(m.Quorum(4, (write(far), write(near))))
+    quorum = decode_quorum(m.Quorum(4, (encode_member(far), encode_member(near))))
     assert quorum == m.Quorum(4, (near, far), (7, 3, "x"), "torchft")
 
 
 @pytest.mark.parametrize("data", ["", "{}", '{"pharos": 3}', '{"pharos": {"commit_id": 1}}', "[1]", "[" * 50_000])
 def test_a_quorum_with_torchfts_groups_is_refused(data: str):
     with pytest.raises(ValueError, match="b:1 is not a group of Pharos"):
-        read(m.Quorum(4, (m.Member("b:1", data=data),)))
+        decode_quorum(m.Quorum(4, (m.Member("b:1", data=data),)))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_a_quorum_with_torchfts_groups_is_refused(data: str):
 )
 def test_what_no_honest_group_says_of_itself_is_refused(said: dict[str, Any]):
     """A rank could not read the part that is made of it, and would end."""
-    ours = json.loads(write(m.Member("b:1")).data)
+    ours = json.loads(encode_member(m.Member("b:1")).data)
     ours["pharos"].update(said)
     with pytest.raises(ValueError, match=r".") as caught:
-        read(m.Quorum(4, (m.Member("b:1", data=json.dumps(ours)),)))
+        decode_quorum(m.Quorum(4, (m.Member("b:1", data=json.dumps(ours)),)))
     assert "is not a group of Pharos" not in str(caught.value)

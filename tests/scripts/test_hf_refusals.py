@@ -128,7 +128,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a broken config": (text_of("config.json", "{"), "D/config.json: not JSON: .*"),
     "another activation": (
         configured(hidden_act="gelu"),
-        'D/config.json: hidden_act = "gelu": the feed-forward here is SwiGLU; what can be read: "silu"',
+        'D/config.json: hidden_act = "gelu": the feed-forward here is SwiGLU; supported: "silu"',
     ),
     "heads of odd width": (
         configured(hidden_size=36, head_dim=9),

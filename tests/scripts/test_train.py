@@ -98,8 +98,8 @@ def checkpoints(folder: Path) -> set[str]:
 def test_a_run_ends_says_so_and_goes_on_when_it_may(folder: Path):
     first = Job(folder)
     assert first.end() == 0, first.text
-    assert "the other 3 steps take about " in first.text
-    assert "a sample of text:\nab" in first.text and "finished step 6: 768 tokens" in first.text
+    assert "the remaining 3 steps take about " in first.text
+    assert "text sample:\nab" in first.text and "finished step 6: 768 tokens" in first.text
     assert list(rows(folder, "loss")) == [1, 2, 3, 4, 5, 6] and list(rows(folder, "validation_loss")) == [3, 6]
     assert checkpoints(folder) == {"step-4", "step-6"}
 
@@ -136,8 +136,8 @@ def test_signals_save(folder: Path, nproc: int):
 def test_a_loss_that_is_not_a_number_ends_the_run_before_it_does_harm(folder: Path):
     job = Job(folder, "--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", nproc=2)
     assert job.end() == 1, job.text
-    line = next(line for line in job.text.splitlines() if "not taken" in line)
+    line = next(line for line in job.text.splitlines() if "not applied" in line)
     assert "rank 0: loss nan at slot" in line and "rank 1: loss nan at slot" in line and "position" in line
     assert "Traceback" not in job.text
     taken = max(rows(folder, "loss"))
-    assert f"step {taken + 1} not taken" in line
+    assert f"step {taken + 1} not applied" in line

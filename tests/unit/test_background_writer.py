@@ -48,8 +48,8 @@ def test_a_failure_is_tried_again_and_holds_up_no_other_work() -> None:
     assert done.wait(WAIT_S)
     assert background_writer.flush(WAIT_S, patient=True)
     assert said == [
-        "metrics cannot be written: No space left on device (x/metrics.jsonl); kept in memory, and tried again",
-        "metrics are written again, after 0 s; 7 rows are lost, since there was no room to keep them",
+        "metrics cannot be written: No space left on device (x/metrics.jsonl); kept in memory and retried",
+        "metrics can be written again, after 0 s; 7 rows are lost, since there was no room to keep them",
     ]
     background_writer.close()
 
@@ -66,7 +66,7 @@ def test_an_end_says_what_it_takes_along() -> None:
     assert not background_writer.flush(WAIT_S)
     background_writer.close(WAIT_S)
     background_writer.close(WAIT_S)
-    assert said[1:] == ["events: the newest are lost, since storage has not recovered before the end"]
+    assert said[1:] == ["events: the newest rows are lost, since storage has not recovered before the end"]
 
 
 def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
@@ -83,7 +83,7 @@ def test_what_is_no_trouble_of_files_is_tried_again_all_the_same() -> None:
     background_writer.wake()
     assert background_writer.flush(WAIT_S, patient=True)
     assert said == [
-        "metrics cannot be written: TypeError: cannot unpack; kept in memory, and tried again",
-        "metrics are written again, after 0 s; nothing is lost",
+        "metrics cannot be written: TypeError: cannot unpack; kept in memory and retried",
+        "metrics can be written again, after 0 s; nothing is lost",
     ]
     background_writer.close()

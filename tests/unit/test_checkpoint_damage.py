@@ -126,7 +126,7 @@ def test_where_none_is_whole_the_run_does_not_begin_from_nothing(tmp_path: Path)
     flip_a_bit(data_file(tmp_path, 2))
     data_file(tmp_path, 4).unlink()
     with pytest.raises(
-        CheckpointFailed, match=r"none .* is intact \(step 4: __0_0.distcp: missing; step 2: __0_0.distcp: by"
+        CheckpointFailed, match=r"no .* is intact \(step 4: __0_0.distcp: missing; step 2: __0_0.distcp: by"
     ):
         Job(tmp_path).checkpointer.load()
 

@@ -122,7 +122,7 @@ def test_a_failure_reaches_the_step_with_its_cause_and_the_loader_goes_on() -> N
     with loader_of(sequences) as loader:
         batches = loader.load([0, 4])
         assert next(batches).positions == (0, 1)
-        with pytest.raises(RuntimeError, match=r"^reading training data failed: the disk is gone$") as caught:
+        with pytest.raises(RuntimeError, match=r"^reading data failed: the disk is gone$") as caught:
             next(batches)
         assert isinstance(caught.value.__cause__, OSError)
         assert list(batches) == []
@@ -174,7 +174,7 @@ def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
         assert flat(working.load([8, 12])) == flat(loader.load([8, 12]))
         with pytest.raises(RuntimeError, match=r"^stale iterator: "):
             next(abandoned)
-        with pytest.raises(RuntimeError, match=r"^reading training data failed: .*AssertionError") as caught:
+        with pytest.raises(RuntimeError, match=r"^reading data failed: .*AssertionError") as caught:
             next(working.load([-8]))
         assert isinstance(caught.value.__cause__, AssertionError)
     assert workers() == 0

@@ -121,9 +121,7 @@ def test_a_later_load_and_close_abandon_the_earlier() -> None:
 
 
 def test_what_goes_wrong_in_the_stream_is_told() -> None:
-    with pytest.raises(
-        RuntimeError, match=r'^reading training data failed: training.* has no "text", only \'body\'; nea'
-    ):
+    with pytest.raises(RuntimeError, match=r'^reading data failed: training.* has no "text", only \'body\'; nea'):
         next(loader_of(FakeStream(TEXTS, key="body")).load([0]))
     with pytest.raises(RuntimeError, match=r"^the data stream has no document of this split for this rank$"):
         next(loader_of(FakeStream([])).load([0]))

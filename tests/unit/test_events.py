@@ -43,7 +43,7 @@ def test_a_full_disk_tears_no_line_and_takes_none(tmp_path: Path, monkeypatch: p
     assert [json.loads(line)["step"] for line in (tmp_path / FILE_NAME).read_text().splitlines()] == [0, 1, 2, 3, 4]
     assert [words.split(":")[0].split(",")[0] for words in background_writer.said] == [
         "events cannot be written",
-        "events are written again",
+        "events can be written again",
     ]
 
 

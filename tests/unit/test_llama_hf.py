@@ -121,17 +121,17 @@ def test_what_is_written_is_read_back(scaling: float, tied: bool):
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mistral"}, 'model_type = "mistral": another architecture; what can be read: "llama"'),
-    ({"model_type": None}, 'model_type = null: another architecture; what can be read: "llama"'),
+    ({"model_type": "mistral"}, 'model_type = "mistral": another architecture; supported: "llama"'),
+    ({"model_type": None}, 'model_type = null: another architecture; supported: "llama"'),
     (
         {"architectures": ["LlamaForSequenceClassification"]},
-        'architectures = ["LlamaForSequenceClassification"]: another head; what can be read: ["LlamaForCausalLM"]',
+        'architectures = ["LlamaForSequenceClassification"]: another head; supported: ["LlamaForCausalLM"]',
     ),
-    ({"hidden_act": "gelu"}, 'hidden_act = "gelu": the feed-forward here is SwiGLU; what can be read: "silu"'),
-    ({"attention_bias": True}, "attention_bias = true: projections here have no bias; what can be read: false"),
-    ({"mlp_bias": True}, "mlp_bias = true: projections here have no bias; what can be read: false"),
-    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout here; what can be read: 0"),
-    ({"sliding_window": 4096}, "sliding_window = 4096: attention here sees all that is before; what can be read: null"),
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu": the feed-forward here is SwiGLU; supported: "silu"'),
+    ({"attention_bias": True}, "attention_bias = true: projections here have no bias; supported: false"),
+    ({"mlp_bias": True}, "mlp_bias = true: projections here have no bias; supported: false"),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: there is no dropout here; supported: 0"),
+    ({"sliding_window": 4096}, "sliding_window = 4096: attention here is over all earlier tokens; supported: null"),
     (
         {"auto_map": {"AutoModel": "x.Y"}},
         'auto_map = {"AutoModel": "x.Y"}: the model has code of its own, which is not run',
@@ -148,9 +148,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "llama3"}, 'rope_scaling = "llama3": must be a table, or null'),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        'rope_scaling.rope_type = "linear": this scaling of positions is not supported; what can be read: "llama3"',
+        'rope_scaling.rope_type = "linear": another scaling of positions; supported: "llama3"',
     ),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type = "yarn": this scaling'),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_scaling.rope_type = "yarn": another scaling'),
     ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor = 2.0: has no meaning with"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),
     ({"rope_scaling": {**PUBLISHED["rope_scaling"], "factor": 0.5}}, "rope_scaling.factor = 0.5: must be at least 1"),

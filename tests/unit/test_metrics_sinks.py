@@ -119,7 +119,7 @@ def test_who_had_the_journal_open_before_finds_it_changed(tmp_path: Path) -> Non
     inode = (tmp_path / "metrics.jsonl").stat().st_ino
     write(Sinks(tmp_path, resumed_step=3), 4, 4)
     assert (tmp_path / "metrics.jsonl").stat().st_ino == inode, "a change of writer copies nothing"
-    with pytest.raises(OSError, match="bytes, and"):
+    with pytest.raises(OSError, match="bytes, but"):
         write(before, 4, 5)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 

@@ -23,7 +23,7 @@ def test_the_loss_names_slot_and_positions() -> None:
         (200, (1, 5), math.nan),
     ]
     assert describe_nonfinite(3, 12, losses, {}) == (
-        "step 12 not taken, rank 3: loss nan at slot 96, positions 100-103; loss inf at slot 200, position 207; "
+        "step 12 not applied, rank 3: loss nan at slot 96, positions 100-103; loss inf at slot 200, position 207; "
         "loss nan at slot 200, positions 1, 5"
     )
 
@@ -35,13 +35,13 @@ def test_the_gradient_names_its_parameter_and_the_text_it_came_from() -> None:
         "norm.weight": torch.tensor([math.inf, 2.0]),
     }
     assert describe_nonfinite(0, 7, [(8, range(8, 12), 3.5)], gradients) == (
-        "step 7 not taken, rank 0: gradient of tok_embeddings.weight (3 of 4 values: nan and inf); "
+        "step 7 not applied, rank 0: gradient of tok_embeddings.weight (3 of 4 values: nan and inf); "
         "gradient of norm.weight (1 of 2 values: inf); its losses are finite (positions 8-11)"
     )
 
 
 def test_a_stream_has_no_positions() -> None:
-    assert describe_nonfinite(0, 2, [(8, (), math.nan)], {}).endswith("loss nan at slot 8, in the order of a stream")
+    assert describe_nonfinite(0, 2, [(8, (), math.nan)], {}).endswith("nan at slot 8, in a stream, without positions")
 
 
 def test_a_long_list_is_counted_instead() -> None:
@@ -55,4 +55,4 @@ def test_a_norm_may_be_too_great_where_each_gradient_is_finite() -> None:
     world = SimpleNamespace(global_rank=0, world_size=1, store=HashStore())
     run: Any = SimpleNamespace(world=world, model=SimpleNamespace(parts=[]))
     error = Run.nonfinite(run, LocalStep([1.0], 3.5, True, 4, []))
-    assert str(error) == "step 5 not taken: the gradient's norm is not finite"
+    assert str(error) == "step 5 not applied: the gradient norm is not finite"

@@ -291,7 +291,7 @@ def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told
     def build(rendezvous: Rendezvous) -> FakeEngine:
         if told_first:
             rendezvous.cancel("the generation failed")
-        rendezvous.refuse((2,), "rank 2 has another optimizer.lr than the job")
+        rendezvous.refuse((2,), "rank 2 differs from the job in optimizer.lr")
         if not told_first:
             rendezvous.cancel("the generation failed")
         refused.set()
@@ -300,7 +300,7 @@ def test_a_fingerprint_that_differs_is_the_cause_whoever_found_it_out_first(told
     rendezvous = Rendezvous(build, "localhost:1/test", 0, 3, 600.0)
     rendezvous.start()
     assert refused.wait(30)
-    with pytest.raises(RendezvousFailed, match="rank 2 has another optimizer") as failure:
+    with pytest.raises(RendezvousFailed, match="rank 2 differs from the job in optimizer") as failure:
         rendezvous.wait(600)
     assert failure.value.mismatched == (2,)
     rendezvous.end()

@@ -165,9 +165,7 @@ def test_a_second_start_of_a_job_that_goes_on_takes_nothing_from_it(
         token = Path(environment(groups.parent, 2)["PHAROS_TOKEN_FILE"]).read_text()
         assert main(["a.toml", "--groups=2"]) == 2
         assert (groups / "token").read_text() == token
-    assert re.fullmatch(
-        r"pharos: job.name: outputs/a/groups is being trained by process \d+ on .+\n", capsys.readouterr().err
-    )
+    assert re.fullmatch(r"pharos: job.name: outputs/a/groups is in use by process \d+ on .+\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

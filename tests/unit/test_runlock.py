@@ -24,7 +24,7 @@ sys.stdin.read()
 
 def test_a_second_start_is_told_who_has_the_run(tmp_path: Path) -> None:
     first = RunLock(tmp_path / "run")
-    with pytest.raises(ValueError, match=rf"is being trained by process {os.getpid()} on .*--job.name NAME"):
+    with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*--job.name NAME"):
         RunLock(tmp_path / "run")
     RunLock(tmp_path / "other").close()
     first.close()

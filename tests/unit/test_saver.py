@@ -115,7 +115,7 @@ def test_failing_storage_is_tried_until_it_works(tmp_path: Path):
     end.make()
     assert end.tries == 7 and steps_in(tmp_path) == [LAST] and end.manager.told == [True]
     [told] = end.told
-    assert told == f"{message}; this is the last step: tried again every 10 s, until SIGTERM"
+    assert told == f"{message}; this is the last step: retried every 10 s until SIGTERM"
 
 
 def test_failing_storage_is_tried_until_sigterm_and_nothing_is_finished(tmp_path: Path):

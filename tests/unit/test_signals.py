@@ -24,13 +24,13 @@ class Watched:
         self.exits: list[int] = []
         self.arrived = threading.Semaphore(0)
         self.signals = Signals(log=Log(stream=self.out), clock=self.clock, exit_now=self.exits.append)
-        original = self.signals.received
+        original = self.signals.handle
 
         def received(number: int) -> None:
             original(number)
             self.arrived.release()
 
-        self.signals.received = received  # type: ignore[method-assign]
+        self.signals.handle = received  # type: ignore[method-assign]
 
     def kill(self, number: int) -> None:
         os.kill(os.getpid(), number)
@@ -153,13 +153,13 @@ def test_handlers_belong_to_the_main_thread() -> None:
 
 def test_whoever_waits_for_others_hears_of_a_stop_at_once(watched: Watched) -> None:
     asked: list[str] = []
-    watched.signals.when_asked_to_stop(lambda: asked.append("heard"))
+    watched.signals.on_stop_request(lambda: asked.append("heard"))
     watched.kill(signal.SIGUSR1)
     assert asked == []
     watched.kill(signal.SIGTERM)
     watched.kill(signal.SIGTERM)
     assert asked == ["heard"], "once"
-    watched.signals.when_asked_to_stop(lambda: asked.append("late"))
+    watched.signals.on_stop_request(lambda: asked.append("late"))
     assert asked == ["heard", "late"], "who comes after it"
 
 
@@ -187,12 +187,12 @@ def test_output_that_nobody_reads_does_not_keep_the_second_signal_waiting() -> N
     os.set_blocking(writer, True)
     kept = os.dup(2)
     heard = threading.Thread(
-        target=lambda: [signals.received(signal.SIGUSR1), signals.received(signal.SIGTERM), later()], daemon=True
+        target=lambda: [signals.handle(signal.SIGUSR1), signals.handle(signal.SIGTERM), later()], daemon=True
     )
 
     def later() -> None:
         clock.now += 3
-        signals.received(signal.SIGTERM)
+        signals.handle(signal.SIGTERM)
 
     os.dup2(writer, 2)
     try:

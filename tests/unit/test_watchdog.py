@@ -152,8 +152,8 @@ def test_a_step_in_the_nick_of_time_calls_it_off_and_the_next_hang_is_told_anew(
     assert cluster.armed() == [30, 30, None, 30] and len(cluster.said()) == 1
     cluster.wait(1, step=True)
     assert cluster.armed() == [None] * 4
-    assert [line for line in cluster.said() if "going on" in line] == [
-        f"[{rank}] warning: going on: a step finished 10 s after a hang was suspected" for rank in (0, 1, 3)
+    assert [line for line in cluster.said() if "continuing" in line] == [
+        f"[{rank}] warning: continuing: a step finished 10 s after a hang was suspected" for rank in (0, 1, 3)
     ]
     cluster.wait(110, frozen={3})
     assert [line for line in cluster.said() if "rank 3 does not answer" in line]
@@ -169,7 +169,7 @@ def test_a_flight_recorder_that_finds_the_disk_full_leaves_the_watch_alive(clust
 
     cluster.ranks[0].record_fails = full
     cluster.wait(110, frozen={2})
-    assert cluster.armed()[0] == 30 and "not saved: [Errno 28]" in cluster.ranks[0].out.getvalue()
+    assert cluster.armed()[0] == 30 and "cannot be saved: [Errno 28]" in cluster.ranks[0].out.getvalue()
     cluster.wait(1, step=True)
     assert cluster.armed() == [None] * 4
 
@@ -317,7 +317,7 @@ def test_a_word_that_others_are_waited_for_calls_a_suspicion_off(cluster: Cluste
     cluster.clock.now += 1
     cluster.wait_for_others(2)
     assert cluster.armed() == [None] * 4
-    assert "going on: a wait for other groups" in cluster.said()[-1]
+    assert "continuing: the group waits for others, " in cluster.said()[-1]
     cluster.wait(120)
     assert sum("no step for" in line for line in cluster.said()) == 2, "the next hang in the same step is told, too"
 

@@ -60,7 +60,7 @@ class BatchSource(ABC):
 
     def __init__(self, sampler: MicrobatchSampler, *, pin_memory: bool) -> None:
         self._sampler, self._pin_memory = sampler, pin_memory
-        self._run = 0  # number of the newest load: batches of earlier ones are discarded
+        self._load_id = 0  # number of the newest load: batches of earlier ones are discarded
 
     @abstractmethod
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
@@ -70,22 +70,22 @@ class BatchSource(ABC):
         """Returns an iterator over this rank's microbatches, slot by slot, equally many on every rank. Discards the rest of earlier calls.
         Reading starts at once, not at the first `next`; `next` raises failures, with their cause."""
         tasks = [task for slot in slots for task in self._sampler.tasks(slot)]
-        self._run += 1
-        run, read = self._run, self.start(tasks)
-        return (self._take(run, read) for _ in tasks)
+        self._load_id += 1
+        load_id, read = self._load_id, self.start(tasks)
+        return (self._take(load_id, read) for _ in tasks)
 
     def close(self) -> None:
-        self._run += 1
+        self._load_id += 1
 
-    def _take(self, run: int, read: Callable[[], Batch]) -> Batch:
-        if run != self._run:
+    def _take(self, load_id: int, read: Callable[[], Batch]) -> Batch:
+        if load_id != self._load_id:
             raise RuntimeError("stale iterator: the loader was closed, or load() was called again")
         try:
             batch = read()
         except StopIteration:
             raise RuntimeError("the data stream has no document of this split for this rank") from None
         except Exception as error:  # of storage, network, format or a worker
-            raise RuntimeError(f"reading training data failed: {error}") from error
+            raise RuntimeError(f"reading data failed: {error}") from error
         return pinned(batch) if self._pin_memory else batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class BatchSource(ABC):
 
 
 def make_batch(rows: np.ndarray, task: Task) -> Batch:
-    """`rows` [B, T + 1] int64."""
+    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one."""
     return Batch(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()), *task)
 
 
@@ -134,11 +134,11 @@ class ThreadLoader(BatchSource):
         self._thread.start()
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        run, left, ready = self._run, iter(tasks), SimpleQueue[Batch | Exception]()
+        load_id, left, ready = self._load_id, iter(tasks), SimpleQueue[Batch | Exception]()
 
         def request(count: int) -> None:
             for task in islice(left, count):
-                self._requests.put((run, task, ready))
+                self._requests.put((load_id, task, ready))
 
         def read() -> Batch:
             if isinstance(batch := ready.get(), Exception):
@@ -158,8 +158,8 @@ class ThreadLoader(BatchSource):
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)
         while (entry := self._requests.get()) is not None:
-            run, task, ready = entry
-            if run != self._run:
+            load_id, task, ready = entry
+            if load_id != self._load_id:
                 ready.put(RuntimeError("abandoned"))  # for a consumer that still waits
                 continue
             try:

@@ -1,6 +1,6 @@
 """The infinite order of training sequences: a pure function from a position to its tokens, with random access on any rank.
 
-Epoch e concatenates the documents of the split, shuffled by (seed, e), each between BOS and EOS, to a stream of N tokens. It is split into
+Epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS, into a stream of N tokens. It is split into
 (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets shifted by
 one. The last (N - 1) % seq_len tokens of the stream are dropped, which differ by epoch. Sequences are visited with a fixed stride
 coprime to their number (`stride`), so that a batch is spread over the epoch."""
@@ -20,7 +20,7 @@ SPLITS = ("train", "validation")
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns a permutation of range(count), [count] int64, of Philox's raw stream, which numpy guarantees for all versions (NEP 19)."""
+    """Returns a permutation of range(count), [count] int64, from Philox's raw stream, which numpy guarantees for all versions (NEP 19)."""
     key = (seed % (1 << 64)) | (epoch % (1 << 64)) << 64
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -51,7 +51,7 @@ class Order:
 
     def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
         """`validation` is not shuffled: every validation sees the same sequences. Raises ValueError if `split` has no sequence."""
-        self._made_again = partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
+        self._rebuild = partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
         self._documents = in_split(corpus, split, held_out)
@@ -65,7 +65,7 @@ class Order:
         self._layout = lru_cache(_EPOCHS_KEPT)(self._lay_out)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return self._made_again, ()
+        return self._rebuild, ()
 
     def sequence(self, position: int) -> np.ndarray:
         """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order."""

@@ -152,9 +152,9 @@ class TokenSource(_Files):
 
     def open(self, file: SourceFile) -> np.ndarray:
         """Returns the ids of one file, [N] uint16 or uint32, memory-mapped. Raises ValueError that names the file."""
-        is_raw, wrong_type = file.path.suffix == ".bin", f"{self.setting}: file {file.path} has {file.size} bytes"
+        is_raw, subject = file.path.suffix == ".bin", f"{self.setting}: file {file.path} has {file.size} bytes"
         if is_raw and (file.size == 0 or file.size % TOKEN_TYPES[self.dtype].itemsize):
-            raise ValueError(f"{wrong_type}, not a whole number of {self.dtype} ids; see training.dataset_token_dtype")
+            raise ValueError(f"{subject}, not a whole number of {self.dtype} ids; see training.dataset_token_dtype")
         try:
             ids = map_ids(file.path, self.dtype)
         except (ValueError, EOFError) as error:
@@ -167,7 +167,7 @@ class TokenSource(_Files):
         # uint32 ids of a usual vocabulary, read as uint16, alternate with their high halves, which are small.
         head, may_be_wide = ids[:CHECKED_IDS], is_raw and self.dtype == "uint16" and not file.size % 4
         if may_be_wide and len(head) >= 64 and head[1::2].max() <= 3 < head[::2].max():
-            raise ValueError(f'{wrong_type} that look like uint32 ids; set training.dataset_token_dtype = "uint32"')
+            raise ValueError(f'{subject} that look like uint32 ids; set training.dataset_token_dtype = "uint32"')
         return ids
 
 

@@ -124,7 +124,7 @@ class StreamingLoader(BatchSource):
         )
 
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
-        """Rows come in the order of the stream, whichever slots are requested."""
+        """Starts reading rows in the order of the stream, whichever slots are requested."""
         numbered = iter(enumerate(tasks))
 
         def read() -> Batch:
