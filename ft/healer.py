@@ -47,10 +47,8 @@ class Healer:
         self._ended_quorum = 0  # newest quorum whose offer was ended
         self._cancelled = threading.Event()  # set when the fetch is cancelled
         self._arrived: dict[str, Any] | None = None
-        self.received_bytes, self.touched = (
-            0,
-            False,
-        )  # in all heals; `touched`: a heal has written to this rank's tensors
+        self.received_bytes = 0  # in all heals
+        self.touched = False  # True: a heal has written to this rank's tensors
         self.progress = (0, 0)  # verified bytes and total bytes of the current heal; for any thread
         self.one_source = False  # True: fetch from one source, as state may differ between them (LocalSGD)
 
