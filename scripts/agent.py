@@ -142,7 +142,7 @@ class LocalRanks(Signals):
         self._timers: list[threading.Timer] = []
         super().__init__(log=Log())
 
-    def received(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         with self.change:
             if number == signal.SIGUSR1:
                 self._send(signal.SIGUSR1)
