@@ -32,16 +32,16 @@ Forms the quorums of a job of replica groups. A number after the last semicolon 
   --bind HOST:PORT           default [::]:29510 with a token or --insecure, else loopback; port 0: a free one
   --join_timeout_ms MS       wait of the first quorum request for live groups that have not requested one; 60000
   --quorum_tick_ms MS        interval between two checks of the waiting requests; 100
-  --heartbeat_timeout_ms MS  silence after which a group is lost, fault_tolerance.heartbeat_timeout_s of the groups; 5000
-  --heal_grace_s S           wait of the others for a state that is arriving, fault_tolerance.heal_grace_s of the groups; 30
-  --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: that of --bind, next port
+  --heartbeat_timeout_ms MS  silence after which a group is lost; must equal the groups' fault_tolerance.heartbeat_timeout_s; 5000
+  --heal_grace_s S           wait of the others for a state that is arriving; must equal the groups' fault_tolerance.heal_grace_s; 30
+  --http HOST:PORT|none      address of the dashboard, /status.json and /metrics; default: host and next port of --bind
   --state_file FILE|none     file that a restart continues from; default: outputs/lighthouse-PORT.json, none with port 0
   --recover                  start without a usable state file, and learn the job's state from its running groups
   --takeover_s S|never       silence of all members of the last quorum after which other groups may continue; 30
-  --stall_s S                limit of a wait for a group, after which it is lost; if it keeps most waiting, sooner; 60
-  --num_replica_groups N     number of groups that the job is meant to have, as information; 0: unknown; 0
+  --stall_s S                longest wait of any member for a group, which is then lost; shorter if most members wait; 60
+  --num_replica_groups N     intended number of groups, for information; 0 (default): unknown
   --lower_terms              let --min_replicas, --takeover_s and --num_replica_groups be lower than the state file's
-  --token_file FILE          file with the job's token, else PHAROS_TOKEN is the token: calls without it are refused
+  --token_file FILE          file with the job's token (else PHAROS_TOKEN); calls without the token are refused
   --tls_cert FILE --tls_key FILE --tls_ca FILE   PEM; with --tls_ca clients need a certificate of that authority
   --insecure                 without a token, listen where others can reach it
 """
