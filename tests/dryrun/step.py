@@ -94,7 +94,7 @@ class Run(train.Run):
         self.coordinate, self.progress, self.pending_requests = case.sizes.coordinate(case.rank), Progress(), 0
         fakes: Any = SimpleNamespace
         self.signals, self.save_overdue, self.world = fakes(pending=0), False, fakes(world_size=case.sizes.world_size)
-        self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, samples=drop)
+        self.log, self.events, self.metrics_processor = fakes(), fakes(heals=0), fakes(step=drop, trained_slots=drop)
         self.slot_size = self.inner_steps = 1
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         batches = [Batch(tokens, tokens, 0, (0,), number == case.passes) for number in range(1, case.passes + 1)]
