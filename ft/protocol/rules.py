@@ -95,7 +95,7 @@ def validate_request(event: Call) -> Problem:
     if too_long or not all_texts.isprintable() or not member.replica_id:
         return (
             "INVALID_ARGUMENT",
-            f"no id, or an id or address that is not printable or longer than {MAX_TEXT} characters",
+            f"an id is empty, or an id or address is not printable or longer than {MAX_TEXT} characters",
         )
     if not m.VOID <= member.step <= MAX_STEP or not 0 <= member.commit_quorum_id <= MAX_STEP or event.known > MAX_STEP:
         named = f"step {member.step} of quorum {member.commit_quorum_id}, after quorum {event.known}"

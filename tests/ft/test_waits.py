@@ -90,4 +90,4 @@ def test_what_is_waited_for_is_said_once_a_minute_by_one_rank(group_rank: int, c
             client.on_waits(m.Waits("no quorum: min_replicas is 2", float(second)))
     said = [line.partition(":")[0] for line in caplog.messages]
     seconds = [10, 60, 120, 180, 10] if group_rank == 0 else []
-    assert said == [f"waiting for {second} s" for second in seconds]
+    assert said == [f"has waited {second} s" for second in seconds]

@@ -270,7 +270,7 @@ UP = pharos_pb2.Up
     ("sent", "said"),
     [
         ([b"\xff"], "not a pharos.Up"),
-        ([UP(report=pharos_pb2.Report(step=1))], "an id or address is empty"),
+        ([UP(report=pharos_pb2.Report(step=1))], "an id is empty, or an id or address"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", settled=1 << 60))], "a step or count"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=1 << 40))], "a lighthouse accepts ids up to"),
         ([UP(hello=pharos_pb2.Hello(replica_id="z:1", quorum_id=9)), b"\x12\x02\x08\x09"], "quorum 9: its 0 members"),
