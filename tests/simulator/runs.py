@@ -30,7 +30,7 @@ WAITS = (
     "for the others",
     "may come back",
     "was settled: load a checkpoint",
-    "sit out",
+    "sitting out",
     "members of a running job are given time",
     "its answer got lost",
 )
