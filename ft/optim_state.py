@@ -21,12 +21,13 @@ def init_optim_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torc
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         for key, rate in own_rates.items():
             group[key] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    created = set(own)
     step_with(optimizer, own, [torch.zeros_like(p) for p in own])
     for group, own_rates in zip(optimizer.param_groups, rates, strict=True):
         group.update(own_rates)
         # NAdam has mu_product, ASGD mu and eta, Rprop step_size
         initial = {"step": 0, "mu_product": 1, "mu": 1, "eta": group["lr"], "step_size": group["lr"]}
-        for state in (optimizer.state[p] for p in group["params"] if any(p is q for q in own) and p in optimizer.state):
+        for state in (optimizer.state[p] for p in group["params"] if p in created and p in optimizer.state):
             for key in initial.keys() & state.keys():
                 state[key] = state[key].fill_(initial[key]) if isinstance(state[key], torch.Tensor) else initial[key]
 
