@@ -150,9 +150,8 @@ def _panel(panel: Panel, marks: Marks, left: float, width: float, bottom: float)
     for step, label in sorted(marks):
         x = at((step, y_ticks[0]))[0]
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        start = (
-            end + 8 if x - before < MARK_WIDTH else TOP + 4
-        )  # a label that would overlap the previous one is moved below it
+        # a label that would overlap the previous one is moved below it
+        start = end + 8 if x - before < MARK_WIDTH else TOP + 4
         before, end = x, start + MARK_LETTER * len(label)
         turned = f'transform="rotate(-90 {x - 4:.1f} {start:.0f})"'
         parts.append(
