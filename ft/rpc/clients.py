@@ -319,8 +319,11 @@ def is_torchft_lighthouse(lighthouse: str, access: Access, patience_s: float = 6
 
 def answer_of(call: Any, request: Any, timeout_s: float, metadata: Any) -> bytes:
     """Makes a call and returns its answer. Raises TimeoutError, Refused, NameTaken, Stale, RuntimeError."""
+    data = request.SerializeToString()
     try:
-        return bytes(call(request.SerializeToString(), timeout=timeout_s, metadata=metadata))
+        return bytes(call(data, timeout=timeout_s, metadata=metadata))
+    except ValueError as error:  # another thread has closed the channel
+        raise RuntimeError(str(error)) from None
     except grpc.RpcError as error:
         kind, why = _KINDS.get(error.code(), RuntimeError), str(error.details())
         if error.code() in _TIMED_OUT:

@@ -31,6 +31,7 @@ from ft.rpc.generated import pharos_pb2, torchft_pb2
 from ft.rpc.group_server import GroupService, Process, RankReports, Settings
 from ft.rpc.lighthouse_link import PharosConnection
 from ft.rpc.serving import CallRefused
+from ft.seam import GroupEnded
 from tests.counting import counting
 from tests.rpc.wire import ROOT, WAIT_S, Wire, refused
 
@@ -445,6 +446,14 @@ def test_calls_of_one_rank_are_bounded(team: Callable[..., Team]):
         call.add_done_callback(ended.put)
     assert "64 calls of rank 0 are waiting" in ended.get(timeout=WAIT_S).details()
     wire.close()
+
+
+def test_a_vote_of_a_thread_whose_rank_has_closed_ends_as_a_lost_group_does():
+    """A vote in the background may start after the trainer's thread has closed the connection."""
+    rank = Client("127.0.0.1:1", 0)
+    rank.close()
+    with pytest.raises(GroupEnded, match="closed channel"):
+        rank.outcome(m.Vote(0, "commit", 9, 0, 0, "yes"))
 
 
 def test_no_torch_in_a_group_server():
