@@ -94,16 +94,14 @@ class NoPipeline:
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Runs forward and backward on tokens and labels [B, T] of this rank's sequences, adding to gradients. Returns this rank's term of
         the loss sum, which is the sum of the terms of all ranks."""
-        loss_sum = self._loss_sum(inputs, labels)
+        [model] = self.parts
+        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))
         loss_sum.backward()
         return loss_sum.detach() if self.reports_loss else torch.zeros_like(loss_sum)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Returns the same term without computing gradients."""
-        loss_sum = self._loss_sum(inputs, labels)
-        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)
-
-    def _loss_sum(self, inputs: Tensor, labels: Tensor) -> Tensor:
         [model] = self.parts
-        return model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))
+        loss_sum = model(self._shard_sequence(inputs), labels=self._shard_sequence(labels))
+        return loss_sum if self.reports_loss else torch.zeros_like(loss_sum)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -66,6 +67,18 @@ class LRSchedulerConfig:
         return max(0, total - self.warmup_steps) if self.decay_ratio < 0 else round(total * self.decay_ratio)
 
 
+class LocalAdam(torch.optim.Adam):
+    """Adam or AdamW that updates this rank's shards themselves; its state has DTensors where its parameters are. DTensor's dispatch, which
+    changes nothing in an update by element, costs the host 9 ms a step with 291 parameters, and in the first step 0.9 s, by their square.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        is_complex = bool(super()._init_group(group, *lists))
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return is_complex
+
+
 def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
     """Builds one optimizer over all parts, its state sharded as the parameters are. A new class needs a name in OptimizerConfig and an
     entry below; it must accept these arguments, keep state per parameter, and, if `fused`, honour grad_scale and found_inf."""
@@ -84,8 +97,11 @@ def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torc
         for group, parameters in zip(settings, members, strict=True)
         if parameters
     ]
-    optimizer_class = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
-    return optimizer_class(
+    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "AdamW": partial(LocalAdam, decoupled_weight_decay=True),
+        "Adam": LocalAdam,
+    }
+    return classes[config.name](
         groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from training.config import TrainingConfig
 from training.optimizer import (
@@ -98,6 +100,46 @@ def test_every_kernel_moves_the_weights_alike(name: str, implementation: str):
     for old, new in zip(before, part.parameters(), strict=True):
         # Adam's first step is lr * sign
         torch.testing.assert_close(old - new, 0.01 * new.grad.sign(), rtol=1e-4, atol=1e-6)
+
+
+class DTensorOps(TorchDispatchMode):
+    """Notes the operations on a DTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_an_update_of_shards_is_torchs_without_its_dispatch(ranks, name: str, implementation: str):
+    kinds = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+    torch.manual_seed(0)
+    theirs = distribute_module(model(), ranks)
+    ours = distribute_module(model(), ranks)
+    config = OptimizerConfig(name=name, lr=0.01, implementation=implementation)
+    own = build_optimizer(config, [ours])
+    settings = {key: value for key, value in own.defaults.items() if key != "decoupled_weight_decay"}
+    peer = kinds[name](theirs.parameters(), **settings)
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(3):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.full_like(one, torch.randn(()).item())
+            other.grad = one.grad.clone()
+        with DTensorOps() as ops:
+            own.step()
+        peer.step()
+    assert ops.seen == []
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(own.state[one][key], DTensor)
+            assert torch.equal(own.state[one][key].full_tensor(), peer.state[other][key].full_tensor())
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
