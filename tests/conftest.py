@@ -35,16 +35,23 @@ ONLY_WITH_ALL = {
     "ft/test_train_ddp.py": "examples/train_ddp.py with one group killed",
     "multiproc/test_explain.py": "--explain compared with real ranks",
     "multiproc/test_mutations.py": "injected errors in each layout",
+    "multiproc/test_checkpoint_ranks.py::test_any_number_of_ranks_loads_it[2-2": "from two ranks to two; the first tier has one to three",
+    "multiproc/test_layouts.py::test_every_layout_gives_what_one_process_gives[cp2, by operation, compiled": "the first tier has compiled tp",
+    "multiproc/test_parity.py": "layouts of the parity proof; the first tier has two of them and test_layouts.py",
     "multiproc/test_pipeline.py::test_composed": "pipelines with other parallelism; the first tier has each schedule",
+    "multiproc/test_pipeline.py::test_every_schedule[4-4]": "four ranks; the first tier has each schedule on two",
     "multiproc/test_pipeline.py::test_with_matrices": "pipelines with sharded matrices and sequences",
     "multiproc/test_process_groups.py::test_forming_fifty_times_leaks_nothing": "fifty times",
     "multiproc/test_reshard.py": "checkpoints from layout to layout",
     "multiproc/test_retries.py": "retried steps in pipelines",
     "rpc/test_torchft_": "with torchft's clients, servers and tests, from its wheel",
     "scripts/test_add_a_model.py": "follows docs/add_a_model.md",
+    "scripts/test_bad_groups.py::test_each_is_told_why_and_the_job_goes_on": "groups that a job refuses, in one job",
     "scripts/test_bits.py": "equal bits with kills",
     "scripts/test_check_cluster.py": "injected faults of a cluster",
     "scripts/test_documents_run.py": "every command of the documentation",
+    "scripts/test_explain.py::test_512_ranks_are_explained_here": "a large layout explained",
+    "scripts/test_generate.py::test_generate_reads_the_newest_whole_checkpoint": "generate.py during a run",
     "scripts/test_gpu_page.py::test_without_a_device": "make gpu, without a GPU",
     "scripts/test_hf": "import and export of Hugging Face weights",
     "scripts/test_kubernetes.py": "a pod's commands",
@@ -53,7 +60,11 @@ ONLY_WITH_ALL = {
     "scripts/test_seed_checkpoint.py::test_memory": "peak memory of a seed checkpoint",
     "scripts/test_slurm.py": "a real Slurm",
     "scripts/test_torchx.py": "TorchX's own scheduler",
+    "scripts/test_train.py::test_signals_save[2]": "two ranks; the first tier has one",
+    "sim/test_seeds.py": "seeds that failed once",
     "sim/test_writers.py::test_many_seeds": "the writers of metrics and checkpoints; the first tier has their injected bugs",
+    "unit/test_data_streaming.py::test_a_real_data_set_is_taken_up_exactly[2]": "with two workers; the first tier has none",
+    "unit/test_tiers.py::test_the_bare_command": "what the command selects",
 }
 # While one of these runs, no other pytest-xdist worker runs a test, as they use all cores or have time bounds. They come last, so that no
 # worker waits while other tests remain.
@@ -63,6 +74,8 @@ IN_BOTH = (
     "e2e/test_drill.py::test_two_ranks_a_group[fsdp]",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[a group",
     "dryrun/test_dryrun.py::test_a_step_does_what_it_may_and_nothing_else[llama]",
+    "multiproc/test_parity.py::test_a_layout_computes_what_one_process_computes[fsdp 2 + tp 2",
+    "multiproc/test_parity.py::test_a_layout_computes_what_one_process_computes[hsdp 2x2",
 )
 
 
