@@ -228,26 +228,26 @@ class Run(Components):
         return NonFinite("; ".join(filter(None, texts)) or f"step {step} not applied: the gradient norm is not finite")
 
     def validate(self) -> None:
-        """Measures the loss on the first validation.steps slots of the held-out documents, over all ranks."""
+        """Measures the loss on the first validation.steps slots of each set of held-out documents, over all ranks."""
         with self.progress.phase("validation"):
             began = self.progress.total()
             token_bytes = torch.from_numpy(self.tokenizer.token_bytes())  # 0 for BOS, EOS, PAD
             token_bytes = pad(token_bytes, (0, self.vocab_size - len(token_bytes))).to(self.device)  # [V]
-            sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # nats, valid tokens, bytes
-            for batch in self.held_out.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
-                inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
-                valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
-                count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
-                sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
+            sums = torch.zeros(
+                len(self.held_out), 3, dtype=torch.float64, device=self.device
+            )  # nats, valid tokens, bytes
+            for set_sums, loader in zip(sums, self.held_out.values(), strict=True):
+                for batch in loader.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
+                    inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)
+                    valid = labels[labels != IGNORED] if self.coordinate.counts_tokens else labels.new_empty(0)
+                    count, size = torch.tensor(valid.numel(), device=self.device), token_bytes[valid].sum()
+                    set_sums += torch.stack((self.model.evaluate(inputs, labels).double(), count, size))
             if self.world.world_size > 1:
                 dist.all_reduce(sums)
-            nats, tokens, byte_count = sums.cpu().tolist()  # syncs the device
+            sets = dict(zip(self.held_out, sums.cpu().tolist(), strict=True))  # syncs the device
             reshard_all(self.model.parts)
             seconds = self.progress.total() - began
-        loss, bits = nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
-        self.metrics_processor.validation(
-            self.manager.step, loss=loss, bits_per_byte=bits, tokens=round(tokens), seconds=seconds
-        )
+        self.metrics_processor.validation(self.manager.step, sets, seconds=seconds)
 
     def leave(self, released: GroupReleased) -> None:
         """Saves and stops after a SIGTERM while this group waited for others: its state may be newer than that of any other group."""

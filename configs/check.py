@@ -22,7 +22,8 @@ from models.contract import nearest
 from parallelisms.device import local_device_type
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
-from training.data.dataset import StoredData, open_data
+from training.data.dataset import StreamedData, open_data
+from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.optimizer import check_patterns
@@ -175,7 +176,7 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
             f"lr_scheduler.total_steps = {total}: training.steps = {steps} would continue with a learning rate of 0; "
             f"nearest: {steps}, or 0, or set lr_scheduler.min_lr_factor"
         )
-    if config.validation.enable and config.training.dataset_held_out == 0:
+    if config.validation.enable and config.training.dataset_held_out == 0 and not config.validation.sources:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
@@ -208,7 +209,7 @@ def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
     if config.training.dataset == "huggingface":
         yield (
             'training.dataset = "huggingface": a stream cannot be assigned to replica groups, each sequence once; '
-            'nearest: "files", or fault_tolerance.enable = false'
+            'nearest: "store", made of the same data set by scripts/prepare_data.py, or fault_tolerance.enable = false'
         )
     if config.comm.init_method != "env://":
         yield (
@@ -260,6 +261,19 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _check_budgets(config: RunConfig, order: Order, world_size: int) -> None:
+    """The budgets of a mixture must last for the run."""
+    if not isinstance(order, Mixture) or order.end is None:
+        return
+    training, ranks = config.training, degrees(config.parallelism, world_size).data_parallel
+    batch = max(0, training.global_batch_size) or training.local_batch_size * ranks
+    if training.steps * batch > order.end:
+        raise ValueError(
+            f"training.steps = {training.steps}: needs {training.steps * batch} sequences, but the budgets of training.sources end after "
+            f"{order.end}; nearest: {order.end // batch}, or larger budgets"
+        )
+
+
 def _check_model(config: RunConfig, world_size: int) -> None:
     """Tokenizer, vocabulary and corpus must fit each other; patterns of the optimizer and the tensor-parallel plan must fit the model."""
     tokenizer = build_tokenizer(config.model.tokenizer_path)
@@ -270,15 +284,19 @@ def _check_model(config: RunConfig, world_size: int) -> None:
             f"nearest: {tokenizer.vocab_size}, or 0 for the tokenizer's"
         )
     check_sources(config.training, vocab_size=vocab_size)
-    # A small corpus is tokenised here, to check that its splits have a sequence; for a large one this is slow and hardly fails
-    training = config.training
-    if training.dataset != "huggingface" and sum(file.size for file in find_source(training).files) <= SMALL_BYTES:
+    training, small = config.training, config.training.dataset in ("store", "huggingface")
+    if (
+        not small
+    ):  # tokenised here, to check that its splits have a sequence; for a large corpus this is slow and hardly fails
+        small = sum(file.size for file in find_source(training).files) <= SMALL_BYTES
+    if small:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
-            data = open_data(training, tokenizer, cache, log=silent, vocab_size=vocab_size)
-            assert isinstance(data, StoredData), "a stream has no positions"
-            for split in ("train", "validation") if config.validation.enable else ("train",):
-                data.order(split, seed=training.seed, seq_len=training.seq_len)
+            data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
+            if not isinstance(data, StreamedData):
+                _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
+            if config.validation.enable:
+                data.validation_orders(seq_len=training.seq_len)
     if config.optimizer.groups:
         check_patterns(config.optimizer, [name for name, _ in config.meta_model(vocab_size).named_parameters()])
     if config.parallelism.tensor_parallel_degree > 1:  # the import takes half as long as torch's

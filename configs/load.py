@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
+SAVED_NAME = "config.toml"  # in the run's folder; see configs/saved.py
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
 Overrides = Mapping[str, str | None]  # key -> text; None: without a value, which means true for a bool
@@ -40,7 +42,16 @@ def load(argv: Sequence[str]) -> RunConfig:
     values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
-    return schema.RunConfig(**values, origin=origin)
+    config = schema.RunConfig(**values, origin=origin)
+    table = tables.get("training")
+    if "training.dataset_held_out" in given or (isinstance(table, dict) and "dataset_held_out" in table):
+        return config
+    # Nothing is held out if nothing is validated, except in a run that began otherwise
+    share: Any = config.training.dataset_held_out if config.validation.enable else 0.0
+    with suppress(ConfigError):  # check_saved reports it
+        saved = config.run_folder / SAVED_NAME
+        share = document.read(str(saved))[0]["training"]["dataset_held_out"] if saved.exists() else share
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
 
 
 def section_types(root: type) -> dict[str, type]:

@@ -90,16 +90,17 @@ class Components:
         self.coordinate, dp_size = self.degrees.coordinate(world.global_rank), self.degrees.data_parallel
         self.slot_size = max(0, training.global_batch_size) or training.local_batch_size * dp_size
         cache = config.run_folder.parent / "data_cache"
-        self.data = open_data(training, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size)
-        self.log.info("data      %s", self.data.summary())
-        open_loader = partial(
-            self.data.loader,
-            sampler=MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size),
-            pin_memory=world.device.traits.pins_batches,
+        self.data = open_data(
+            training, config.validation, self.tokenizer, cache, log=self.log, vocab_size=self.vocab_size
         )
-        self.loader = self.cleanup.enter_context(closing(open_loader("train")))
+        self.log.info("data      %s", self.data.summary())
+        sampler = MicrobatchSampler(self.slot_size, training.local_batch_size, self.coordinate.dp_rank, dp_size)
+        pin_memory = world.device.traits.pins_batches
+        self.loader = self.cleanup.enter_context(closing(self.data.loader(sampler, pin_memory=pin_memory)))
         if config.validation.enable:
-            self.held_out = self.cleanup.enter_context(closing(open_loader("validation")))
+            self.held_out = self.data.validation_loaders(sampler, pin_memory=pin_memory)
+            for loader in self.held_out.values():
+                self.cleanup.enter_context(closing(loader))
 
     def build_model(self) -> list[str]:
         """Builds this rank's shards of the model, and the optimizer. Returns lines for the log."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 
@@ -17,16 +19,50 @@ class DataloaderConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """[[training.sources]]: a token store of a mixture."""
+
+    path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
+    name: Annotated[str, 'name of its validation loss; "": the folder\'s name'] = ""
+    weight: Annotated[float, "share of the sequences, relative to the other sources, in 4096ths", "> 0"] = 1.0
+    epochs: Annotated[float, "passes over the store until its budget ends; 0: no limit", ">= 0"] = 0.0
+    tokens: Annotated[int, "tokens until its budget ends; 0: no limit", ">= 0"] = 0
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).name
+
+    def check(self, key: str) -> None:
+        if not self.path:
+            raise ValueError(f'{key}.path = "": must be the folder of a token store')
+        if self.epochs and self.tokens:
+            raise ValueError(
+                f"{key}.tokens = {self.tokens}: {key}.epochs = {self.epochs:g} is a budget, too; set one of them to 0"
+            )
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """[training]: data, batch size, number of steps and dtypes of the run."""
 
-    dataset: Annotated[Literal["stdlib", "files", "tokens", "huggingface"], "stdlib: Python's own source"] = "stdlib"
-    dataset_path: Annotated[str, "files: text; tokens: .npy/.bin (comma-separated globs); huggingface: owner/name"] = ""
+    dataset: Annotated[
+        Literal["stdlib", "files", "tokens", "store", "huggingface"],
+        "stdlib: Python's own source; store: of scripts/prepare_data.py",
+    ] = "stdlib"
+    dataset_path: Annotated[
+        str, "files: text; tokens: .npy/.bin (comma-separated globs); store: its folder; huggingface: owner/name"
+    ] = ""
+    sources: Annotated[tuple[SourceConfig, ...], "stores of a mixture, in place of dataset_path"] = ()
     dataset_text_key: Annotated[str, "field with the text: .jsonl, .parquet, huggingface"] = "text"
     dataset_token_dtype: Annotated[Literal["uint16", "uint32"], "dtype of a .bin token file"] = "uint16"
     dataset_subset: Annotated[str, 'subset of a huggingface data set, such as "en" of allenai/c4; "": default'] = ""
     dataset_split: Annotated[str, "split of a huggingface data set to train on"] = "train"
-    dataset_held_out: Annotated[float, "share of the documents kept for [validation]", ">= 0", "< 1"] = 0.03
+    dataset_held_out: Annotated[
+        float,
+        "share of the documents kept for [validation]; 0 if that is off, unless set; a store has its own",
+        ">= 0",
+        "< 1",
+    ] = 0.03
     local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
     global_batch_size: Annotated[int, "sequences per step; -1: local x data-parallel ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
@@ -45,14 +81,37 @@ class TrainingConfig:
     dataloader: Annotated[DataloaderConfig, "prefetching of batches"] = field(default_factory=DataloaderConfig)
 
     def check(self) -> None:
+        for index, source in enumerate(self.sources):
+            source.check(f"training.sources[{index}]")
+        if self.sources:
+            if self.dataset != "store" or self.dataset_path:
+                raise ValueError(
+                    f'training.dataset = "{self.dataset}": training.sources are token stores, in place of training.dataset_path; set '
+                    'training.dataset = "store" and training.dataset_path = ""'
+                )
+            _check_labels("training.sources", self.sources)
+            return
         if self.dataset == "stdlib" and self.dataset_path:
             raise ValueError(
                 f'training.dataset_path = "{self.dataset_path}": training.dataset = "stdlib" reads no path; '
-                'for a path: training.dataset = "files", "tokens" or "huggingface"'
+                'for a path: training.dataset = "files", "tokens", "store" or "huggingface"'
             )
         if self.dataset != "stdlib" and not self.dataset_path:
-            wanted = "owner/name" if self.dataset == "huggingface" else "a file or a glob"
+            places = {"huggingface": "owner/name", "store": "the folder of a store, or [[training.sources]]"}
+            wanted = places.get(self.dataset, "a file or a glob")
             raise ValueError(f'training.dataset_path = "": training.dataset = "{self.dataset}" needs {wanted}')
+
+
+@dataclass(frozen=True)
+class ValidationSourceConfig:
+    """[[validation.sources]]: a token store that is only validated on, all of it."""
+
+    path: Annotated[str, "folder of the store (scripts/prepare_data.py)"]
+    name: Annotated[str, 'name of its loss; "": the folder\'s name'] = ""
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).name
 
 
 @dataclass(frozen=True)
@@ -62,11 +121,27 @@ class ValidationConfig:
     enable: Annotated[bool, "hold documents out and measure the loss on them"] = False
     freq: Annotated[int, "steps between validations; the last step is always validated", ">= 1"] = 100
     steps: Annotated[int, "batches of one validation, each of training's global size", ">= 1"] = 10
+    sources: Annotated[tuple[ValidationSourceConfig, ...], "further sets of documents"] = ()
+
+    def check(self) -> None:
+        if self.sources and not self.enable:
+            raise ValueError("validation.sources: validation.enable = false; set it to true, or remove the sources")
+        _check_labels("validation.sources", self.sources)
+
+
+def _check_labels(key: str, sources: Sequence[SourceConfig] | Sequence[ValidationSourceConfig]) -> None:
+    labels = [source.label for source in sources]
+    if twice := next((label for label in labels if labels.count(label) > 1), ""):
+        raise ValueError(f'{key}: two have the name "{twice}"; set their name')
 
 
 def need(package: str, *, extra: str, setting: str) -> None:
     """Raises ValueError, beginning with `setting` ("section.key = value"), if `package` is not installed. `extra`: in pyproject.toml."""
-    if find_spec(package) is None:
+    try:
+        found = find_spec(package)
+    except ModuleNotFoundError:  # of the package that has it
+        found = None
+    if found is None:
         raise ValueError(
             f"{setting}: needs the package {package}, which is not installed; "
             f'in the repository: {sys.executable} -m pip install ".[{extra}]"'

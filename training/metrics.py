@@ -147,12 +147,21 @@ class MetricsProcessor:
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
 
-    def validation(self, step: int, *, loss: float, bits_per_byte: float, tokens: int, seconds: float) -> None:
-        """Reports a validation after `step`: loss in nats per token, bits per byte, valid tokens, seconds."""
+    def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:
+        """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
+        each. `sets`: name -> (sum of nats, valid tokens, bytes)."""
+
+        def look(nats: float, tokens: float, byte_count: float) -> tuple[float, float]:
+            return nats / max(tokens, 1), nats / max(byte_count, 1) / math.log(2)
+
+        totals = [sum(column) for column in zip(*sets.values(), strict=True)]
+        (loss, bits_per_byte), tokens = look(*totals), round(totals[1])
         self._validation_loss = loss
+        each = {name: look(*sums) for name, sums in sets.items()} if len(sets) > 1 else {}
+        named = "".join(f"  {name} {set_loss:.4f}" for name, (set_loss, _) in each.items())
         self._log.info(
             f"validation at step {step}: {self._log.paint(f'loss {loss:.4f}', 'magenta')}  "
-            f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s"
+            f"{bits_per_byte:.4f} bits per byte  {tokens:,} tokens in {seconds:.1f} s{named}"
         )
         self._journal(
             step,
@@ -160,12 +169,18 @@ class MetricsProcessor:
             validation_bits_per_byte=bits_per_byte,
             validation_s=seconds,
             validation_tokens=tokens,
+            **{f"validation_loss/{name}": set_loss for name, (set_loss, _) in each.items()},
         )
         scalars = {
             "validation_metrics/loss": loss,
             "validation_metrics/bits_per_byte": bits_per_byte,
             "validation_metrics/throughput(tps)": _per(tokens, seconds) / self._world_size,
         }
+        for name, (set_loss, set_bits) in each.items():
+            scalars |= {
+                f"validation_metrics/loss/{name}": set_loss,
+                f"validation_metrics/bits_per_byte/{name}": set_bits,
+            }
         self._write("charts", step, scalars)
 
     def trained_slots(

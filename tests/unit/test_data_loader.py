@@ -19,7 +19,7 @@ from ft.children import LAUNCHER_SIGNALS
 from tests.unit.data_corpus import files_config, open_small, write_jsonl
 from training.config import DataloaderConfig
 from training.data.loader import THREAD_NAME, Batch, BatchSource, MicrobatchSampler, open_loader
-from training.data.order import Order
+from training.data.order import DocumentOrder
 
 SEQ_LEN = 4
 
@@ -39,7 +39,7 @@ class Counting:
 
 
 @contextmanager
-def loader_of(sequences: Counting | Order, **keys: int) -> Iterator[BatchSource]:
+def loader_of(sequences: Counting | DocumentOrder, **keys: int) -> Iterator[BatchSource]:
     ahead = DataloaderConfig(**{key: keys.pop(key) for key in ("num_workers", "prefetch_factor") if key in keys})
     sampler = MicrobatchSampler(**{"slot_size": 4, "local_batch_size": 2, "dp_rank": 0, "dp_size": 1} | keys)
     with closing(open_loader(sequences, sampler, ahead)) as loader:
@@ -151,7 +151,7 @@ def test_positions_need_no_state() -> None:
 def test_workers_give_the_same_batches_and_end(tmp_path: Path) -> None:
     texts = [f"document {number} of the corpus" for number in range(30)]
     corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
-    order = Order(corpus, "train", held_out=0.1, seed=3, seq_len=SEQ_LEN)
+    order = DocumentOrder(corpus, "train", held_out=0.1, seed=3, seq_len=SEQ_LEN)
     others = set(multiprocessing.active_children())  # another test's, for the whole session
 
     def workers() -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
 from training.data.cache import BUCKETS, Corpus
-from training.data.order import Order, in_split, shuffled, stride
+from training.data.order import DocumentOrder, in_split, shuffled, stride
 
 DOCUMENT_IDS = 37
 HELD_OUT = 0.2
@@ -32,15 +32,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def order_of(
     corpus: Corpus, *, split: str = "train", seed: int = 0, seq_len: int = 16, held_out: float = HELD_OUT
-) -> Order:
-    return Order(corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
+) -> DocumentOrder:
+    return DocumentOrder(corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
 
 
 def ids_of(corpus: Corpus, split: str) -> set[int]:
     return {i for number in in_split(corpus, split, HELD_OUT) for i in document(corpus, int(number))}
 
 
-def line_of(order: Order, epoch: int) -> list[np.ndarray]:
+def line_of(order: DocumentOrder, epoch: int) -> list[np.ndarray]:
     """An epoch's sequences as they lie in its line, not as they have their turn."""
     count = order.sequences_per_epoch
     rows = {turn * stride(count) % count: order.sequence(epoch * count + turn) for turn in range(count)}
@@ -99,7 +99,7 @@ def test_a_copy_in_another_process_gives_the_same(corpus: Corpus) -> None:
     order = order_of(corpus, seed=7)
     pickled = pickle.dumps(order)
     assert len(pickled) < 3000
-    again: Order = pickle.loads(pickled)
+    again: DocumentOrder = pickle.loads(pickled)
     assert again.sequence(1234).tolist() == order.sequence(1234).tolist()
 
 

@@ -1,26 +1,31 @@
-"""Entry point of the data: open_data returns the `TrainingData` of [training], which opens a loader per split."""
+"""Entry point of the data: open_data returns the `TrainingData` of [training], which opens the loaders of training and validation."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
-
-from training.config import TrainingConfig
+from training.config import TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
 from training.data.loader import BatchSource, MicrobatchSampler, open_loader
-from training.data.order import SPLITS, Order, in_split
+from training.data.order import SPLITS, DocumentOrder, Ingredient, Mixture, Order, StoreOrder, cuts, spans
 from training.data.sources import find_source
+from training.data.store import Store
 from training.data.streaming import StreamingLoader, open_stream
 from training.log import Log
 from training.tokenizer import Tokenizer
 
 
 class _Data:
-    """Base of both kinds of data. Its checkpoint state is the digest of content and tokenizer, which with (seed, seq_len, position)
+    """Base of the kinds of data. Its checkpoint state is the digest of content and tokenizer, which with (seed, seq_len, position)
     determines every sequence; "" for a stream, whose loader saves its cursor."""
 
     digest = ""
+
+    def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
+        """`further`: name and store of each of [[validation.sources]]."""
+        self._config, self._further = config, further
 
     def state_dict(self) -> dict[str, str]:
         return {"digest": self.digest}
@@ -34,58 +39,165 @@ class _Data:
                 "start a new run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
             )
 
+    def order(self, *, seed: int, seq_len: int) -> Order:
+        """Returns the order of training. Raises ValueError if there is no sequence."""
+        raise NotImplementedError
 
-class StoredData(_Data):
+    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
+        """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
+        return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._further}
+
+    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+        order = self.order(seed=self._config.seed, seq_len=self._config.seq_len)
+        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+
+    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
+        """Opens a loader for each set of validation, as `loader` does. The name of the only set of the training data is ""."""
+        return {
+            name: open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+            for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
+        }
+
+
+class CachedData(_Data):
     """A tokenised corpus in the cache."""
 
-    def __init__(self, config: TrainingConfig, corpus: Corpus) -> None:
-        self._config, self._corpus, self.digest = config, corpus, corpus.key
+    def __init__(
+        self, config: TrainingConfig, corpus: Corpus, further: Sequence[tuple[str, Store]], *, validates: bool
+    ) -> None:
+        super().__init__(config, further)
+        self._corpus, self._validates = corpus, validates and config.dataset_held_out > 0
+        cut = self._validates and cuts(corpus, config.dataset_held_out)
+        self.digest = f"cut {corpus.key}" if cut else corpus.key
 
     def summary(self) -> str:
-        meta, lengths = self._corpus.meta, np.diff(self._corpus.bounds)
+        meta, held_out = self._corpus.meta, self._config.dataset_held_out
         train, validation = (
-            short(int(lengths[in_split(self._corpus, split, self._config.dataset_held_out)].sum())) for split in SPLITS
+            short(int(spans(self._corpus, split, held_out, may_cut=self._validates)[1].sum())) for split in SPLITS
         )
         files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
-    def order(self, split: str, *, seed: int, seq_len: int) -> Order:
-        """Returns the order of a split ("train", "validation"). Raises ValueError if it is too small."""
-        return Order(self._corpus, split, held_out=self._config.dataset_held_out, seed=seed, seq_len=seq_len)
+    def order(self, *, seed: int, seq_len: int) -> Order:
+        return self._order("train", seed, seq_len)
 
-    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
-        """Opens a loader, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
-        order = self.order(split, seed=self._config.seed, seq_len=self._config.seq_len)
-        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
+        own = {"": self._order("validation", 0, seq_len)} if self._validates else {}
+        return own | super().validation_orders(seq_len=seq_len)
+
+    def _order(self, split: str, seed: int, seq_len: int) -> Order:
+        held_out = self._config.dataset_held_out
+        return DocumentOrder(
+            self._corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_cut=self._validates
+        )
+
+
+class StoredData(_Data):
+    """One token store, or a mixture of several."""
+
+    def __init__(self, config: TrainingConfig, stores: Sequence[Store], further: Sequence[tuple[str, Store]]) -> None:
+        super().__init__(config, further)
+        self._stores, self._holds_out = stores, config.dataset_held_out > 0
+        keys = [store.key for store in stores]
+        self.digest = keys[0] if len(keys) == 1 else sha256("".join(keys).encode()).hexdigest()[:32]
+
+    def summary(self) -> str:
+        total = sum(store.manifest.tokens for store in self._stores)
+        train = sum(shard.train_tokens for store in self._stores for shard in store.manifest.shards)
+        train = train if self._holds_out else total
+        names = [source.label for source in self._config.sources] or [self._config.dataset_path]
+        return (
+            f"store: {', '.join(names)}, digest {self.digest[:8]}, {short(train)} training tokens, "
+            f"{short(total - train)} validation tokens"
+        )
+
+    def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
+        part = "train" if self._holds_out else "all"
+        orders = [StoreOrder(store, part, seed=seed, seq_len=seq_len) for store in self._stores]
+        if not self._config.sources:
+            return orders[0]
+        ingredients = []
+        for number, (source, order) in enumerate(zip(self._config.sources, orders, strict=True)):
+            limit = source.tokens // seq_len if source.tokens else round(source.epochs * order.sequences_per_epoch)
+            if (source.tokens or source.epochs) and not limit:
+                raise ValueError(
+                    f"training.sources[{number}]: its budget is less than one sequence of {seq_len} tokens"
+                )
+            ingredients.append(Ingredient(order, source.weight, limit or None))
+        return Mixture(ingredients)
+
+    def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
+        names = [source.label for source in self._config.sources] or [""]
+        own: dict[str, Order] = {
+            name: StoreOrder(store, "validation", seed=None, seq_len=seq_len)
+            for name, store in zip(names, self._stores, strict=True)
+            if self._holds_out and store.manifest.settings.held_out
+        }
+        return own | super().validation_orders(seq_len=seq_len)
 
 
 class StreamedData(_Data):
     """A Hugging Face data set, in its own order."""
 
-    def __init__(self, config: TrainingConfig, tokenizer: Tokenizer) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(self, config: TrainingConfig, tokenizer: Tokenizer, further: Sequence[tuple[str, Store]]) -> None:
+        super().__init__(config, further)
+        self._tokenizer = tokenizer
 
     def summary(self) -> str:
         config = self._config
         subset = f" ({config.dataset_subset})" if config.dataset_subset else ""
         return f"huggingface: {config.dataset_path}{subset}, split {config.dataset_split}, streamed in its own order"
 
-    def loader(self, split: str, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        return self._open("train", sampler, pin_memory)
+
+    def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
+        own = {"": self._open("validation", sampler, pin_memory)} if self._config.dataset_held_out else {}
+        return own | super().validation_loaders(sampler, pin_memory=pin_memory)
+
+    def _open(self, split: str, sampler: MicrobatchSampler, pin_memory: bool) -> StreamingLoader:
         stream = open_stream(self._config, dp_rank=sampler.dp_rank, dp_size=sampler.dp_size)
         return StreamingLoader(stream, self._tokenizer, self._config, sampler, split=split, pin_memory=pin_memory)
 
 
-TrainingData = StoredData | StreamedData
+TrainingData = CachedData | StoredData | StreamedData
 
 
 def open_data(
-    config: TrainingConfig, tokenizer: Tokenizer, cache_folder: str | Path, *, log: Log, vocab_size: int = 0
+    config: TrainingConfig,
+    validation: ValidationConfig,
+    tokenizer: Tokenizer,
+    cache_folder: str | Path,
+    *,
+    log: Log,
+    vocab_size: int = 0,
 ) -> TrainingData:
-    """Opens the data of [training], tokenised or mapped; every rank calls it. `vocab_size` and errors: see `open_corpus`."""
+    """Opens the data of [training] and [validation], tokenised or mapped; every rank calls it. `vocab_size`, errors: see `open_corpus`."""
+
+    def store_at(path: str, setting: str) -> Store:
+        store = Store(Path(path).expanduser(), setting)
+        store.check_tokenizer(tokenizer.fingerprint(), max(vocab_size, tokenizer.vocab_size))
+        return store
+
+    further = [
+        (source.label, store_at(source.path, f'validation.sources[{index}].path = "{source.path}"'))
+        for index, source in enumerate(validation.sources)
+    ]
+    if config.dataset == "store":
+        places = [(f"training.sources[{index}].path", source.path) for index, source in enumerate(config.sources)]
+        places = places or [("training.dataset_path", config.dataset_path)]
+        stores = [store_at(path, f'{key} = "{path}"') for key, path in places]
+        if validation.enable and not further and not any(store.manifest.settings.held_out for store in stores):
+            raise ValueError(
+                "validation.enable = true: no store has documents that are held out; prepare one with --held-out, or name "
+                "[[validation.sources]]"
+            )
+        return StoredData(config, stores, further)
     if config.dataset == "huggingface":
-        return StreamedData(config, tokenizer)
+        return StreamedData(config, tokenizer, further)
     corpus = open_corpus(find_source(config), tokenizer, Path(cache_folder), log=log, vocab_size=vocab_size)
-    return StoredData(config, corpus)
+    return CachedData(config, corpus, further, validates=validation.enable)
 
 
 def short(count: int, unit: str = "") -> str:

@@ -1,22 +1,47 @@
 """The infinite order of training sequences: a pure function from a position to its tokens, with random access on any rank.
 
-Epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS, into a stream of N tokens. It is split into
-(N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1): seq_len inputs, and the targets shifted by
-one. The last (N - 1) % seq_len tokens of the stream are dropped, which differ by epoch. Sequences are visited with a fixed stride
-coprime to their number (`stride`), so that a batch is spread over the epoch."""
+`DocumentOrder`, of a corpus in the cache: epoch e concatenates the split's documents, shuffled by (seed, e), each between BOS and EOS,
+into a stream of N tokens. It is split into (N - 1) // seq_len sequences; sequence i is tokens [i * seq_len, i * seq_len + seq_len + 1):
+seq_len inputs, and the targets shifted by one. The last (N - 1) % seq_len tokens of the stream are dropped, which differ by epoch.
+Sequences are visited with a fixed stride coprime to their number (`stride`), so that a batch is spread over the epoch. Its time and memory
+grow with the documents.
+
+`StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards from an offset below seq_len, split likewise, and
+its sequences are visited in the order of a permutation that is computed for one position at a time (`permuted`).
+
+`Mixture`, of several stores: position p is number p of a sequence of sources in proportion to their weights (`pattern`)."""
 
 from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 
 from training.data.cache import BUCKETS, Corpus
+from training.data.store import Store
 
 _EPOCHS_KEPT = 2  # a step at the end of an epoch reads from two
 SPLITS = ("train", "validation")
+PATTERN = 4096  # positions of a mixture until its sources repeat; weights are rounded to 1/PATTERN
+_ROUNDS = 4  # of the Feistel network: as many as make it a strong permutation (Luby and Rackoff, 1988)
+
+
+class Order(Protocol):
+    """Random access to sequences of tokens. Thread-safe; pickles without its arrays."""
+
+    seq_len: int
+    tokens_per_epoch: int
+    sequences_per_epoch: int
+
+    def sequence(self, position: int) -> np.ndarray:
+        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order."""
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -38,6 +63,25 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
     return np.flatnonzero((corpus.buckets >= buckets.start) & (corpus.buckets < buckets.stop))
 
 
+def cuts(corpus: Corpus, held_out: float) -> bool:
+    """Returns True if no document is held out by its content, as with a corpus of one, so that the end of the last ones must be."""
+    return held_out > 0 and len(corpus.buckets) > 0 and int(corpus.buckets.min()) >= round(held_out * BUCKETS)
+
+
+def spans(corpus: Corpus, split: str, held_out: float, *, may_cut: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first id and the length of each document in `split`, both [n] int64. `may_cut`: where `cuts` holds, the last share of all
+    ids is the validation split, and the document in which it begins is in both; else nothing would be held out."""
+    if not (may_cut and cuts(corpus, held_out)):
+        documents = in_split(corpus, split, held_out)
+        first = corpus.bounds[documents]
+        return first, corpus.bounds[documents + 1] - first
+    cut = corpus.tokens - max(1, round(held_out * corpus.tokens))
+    document = int(np.searchsorted(corpus.bounds, cut, side="right")) - 1
+    first = corpus.bounds[: document + 1] if split == "train" else np.append(cut, corpus.bounds[document + 1 : -1])
+    ends = np.append(first[1:], cut if split == "train" else corpus.tokens)
+    return first[ends > first], (ends - first)[ends > first]
+
+
 def stride(count: int) -> int:
     """Returns the distance between consecutive sequences in an epoch of `count`: about 0.618 * count, and coprime to it, so that each is
     visited (Fibonacci hashing: Knuth, The Art of Computer Programming, volume 3, 6.4). Neighbours in the stream are often from the same
@@ -46,20 +90,24 @@ def stride(count: int) -> int:
     return next(step for step in range(wanted, wanted + count) if math.gcd(step, count) == 1)
 
 
-class Order:
-    """Random access to the packed sequences of one split. Thread-safe; pickles without its arrays."""
+class DocumentOrder:
+    """The order of one split of a corpus in the cache."""
 
-    def __init__(self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int) -> None:
-        """`validation` is not shuffled: every validation sees the same sequences. Raises ValueError if `split` has no sequence."""
-        self._rebuild = partial(Order, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len)
+    def __init__(
+        self, corpus: Corpus, split: str, *, held_out: float, seed: int, seq_len: int, may_cut: bool = False
+    ) -> None:
+        """`validation` is not shuffled: every validation sees the same sequences. `may_cut`: see `spans`. Raises ValueError if `split` has
+        no sequence."""
+        self._rebuild = partial(
+            DocumentOrder, corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_cut=may_cut
+        )
         self._corpus, self._seed, self.seq_len = corpus, seed, seq_len
         self._shuffles = split == "train"
-        self._documents = in_split(corpus, split, held_out)
-        lengths = np.diff(corpus.bounds)[self._documents]
-        self.tokens_per_epoch = int(lengths.sum())
+        self._first, self._lengths = spans(corpus, split, held_out, may_cut=may_cut)
+        self.tokens_per_epoch = int(self._lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         if self.sequences_per_epoch < 1:
-            raise ValueError(_too_little(split, self._documents, self.tokens_per_epoch, corpus, held_out, seq_len))
+            raise ValueError(_too_little(split, self.tokens_per_epoch, corpus, held_out, seq_len))
         self._stride = stride(self.sequences_per_epoch)
         self._lock = threading.Lock()
         self._layout = lru_cache(_EPOCHS_KEPT)(self._lay_out)
@@ -68,7 +116,6 @@ class Order:
         return self._rebuild, ()
 
     def sequence(self, position: int) -> np.ndarray:
-        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order."""
         assert position >= 0, position
         epoch, turn = divmod(position, self.sequences_per_epoch)
         index = turn * self._stride % self.sequences_per_epoch
@@ -86,18 +133,179 @@ class Order:
 
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns for each document its end in the epoch's stream, and the difference of its offsets in the corpus and in the stream."""
-        documents = self._documents
+        first, lengths = self._first, self._lengths
         if self._shuffles:
-            documents = documents[shuffled(len(documents), self._seed, epoch)]
-        first = self._corpus.bounds[documents]
-        lengths = self._corpus.bounds[documents + 1] - first
+            documents = shuffled(len(first), self._seed, epoch)
+            first, lengths = first[documents], lengths[documents]
         ends = np.cumsum(lengths)
         return ends, first - (ends - lengths)
 
 
-def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
+def permuted(index: int, count: int, key: bytes) -> int:
+    """Returns the image of `index` under a pseudo-random permutation of range(count), in constant time and memory: a Feistel network on
+    the next even number of bits, repeated while its result is beyond the range (Black and Rogaway, 2002; at most four times on average)."""
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = index >> half, index & ((1 << half) - 1)
+        for number in range(_ROUNDS):
+            mixed = blake2b(number.to_bytes(1, "little") + right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(mixed, "little") & ((1 << half) - 1))
+        index = left << half | right
+        if index < count:
+            return index
+
+
+class StoreOrder:
+    """The order of a part of a token store: "train", "validation" (what is held out) or "all"."""
+
+    def __init__(self, store: Store, part: str, *, seed: int | None, seq_len: int) -> None:
+        """`seed` None: in the order of the store, for validation. Raises ValueError if `part` has no sequence."""
+        self._store, self._part, self._seed, self.seq_len = store, part, seed, seq_len
+        self._spans = [
+            (shard.train_tokens if part == "validation" else 0, shard.train_tokens if part == "train" else shard.tokens)
+            for shard in store.manifest.shards
+        ]
+        self._ends = np.cumsum([end - start for start, end in self._spans])  # of the shards in the stream of the split
+        self.tokens_per_epoch = int(self._ends[-1])
+        self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
+        if self.sequences_per_epoch < 1:
+            raise ValueError(
+                f"training.seq_len = {seq_len}: the store {store.folder} has {self.tokens_per_epoch} tokens for "
+                f"{'validation' if part == 'validation' else 'training'}, too few for one sequence; "
+                f"legal: 1 to {max(self.tokens_per_epoch - 1, 1)}, or add text"
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(StoreOrder, seed=self._seed, seq_len=self.seq_len), (self._store, self._part)
+
+    def sequence(self, position: int) -> np.ndarray:
+        assert position >= 0, position
+        epoch, turn = divmod(position, self.sequences_per_epoch)
+        offset = 0
+        if self._seed is not None:
+            key = self._seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
+            turn = permuted(turn, self.sequences_per_epoch, key)
+            # other sequences in each epoch; the tokens left over are those before the offset and after the last sequence
+            spare = (self.tokens_per_epoch - 1) % self.seq_len
+            offset = int.from_bytes(blake2b(b"offset", key=key, digest_size=8).digest(), "little") % (spare + 1)
+        tokens = np.empty(self.seq_len + 1, dtype=np.int64)
+        at, filled = offset + turn * self.seq_len, 0  # offset in the split's stream; tokens written
+        shard = int(np.searchsorted(self._ends, at, side="right"))
+        while filled < len(tokens):
+            _, end = self._spans[shard]
+            first = end - (int(self._ends[shard]) - at)
+            count = min(end - first, len(tokens) - filled)
+            tokens[filled : filled + count] = self._store.shards[shard][first : first + count]
+            at, filled, shard = at + count, filled + count, shard + 1
+        return tokens
+
+
+def rounded(weights: Sequence[float]) -> list[int]:
+    """Rounds weights to parts of PATTERN that add up to it (largest remainders), at least one each."""
+    exact = [weight * PATTERN / sum(weights) for weight in weights]
+    parts = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
+    for i in by_remainder[: max(0, PATTERN - sum(parts))]:
+        parts[i] += 1
+    while sum(parts) > PATTERN:  # parts of one, of weights near zero
+        parts[parts.index(max(parts))] -= 1
+    return parts
+
+
+def pattern(parts: Sequence[int]) -> np.ndarray:
+    """Returns the source of each position, [sum(parts)] int64, source i parts[i] times. In each prefix of n the number of every source is
+    within one of n * parts[i] / sum(parts): the j-th of a source has a window of positions, and the earliest end of a window goes first,
+    which meets all of them (Baruah et al., Proportionate progress, 1996)."""
+    total, made, sources = sum(parts), [0] * len(parts), np.empty(sum(parts), dtype=np.int64)
+    for position in range(total):
+        open_windows = [i for i, part in enumerate(parts) if made[i] < part and made[i] * total // part <= position]
+        source = min(open_windows, key=lambda i: (-(-(made[i] + 1) * total // parts[i]), i))
+        sources[position] = source
+        made[source] += 1
+    return sources
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """A source of a mixture. `limit`: sequences until its budget ends; None: no budget."""
+
+    order: Order
+    weight: float
+    limit: int | None = None
+
+
+class _Phase:
+    """Positions of a mixture from `first` on, until the budget of one more source has ended. `begun`: sequences that each had before."""
+
+    def __init__(self, first: int, ingredients: Sequence[Ingredient], begun: Sequence[int]) -> None:
+        self.first, self.begun = first, list(begun)
+        self.sources = [i for i, each in enumerate(ingredients) if each.limit is None or begun[i] < each.limit]
+        self.parts = rounded([ingredients[i].weight for i in self.sources])
+        self._pattern = pattern(self.parts)
+        self._rank = np.empty(PATTERN, dtype=np.int64)  # how often the source of a position came before in the pattern
+        self._turns = [np.flatnonzero(self._pattern == i) for i in range(len(self.sources))]
+        for turns in self._turns:
+            self._rank[turns] = np.arange(len(turns))
+        limits = [self._first_after(i, ingredients[source].limit) for i, source in enumerate(self.sources)]
+        self.end: int | None = min((end for end in limits if end is not None), default=None)
+
+    def find(self, position: int) -> tuple[int, int]:
+        """Returns the source of a position and the number of the sequence in it."""
+        block, at = divmod(position - self.first, PATTERN)
+        i = int(self._pattern[at])
+        return self.sources[i], self.begun[self.sources[i]] + block * self.parts[i] + int(self._rank[at])
+
+    def counts(self, position: int) -> list[int]:
+        """Returns the sequences of each source before a position."""
+        block, at = divmod(position - self.first, PATTERN)
+        counts = list(self.begun)
+        for source, part, turns in zip(self.sources, self.parts, self._turns, strict=True):
+            counts[source] += block * part + int(np.searchsorted(turns, at))
+        return counts
+
+    def _first_after(self, i: int, limit: int | None) -> int | None:
+        """Returns the position at which a source would exceed its budget."""
+        if limit is None:
+            return None
+        block, rank = divmod(limit - self.begun[self.sources[i]], self.parts[i])
+        return self.first + block * PATTERN + int(self._turns[i][rank])
+
+
+class Mixture:
+    """The order of several sources in proportion to their weights. When the budget of one ends, the others share its positions; when all
+    have ended, at `end`, they go on as if there were no budgets: configs/check.py refuses a run that is longer."""
+
+    def __init__(self, ingredients: Sequence[Ingredient]) -> None:
+        self._ingredients = list(ingredients)
+        self.seq_len = ingredients[0].order.seq_len
+        self.tokens_per_epoch = sum(each.order.tokens_per_epoch for each in ingredients)
+        self.sequences_per_epoch = sum(each.order.sequences_per_epoch for each in ingredients)
+        self._phases = [_Phase(0, ingredients, [0] * len(ingredients))]
+        while (last := self._phases[-1]).end is not None:
+            begun = last.counts(last.end)
+            if all(
+                each.limit is not None and count >= each.limit for each, count in zip(ingredients, begun, strict=True)
+            ):
+                break
+            self._phases.append(_Phase(last.end, ingredients, begun))
+        self.end = self._phases[-1].end  # positions until all budgets end; None: never
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Mixture, (self._ingredients,)
+
+    def find(self, position: int) -> tuple[int, int]:
+        """Returns (source, number of the sequence in it) of a position, in constant time."""
+        phase = self._phases[bisect_right(self._phases, position, key=lambda phase: phase.first) - 1]
+        return phase.find(position)
+
+    def sequence(self, position: int) -> np.ndarray:
+        source, index = self.find(position)
+        return self._ingredients[source].order.sequence(index)
+
+
+def _too_little(split: str, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
     have = f"{corpus.meta.documents} documents and {corpus.meta.tokens} tokens"
-    if len(documents):
+    if tokens:
         return (
             f"training.seq_len = {seq_len}: the {split} split has {tokens} tokens ({have} in all), too few for one "
             f"sequence; legal: 1 to {max(tokens - 1, 1)}, or add text"
@@ -107,8 +315,6 @@ def _too_little(split: str, documents: np.ndarray, tokens: int, corpus: Corpus, 
         return (
             f"{setting}: nothing is left to train on ({have} in all); nearest: {int(corpus.buckets.max()) / BUCKETS:g}"
         )
-    if len(corpus.buckets) == 1:
-        return f"{setting}: the corpus is one document, none can be held out; add documents, or set validation.enable = false"
     return (
         f"{setting}: no document is held out ({have} in all); nearest: {(int(corpus.buckets.min()) + 1) / BUCKETS:g}, "
         "or set validation.enable = false"

@@ -1,24 +1,35 @@
 """Data sources: Python's standard library, local text files, token files. Finds the files and reads their documents.
 
-Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once."""
+Flow: configs/check.py calls `check_sources` before any process starts; dataset.py calls `find_source`; cache.py reads every file once, as
+scripts/prepare_data.py does for a token store."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import gzip
+import io
 import json
 import os
+import sys
 import sysconfig
-from collections.abc import Iterator
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from shutil import copyfileobj
+from typing import IO, Any, cast
 
 import numpy as np
 
 from training.config import TrainingConfig, need
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+TEXT_SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")  # .json: a record per line, as C4 is published
+COMPRESSIONS = (".gz", ".zst")  # after a suffix of text
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 TOKEN_SUFFIXES = (".npy", ".bin")
 TOKEN_TYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
@@ -71,61 +82,75 @@ class TextSource(_Files):
 
     text_key: str
     skips_bad_files: bool = False
+    key_setting: str = "training.dataset_text_key"
 
     @property
     def reading(self) -> str:
         """A string that differs if the same files would be read as different documents."""
         return f"text, key {self.text_key}, parts of {PART_BYTES} above {LONG_TEXT_BYTES}"
 
-    def documents(self, file: SourceFile) -> Iterator[bytes]:
-        """Yields the documents of one file: UTF-8, none empty. Raises ValueError that names file and position."""
-        read = {".jsonl": self._read_jsonl, ".parquet": self._read_parquet}.get(file.path.suffix, self._read_text)
+    def documents(self, file: SourceFile, count: Callable[[float], object] = lambda size: None) -> Iterator[bytes]:
+        """Yields the documents of one file: UTF-8, none empty. Raises ValueError that names file and position. `count`: called with the
+        number of bytes of each read of the file."""
+        kinds = {".jsonl": self._read_jsonl, ".json": self._read_jsonl, ".parquet": self._read_parquet}
+        read = kinds.get(suffix_of(file.path), self._read_text)
         try:
-            yield from filter(None, read(file))
+            with opened(file.path, count) as stream:
+                yield from filter(None, read(file, stream))
         except OSError as error:
             raise unreadable(file, self.setting, error) from error
+        except (EOFError, zlib.error) as error:
+            raise ValueError(f"{self.setting}: file {file.path} cannot be decompressed: {error}") from error
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":  # of a package that may be missing
+                raise
+            raise ValueError(f"{self.setting}: file {file.path} cannot be decompressed: {error}") from error
 
-    def _read_text(self, file: SourceFile) -> Iterator[bytes]:
-        if file.size <= LONG_TEXT_BYTES:
-            yield self._checked(file.path.read_bytes(), file, at=0)
+    def _read_text(self, file: SourceFile, stream: IO[bytes]) -> Iterator[bytes]:
+        with opened(file.path) as head:
+            whole = head.read(LONG_TEXT_BYTES + 1)
+        if len(whole) <= LONG_TEXT_BYTES:
+            yield self._checked(whole, file, at=0)
             return
-        at = 0
-        with file.path.open("rb") as stream:
-            while part := stream.read(PART_BYTES):
-                part += stream.readline(PART_BYTES)  # extends the part to a line end, if one is near
-                for _ in range(3):  # extends it to a character boundary
-                    if stream.peek(1)[:1] and 0x80 <= stream.peek(1)[0] < 0xC0:
-                        part += stream.read(1)
-                yield self._checked(part, file, at=at)
-                at += len(part)
+        at, text = 0, io.BufferedReader(cast("io.RawIOBase", stream))  # any stream's `peek`
+        while part := text.read(PART_BYTES):
+            part += text.readline(PART_BYTES)  # extends the part to a line end, if one is near
+            for _ in range(3):  # extends it to a character boundary
+                if text.peek(1)[:1] and 0x80 <= text.peek(1)[0] < 0xC0:
+                    part += text.read(1)
+            yield self._checked(part, file, at=at)
+            at += len(part)
 
-    def _read_jsonl(self, file: SourceFile) -> Iterator[bytes]:
+    def _read_jsonl(self, file: SourceFile, stream: IO[bytes]) -> Iterator[bytes]:
         at = 0
-        with file.path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                self._checked(line, file, at=at)
-                at += len(line)
-                if not line.strip():
-                    continue
-                place = f"{self.setting}: file {file.path} line {number}"
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{place} is not JSON: {error}") from error
-                except RecursionError:
-                    raise ValueError(f"{place} is nested too deeply") from None
-                yield text_of_record(record, self.text_key, place)
+        for number, line in enumerate(stream, start=1):
+            self._checked(line, file, at=at)
+            at += len(line)
+            if not line.strip():
+                continue
+            place = f"{self.setting}: file {file.path} line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{place} is not JSON: {error}") from error
+            except RecursionError:
+                raise ValueError(f"{place} is nested too deeply") from None
+            yield text_of_record(record, self.text_key, place, self.key_setting)
 
-    def _read_parquet(self, file: SourceFile) -> Iterator[bytes]:
+    def _read_parquet(self, file: SourceFile, stream: IO[bytes]) -> Iterator[bytes]:
         from pyarrow import ArrowInvalid, parquet
 
         key, place = self.text_key, f"{self.setting}: file {file.path}"
-        try:
-            table = parquet.ParquetFile(file.path)
-        except ArrowInvalid as error:
-            raise ValueError(f"{place} is not parquet: {error}") from error
-        with table:
-            text_of_record(dict.fromkeys(table.schema_arrow.names, ""), key, place)
+        with ExitStack() as stack:
+            if file.path.suffix in COMPRESSIONS:  # parquet is read from its end
+                seekable = stack.enter_context(tempfile.TemporaryFile())
+                copyfileobj(stream, seekable)
+                stream = seekable
+            try:
+                table = stack.enter_context(parquet.ParquetFile(stream))
+            except ArrowInvalid as error:
+                raise ValueError(f"{place} is not parquet: {error}") from error
+            text_of_record(dict.fromkeys(table.schema_arrow.names, ""), key, place, self.key_setting)
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[key]):
                 yield from (text_of_record(row, key, place) for row in batch.to_pylist() if row[key] is not None)
 
@@ -179,6 +204,7 @@ def check_sources(config: TrainingConfig, *, vocab_size: int = 0) -> None:
     megabytes, for text that is not UTF-8, invalid JSON, a missing text key, or token ids >= `vocab_size` (0: not checked)."""
     if config.dataset == "huggingface":
         need("datasets", extra="hf", setting=f'training.dataset = "{config.dataset}"')
+    if config.dataset in ("huggingface", "store"):
         return
     source = find_source(config)
     if isinstance(source, TokenSource):
@@ -224,26 +250,66 @@ def find_source(config: TrainingConfig) -> Source:
         if not files:
             raise ValueError(
                 f'training.dataset = "stdlib": no .py files in {root}; '
-                'legal for this Python: training.dataset = "files", "tokens" or "huggingface"'
+                'legal for this Python: training.dataset = "files", "tokens", "store" or "huggingface"'
             )
         return TextSource("stdlib", 'training.dataset = "stdlib"', files, config.dataset_text_key, skips_bad_files=True)
     setting = f'training.dataset_path = "{config.dataset_path}"'
     if config.dataset == "tokens":
-        files = _find_files(config.dataset_path, TOKEN_SUFFIXES, setting)
+        files = find_files(config.dataset_path.split(","), TOKEN_SUFFIXES, setting)
         return TokenSource("tokens", setting, files, config.dataset_token_dtype)
-    files = _find_files(config.dataset_path, TEXT_SUFFIXES, setting)
-    if any(file.path.suffix == ".parquet" for file in files):
+    files = find_files(config.dataset_path.split(","), TEXT_SUFFIXES, setting)
+    return text_source(files, setting, config.dataset_text_key)
+
+
+def text_source(
+    files: tuple[SourceFile, ...], setting: str, text_key: str, *, key_setting: str = "training.dataset_text_key"
+) -> TextSource:
+    """Returns the source of text files. Raises ValueError, beginning with `setting`, if the package for one of them is missing."""
+    if any(suffix_of(file.path) == ".parquet" for file in files):
         need("pyarrow", extra="parquet", setting=setting)
-    return TextSource("files", setting, files, config.dataset_text_key)
+    if any(file.path.suffix == ".zst" for file in files):
+        need(ZSTD, extra="zstd", setting=setting)
+    return TextSource("files", setting, files, text_key, key_setting=key_setting)
 
 
-def text_of_record(record: Any, key: str, place: str) -> bytes:
+def suffix_of(path: Path) -> str:
+    """Returns the suffix of a file's content: ".jsonl" of "part.jsonl.zst"."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+class _Counted(io.FileIO):
+    """A file that reports each read."""
+
+    count: Callable[[float], object]
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        size = super().readinto(buffer)
+        self.count(size or 0)
+        return size
+
+
+@contextmanager
+def opened(path: Path, count: Callable[[float], object] = lambda size: None) -> Iterator[IO[bytes]]:
+    """Opens a file for reading, decompressed if its name ends in .gz or .zst. Reads may raise EOFError, zlib.error or ZstdError."""
+    with _Counted(path) as file, io.BufferedReader(file, READ_BYTES) as stream:
+        file.count = count
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=stream) as text:
+                yield cast("IO[bytes]", text)
+        elif path.suffix == ".zst":
+            with import_module(ZSTD).open(stream) as text:
+                yield text
+        else:
+            yield stream
+
+
+def text_of_record(record: Any, key: str, place: str, setting: str = "training.dataset_text_key") -> bytes:
     """Returns record[key] as UTF-8. Raises ValueError, beginning with `place`, if it is missing or not a string."""
     if not isinstance(record, dict):
         raise ValueError(f'{place} is not an object like {{"{key}": "..."}}')
     if key not in record:
         near = difflib.get_close_matches(key, record, n=1) or list(record)[:1]
-        hint = f'; nearest: training.dataset_text_key = "{near[0]}"' if near else ""
+        hint = f'; nearest: {setting} = "{near[0]}"' if near else ""
         raise ValueError(f'{place} has no "{key}", only {", ".join(map(repr, record)) or "nothing"}{hint}')
     text = record[key]
     if not isinstance(text, str):
@@ -269,33 +335,37 @@ def _as_file(path: Path, root: Path) -> SourceFile:
     return SourceFile(path, path.relative_to(root).as_posix(), stamp_of(path))
 
 
-def _find_files(patterns: str, suffixes: tuple[str, ...], setting: str) -> tuple[SourceFile, ...]:
-    """Returns the files of comma-separated names, globs and folders: in the given order, sorted within each, none twice."""
+def find_files(
+    patterns: Iterable[str], suffixes: tuple[str, ...], setting: str, *, every: bool = False
+) -> tuple[SourceFile, ...]:
+    """Returns the files of names, globs and folders: in the given order, sorted within each, none twice. Of a folder of text, compressed
+    and .json files count only with `every` or if it has no others, since runs from before they could be read resume. Raises ValueError."""
     found: dict[Path, SourceFile] = {}
-    for pattern in filter(None, (pattern.strip() for pattern in patterns.split(","))):
-        for path, root in _matches(pattern, suffixes, setting):
+    for pattern in filter(None, (pattern.strip() for pattern in patterns)):
+        for path, root in _matches(pattern, suffixes, setting, every):
             found.setdefault(path.resolve(), _as_file(path, root))
     if not found:
-        raise ValueError(f"{setting}: is empty; legal: {', '.join(suffixes)} files, globs and folders, comma-separated")
+        raise ValueError(f"{setting}: is empty; legal: {_named(suffixes)} files, globs and folders, comma-separated")
     if not any(file.size for file in found.values()):
         raise no_text(setting, len(found))
     return tuple(found.values())
 
 
-def _matches(pattern: str, suffixes: tuple[str, ...], setting: str) -> list[tuple[Path, Path]]:
+def _matches(pattern: str, suffixes: tuple[str, ...], setting: str, every: bool) -> list[tuple[Path, Path]]:
     """Returns (file, folder to which its name in the digest is relative) for one name, glob or folder."""
-    path, legal = Path(pattern).expanduser(), ", ".join(suffixes)
+    path, legal = Path(pattern).expanduser(), _named(suffixes)
     if path.is_dir():
-        inside = [file for file in sorted(path.rglob("*")) if file.suffix in suffixes and file.is_file()]
+        inside = [file for file in sorted(path.rglob("*")) if _has(file, suffixes) and file.is_file()]
         if not inside:
             raise ValueError(f"{setting}: folder {pattern} has no {legal} file")
-        return [(file, path) for file in inside]
+        plain = [file for file in inside if file.suffix not in (".json", *COMPRESSIONS)]
+        return [(file, path) for file in (inside if every else plain or inside)]
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
     files = [path] if path.is_file() else [file for name in sorted(found) if (file := Path(name)).is_file()]
     if not files:
         raise ValueError(f"{setting}: no file matches {pattern}{_nearest(path, suffixes)}")
     for file in files:
-        if file.suffix not in suffixes:
+        if not _has(file, suffixes):
             raise ValueError(f"{setting}: file {file} ends in {file.suffix or 'nothing'!r}; legal: {legal}")
         if not os.access(file, os.R_OK):
             raise ValueError(f"{setting}: file {file} cannot be read: permission denied")
@@ -307,7 +377,16 @@ def _nearest(path: Path, suffixes: tuple[str, ...]) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"; there is no folder {folder}"
-    names = [file.name for file in folder.iterdir() if file.is_dir() or file.suffix in suffixes]
+    names = [file.name for file in folder.iterdir() if file.is_dir() or _has(file, suffixes)]
     near = [] if glob.has_magic(path.name) else difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
-    legal = f"; legal: {', '.join(suffixes)} files, globs and folders, comma-separated"
+    legal = f"; legal: {_named(suffixes)} files, globs and folders, comma-separated"
     return f"; nearest: {folder / near[0]}" if near else legal
+
+
+def _has(file: Path, suffixes: tuple[str, ...]) -> bool:
+    return (suffix_of(file) if suffixes == TEXT_SUFFIXES else file.suffix) in suffixes
+
+
+def _named(suffixes: tuple[str, ...]) -> str:
+    names = ", ".join(suffixes)
+    return f"{names} (also with {' or '.join(COMPRESSIONS)})" if suffixes == TEXT_SUFFIXES else names

@@ -1,0 +1,289 @@
+"""scripts/prepare_data.py: one store from the same text, however it is packed, divided among processes, or interrupted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+import pytest
+
+from scripts import prepare_data
+from tests.unit.data_corpus import write_jsonl
+from training.data.sources import ZSTD
+from training.data.store import Store
+from training.tokenizer import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [f"Document {number}: " + "word " * (number % 7 * 9) + "\N{GREEK SMALL LETTER OMEGA}" for number in range(300)]
+# Ends itself by SIGKILL at the given batch, in the middle of a shard or at its end
+KILLED = """
+import os, signal, sys
+from scripts import prepare_data
+from training.data.store import StoreWriter
+prepare_data.BATCH_BYTES = 2000
+left, whole = int(sys.argv.pop(1)), StoreWriter.end_batch
+def end_batch(self, file, document):
+    global left
+    left -= 1
+    whole(self, file, document)
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+StoreWriter.end_batch = end_batch
+if __name__ == "__main__":
+    sys.exit(prepare_data.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(prepare_data, "BATCH_BYTES", 2000)
+    monkeypatch.chdir(tmp_path)
+
+
+def prepare(*arguments: object) -> int:
+    return prepare_data.main([*map(str, arguments), "--processes=1"])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert prepare(*arguments) == 2
+    return capsys.readouterr().err.removeprefix("prepare_data: ").rstrip()
+
+
+def documents(folder: str) -> list[str]:
+    """Returns the texts of a store of bytes, those that are held out last in each shard."""
+    store, found = Store(Path(folder), ""), []
+    for index, ids in enumerate(store.shards):
+        bounds = store.bounds(index)
+        found += [ByteTokenizer().decode(ids[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return found
+
+
+def write_all_kinds(folder: Path) -> None:
+    """Writes the documents as every kind of file, each kind with all of them, or as one .txt per document."""
+    from pyarrow import Table, parquet
+
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", DOCUMENTS)
+    (folder / "a.json").write_bytes((folder / "a.jsonl").read_bytes())
+    parquet.write_table(Table.from_pydict({"text": DOCUMENTS}), folder / "a.parquet")
+    for plain in ("a.jsonl", "a.json", "a.parquet"):
+        content = (folder / plain).read_bytes()
+        (folder / f"{plain}.gz").write_bytes(gzip.compress(content))
+        with import_module(ZSTD).open(folder / f"{plain}.zst", "wb") as file:
+            file.write(content)
+
+
+KINDS = [f"{kind}{packed}" for kind in ("a.jsonl", "a.json", "a.parquet") for packed in ("", ".gz", ".zst")]
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
+    write_all_kinds(tmp_path / "in")
+    digests = set()
+    for kind in KINDS:
+        assert prepare(f"in/{kind}", "--out", kind, "--held-out", 0) == 0
+        assert documents(kind) == DOCUMENTS
+        digests.add(Store(Path(kind), "").key)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_text_files_long_and_short(tmp_path: Path, packed: str):
+    opener: Any = {"": open, ".gz": gzip.open, ".zst": import_module(ZSTD).open}[packed]
+    long = "".join(f"line {number} \N{GREEK SMALL LETTER OMEGA}\n" for number in range(100_000))  # above LONG_TEXT_BYTES
+    for name, text in (("a.txt", DOCUMENTS[0]), ("b.txt", long)):
+        with opener(f"{name}{packed}", "wb") as file:
+            file.write(text.encode())
+    assert prepare(f"*.txt{packed}", "--out", "out", "--held-out", 0) == 0
+    found = documents("out")
+    assert found[0] == DOCUMENTS[0] and "".join(found[1:]) == long and len(found) > 10
+
+
+def test_the_held_out_are_those_of_every_other_source_kind(tmp_path: Path):
+    """By content alone: the same documents as of training.dataset = "files"."""
+    from tests.unit.data_corpus import document, files_config, open_small
+    from training.data.order import in_split
+
+    source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    assert prepare(source, "--out", "out", "--held-out", 0.1, "--shard-tokens", 5000) == 0
+    corpus = open_small(files_config(source), tmp_path / "cache")
+    wanted = [ByteTokenizer().decode(document(corpus, int(number))) for number in in_split(corpus, "validation", 0.1)]
+    store, found, at = Store(Path("out"), ""), [], 0
+    texts = documents("out")
+    for shard in store.manifest.shards:
+        found += texts[at + shard.train_documents : at + shard.documents]
+        at += shard.documents
+    assert len(store.manifest.shards) > 3 and len(wanted) > 10 and found == wanted
+
+
+@pytest.mark.timeout(120)  # starts 20 processes
+def test_processes_and_kills_leave_no_trace(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:170])
+    with gzip.open("b.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS[170:]))
+    settings = ["a.jsonl", "b.jsonl.gz", "--shard-tokens=4000"]
+    assert prepare(*settings, "--out=whole") == 0
+    whole = Store(Path("whole"), "").manifest
+    assert len(whole.shards) >= 5
+    (tmp_path / "killed.py").write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for processes, kills in ((1, [1, 3, 2, 5, 4]), (2, [4, 2, 1, 3, 2]), (4, [2, 3, 3])):
+        out = f"out{processes}"
+        command = [*settings, f"--out={out}", f"--processes={processes}"]
+        for batch in kills:
+            killed = subprocess.run([sys.executable, "killed.py", str(batch), *command], env=environment, capture_output=True)
+            assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        done = subprocess.run([sys.executable, "killed.py", "0", *command], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "goes on after" in done.stderr + done.stdout, done.stderr
+        assert Store(Path(out), "").manifest == whole
+        assert not Store(Path(out), "").damaged_shards()
+        assert sorted(path.name for path in Path(out).iterdir()) == sorted(path.name for path in Path("whole").iterdir())
+
+
+def test_a_finished_store_stays_and_another_is_not_written_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    assert prepare(source, "--out", "out") == 0
+    assert "documents, " in (said := capsys.readouterr().out) and "next: --training.dataset=store" in said
+    before = (tmp_path / "out" / "manifest.json").stat()
+    assert prepare(source, "--out", "out") == 0
+    assert "finished already" in capsys.readouterr().out
+    assert (tmp_path / "out" / "manifest.json").stat() == before
+    said = refused(capsys, source, "--out", "out", "--held-out", 0.5)
+    assert said == "--out out: has a store of other settings or sources; name another folder, or remove it"
+
+
+def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert prepare(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), "--out", "out", "--shard-tokens", 5000) == 0
+    assert prepare_data.main(["--verify", "out"]) == 0
+    path = tmp_path / "out" / "00001.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert prepare_data.main(["--verify", "out"]) == 1
+    assert "shard 00001 differs from its digest" in capsys.readouterr().err
+
+
+class TestBadInput:
+    def test_missing_or_unknown_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
+        assert refused(capsys, "date.jsonl", "--out", "out") == "SOURCE date.jsonl: no file matches date.jsonl; nearest: data.jsonl"
+        (tmp_path / "a.csv.gz").write_bytes(b"")
+        assert refused(capsys, "a.csv.gz", "--out", "out") == (
+            "SOURCE a.csv.gz: file a.csv.gz ends in '.gz'; legal: .txt, .jsonl, .json, .parquet (also with .gz or .zst)"
+        )
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("packed", [".gz", ".zst"])
+    @pytest.mark.parametrize("damage", ["torn", "garbage", "middle"])
+    def test_damaged_compression(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: str, damage: str):
+        opener: Any = {".gz": gzip.open, ".zst": import_module(ZSTD).open}[packed]
+        name = f"a.jsonl{packed}"
+        with opener(name, "wt", encoding="utf-8") as file:
+            file.write("".join(json.dumps({"text": text, "n": os.urandom(20).hex()}) + "\n" for text in DOCUMENTS))
+        content = Path(name).read_bytes()
+        damaged = {"torn": content[:-9], "garbage": b"not it" * 9, "middle": content[:900] + b"\xff" * 64 + content[964:]}
+        Path(name).write_bytes(damaged[damage])
+        said = refused(capsys, name, "--out", "out")
+        assert said.startswith(f"SOURCE: file {name} ") and "\n" not in said
+
+    def test_records(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+        write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+        said = refused(capsys, "a.jsonl", "--out", "out", "--text-key", "txt")
+        assert said == 'SOURCE: file a.jsonl line 1 has no "txt", only \'text\'; nearest: --text-key = "text"'
+        (tmp_path / "b.jsonl").write_text("[1]\n")
+        assert refused(capsys, "b.jsonl", "--out", "out2").startswith("SOURCE: file b.jsonl line 1 is not an object")
+        (tmp_path / "c.txt").write_text("")
+        assert "no text" in refused(capsys, "c.txt", "--out", "out3")
+
+    @pytest.mark.parametrize(
+        ("option", "said"),
+        [("--held-out=1", "--held-out 1.0: must be >= 0 and < 1"), ("--processes=0", "--processes 0: must be >= 1"),
+         ("--shard-tokens=0", "--shard-tokens 0: must be >= 1")],
+    )  # fmt: skip
+    def test_options(self, capsys: pytest.CaptureFixture[str], option: str, said: str):
+        with pytest.raises(SystemExit) as caught:
+            prepare_data.main(["a.txt", "--out", "out", option])
+        assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the hub's interface that lists and serves the files of one data set."""
+
+    files: dict[str, bytes]
+    COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path)
+        if path.startswith("/api/datasets/some/text/tree/"):
+            under = path.split("/tree/", 1)[1].partition("/")[2]
+            entries = [
+                {"type": "file", "oid": "1" * 40, "size": len(content), "path": name}
+                for name, content in self.files.items()
+                if Path(name).parent.as_posix() == (under or ".")
+            ]
+            folders = {Path(name).parent.as_posix() for name in self.files} - {"."} if not under else set()
+            entries += [{"type": "directory", "oid": "2" * 40, "size": 0, "path": name} for name in folders]
+            return self.answer(json.dumps(entries).encode(), "application/json")
+        if path.startswith("/api/datasets/some/text"):
+            siblings = [{"rfilename": name} for name in self.files]
+            info = {"id": "some/text", "sha": self.COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0, "likes": 0}
+            return self.answer(json.dumps(info).encode(), "application/json")
+        name = path.split("/resolve/", 1)[-1].partition("/")[2]
+        if path.startswith("/datasets/some/text/resolve/") and name in self.files:
+            return self.answer(self.files[name], "application/octet-stream")
+        self.send_error(404)
+        return None
+
+    def answer(self, content: bytes, kind: str) -> None:
+        self.send_response(200)
+        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "ETag": '"abc"', "X-Repo-Commit": self.COMMIT}
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    lines = [json.dumps({"text": text}) + "\n" for text in DOCUMENTS]
+    Hub.files = {
+        "README.md": b"about",
+        "en/c4-train.00000.json.gz": gzip.compress("".join(lines[:150]).encode()),
+        "en/c4-train.00001.json.gz": gzip.compress("".join(lines[150:]).encode()),
+        "en/c4-validation.00000.json.gz": gzip.compress(lines[0].encode()),
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
+    command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "hf://datasets/some/text/en/c4-train.*.json.gz", "--out", "out"]
+    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run([*command, "--held-out=0", "--processes=1"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert documents("out") == DOCUMENTS
+    assert not list(Path("out").rglob("*.gz")), "a file that was read is removed"
+    command[2] = "hf://datasets/some/text/none/*.json.gz"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "no file matches" in done.stderr
+    assert asdict(Store(Path("out"), "").manifest.settings)["files"][0][0] == "datasets/some/text/en/c4-train.00000.json.gz"
+    assert np.all(np.diff(Store(Path("out"), "").bounds(0)) > 2)

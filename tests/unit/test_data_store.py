@@ -1,0 +1,233 @@
+"""training/data/store.py and the orders of stores: what is written is read, each sequence once an epoch, each source by its weight."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+
+from training.data.order import PATTERN, Ingredient, Mixture, StoreOrder, pattern, permuted, rounded
+from training.data.store import FORMAT, Settings, Store, StoreWriter
+
+WORDS = 10  # ids of a document
+
+
+FROZEN = [269, 49, 104, 30, 451]  # first ids of sequences of the first version, seed 1
+
+
+def settings(**changes: object) -> Settings:
+    given = {"format": FORMAT, "tokenizer": "t", "vocab_size": 60000, "text_key": "text", "held_out": 0.0, "dtype": "uint16"}
+    return Settings(**given | {"shard_tokens": 100, "files": (("a.txt", 1),)} | changes)  # type: ignore[arg-type]
+
+
+def write(folder: Path, documents: int, *, held_out: float = 0.0, words: int = WORDS, shard_tokens: int = 100) -> Store:
+    """Writes a store whose ids are 0, 1, 2, ...; a batch is two documents; every tenth document is held out."""
+    writer = StoreWriter(folder, settings(held_out=held_out, shard_tokens=shard_tokens))
+    for first in range(0, documents, 2):
+        numbers = np.arange(first, min(first + 2, documents))
+        ids = np.concatenate([np.arange(number * words, (number + 1) * words) for number in numbers])
+        held = (numbers % 10 == 9) & (held_out > 0)
+        writer.add(ids.astype(np.uint32), np.full(len(numbers), words), held)
+        writer.end_batch(0, int(numbers[-1]) + 1)
+    writer.finish()
+    writer.close()
+    return Store(folder, "training.dataset_path")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return write(tmp_path_factory.mktemp("stores") / "store", 53, held_out=0.1)
+
+
+def test_shards_have_their_documents_the_held_out_last(store: Store):
+    shards = store.manifest.shards
+    assert [shard.documents for shard in shards] == [10, 10, 10, 10, 10, 3]
+    assert [shard.train_documents for shard in shards] == [9, 9, 9, 9, 9, 3]
+    assert sum(len(ids) for ids in store.shards) == store.manifest.tokens == 530
+    assert store.shards[1].tolist() == [*range(100, 190), *range(190, 200)]
+    assert store.bounds(1).tolist() == list(range(0, 101, 10))
+    assert not store.damaged_shards()
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64])
+@pytest.mark.parametrize(("part", "tokens"), [("train", 480), ("validation", 50), ("all", 530)])
+def test_an_epoch_has_each_sequence_of_its_part_once(store: Store, part: str, tokens: int, seq_len: int):
+    if (tokens - 1) // seq_len == 0:
+        with pytest.raises(ValueError, match=r"^training.seq_len = 64: the store .* has 50 tokens for validation, too few"):
+            StoreOrder(store, part, seed=1, seq_len=seq_len)
+        return
+    order = StoreOrder(store, part, seed=1, seq_len=seq_len)
+    spans = [(shard.train_tokens, shard.tokens) for shard in store.manifest.shards]
+    pieces = {"train": [slice(0, a) for a, _ in spans], "validation": [slice(a, b) for a, b in spans]}
+    cuts = pieces.get(part, [slice(None)] * len(spans))
+    stream = np.concatenate([ids[cut] for ids, cut in zip(store.shards, cuts, strict=True)])
+    count = order.sequences_per_epoch
+    assert (len(stream), count) == (tokens, (tokens - 1) // seq_len)
+    for epoch in range(3):
+        found = [tuple(order.sequence(epoch * count + turn)) for turn in range(count)]
+        starts = sorted(int(np.flatnonzero(stream == each[0])[0]) for each in found)
+        assert starts == list(range(starts[0], starts[0] + count * seq_len, seq_len)) and starts[0] < seq_len
+        assert all(each == tuple(stream[at : at + seq_len + 1]) for at, each in zip(starts, sorted(found), strict=True))
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(store: Store):
+    def first(order: StoreOrder, epoch: int) -> list[list[int]]:
+        at = epoch * order.sequences_per_epoch
+        return [order.sequence(at + turn).tolist() for turn in range(8)]
+
+    order, other = (StoreOrder(store, "train", seed=seed, seq_len=8) for seed in (1, 2))
+    assert len({str(first(each, epoch)) for each in (order, other) for epoch in (0, 1)}) == 4
+    assert first(pickle.loads(pickle.dumps(order)), 1) == first(order, 1)
+    unseeded = StoreOrder(store, "validation", seed=None, seq_len=8)
+    assert first(unseeded, 0)[:2] == [list(range(90, 99)), [*range(98, 100), *range(190, 197)]]
+    assert [int(order.sequence(position)[0]) for position in (0, 1, 59, 60, 600)] == FROZEN, "runs would resume with other data"
+
+
+@given(count=st.integers(1, 500), key=st.binary(min_size=16, max_size=16))
+def test_it_permutes(count: int, key: bytes):
+    assert sorted(permuted(index, count, key) for index in range(count)) == list(range(count))
+
+
+weights = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9)
+
+
+@settings_of_hypothesis(max_examples=20)
+@given(weights)
+def test_rounded_weights_add_up_and_are_near(given_weights: list[float]):
+    parts = rounded(given_weights)
+    assert sum(parts) == PATTERN and min(parts) >= 1
+    small = sum(part == 1 for part in parts)
+    for weight, part in zip(given_weights, parts, strict=True):
+        assert part == 1 or abs(part - weight * PATTERN / sum(given_weights)) <= 1 + small
+
+
+@settings_of_hypothesis(max_examples=20)
+@given(weights)
+def test_every_prefix_of_the_pattern_has_the_weights_within_one(given_weights: list[float]):
+    parts = rounded(given_weights)
+    sources, prefix = pattern(parts), np.arange(1, PATTERN + 1)
+    for source, part in enumerate(parts):
+        assert np.abs(np.cumsum(sources == source) - prefix * part / PATTERN).max() < 1
+
+
+class Numbered:
+    """An order whose sequence is its own position."""
+
+    seq_len, tokens_per_epoch, sequences_per_epoch = 1, 11, 10
+
+    def sequence(self, position: int) -> np.ndarray:
+        return np.array([position])
+
+
+class TestMixture:
+    def test_positions_of_a_source_count_up(self):
+        mixture = Mixture([Ingredient(Numbered(), weight) for weight in (3.0, 2.0, 5.0)])
+        seen = Counter[int]()
+        for position in range(2 * PATTERN + 100):
+            source, index = mixture.find(position)
+            assert index == seen[source] and mixture.sequence(position).tolist() == [index]
+            seen[source] += 1
+        assert mixture.end is None
+
+    def test_a_source_whose_budget_ends_leaves_its_positions_to_the_others(self):
+        limits = [20, None, 7000]
+        mixture = Mixture([Ingredient(Numbered(), 1.0, limit) for limit in limits])
+        seen, ends = Counter[int](), dict[int, int]()
+        for position in range(30_000):
+            source, index = mixture.find(position)
+            assert index == seen[source]
+            seen[source] += 1
+            ends[source] = position
+        assert (seen[0], seen[2]) == (20, 7000) and mixture.end is None
+        assert ends[0] < 65 and 14_000 < ends[2] < 14_025  # a third each, then a half each
+
+    def test_all_budgets_end_where_it_says(self):
+        mixture = Mixture([Ingredient(Numbered(), weight, limit) for weight, limit in ((1.0, 30), (7.0, 5000))])
+        assert mixture.end == 5030
+        assert Counter(mixture.find(position)[0] for position in range(5030)) == {0: 30, 1: 5000}
+        assert mixture.find(5030) == (1, 5000), "the last source goes on"
+
+    def test_it_pickles(self, store: Store):
+        mixture = Mixture([Ingredient(StoreOrder(store, "train", seed=seed, seq_len=5), 1.0) for seed in (1, 2)])
+        again = pickle.loads(pickle.dumps(mixture))
+        assert all(np.array_equal(again.sequence(at), mixture.sequence(at)) for at in (0, 1, 5000))
+
+
+def test_a_corpus_of_one_document_is_split(tmp_path: Path):
+    store = write(tmp_path, 1, held_out=0.1, words=100, shard_tokens=1000)
+    [shard] = store.manifest.shards
+    assert (shard.documents, shard.train_documents, shard.train_tokens) == (2, 1, 90)
+    assert store.bounds(0).tolist() == [0, 90, 100]
+
+
+def test_a_killed_writer_goes_on_after_its_last_whole_shard(tmp_path: Path):
+    whole = write(tmp_path / "whole", 53, held_out=0.1)
+    killed = StoreWriter(tmp_path / "killed", settings(held_out=0.1))
+    numbers = np.arange(26)
+    for first in range(0, 26, 2):
+        ids = np.arange(first * WORDS, (first + 2) * WORDS)
+        killed.add(ids, np.full(2, WORDS), numbers[first : first + 2] % 10 == 9)
+        killed.end_batch(0, first + 2)
+    killed.close()
+    with (tmp_path / "killed" / "journal.jsonl").open("ab") as journal:
+        journal.write(b'{"torn')
+    with pytest.raises(ValueError, match="is not finished: run its prepare_data again, it goes on"):
+        Store(tmp_path / "killed", "training.dataset_path")
+    again = StoreWriter(tmp_path / "killed", settings(held_out=0.1))
+    assert (again.file, again.document, len(again.shards)) == (0, 20, 2)
+    for first in range(20, 53, 2):
+        numbers = np.arange(first, min(first + 2, 53))
+        ids = np.arange(first * WORDS, (int(numbers[-1]) + 1) * WORDS)
+        again.add(ids, np.full(len(numbers), WORDS), numbers % 10 == 9)
+        again.end_batch(0, int(numbers[-1]) + 1)
+    assert again.finish() == whole.manifest
+    again.close()
+    assert not Store(tmp_path / "killed", "").damaged_shards()
+
+
+class TestRefusals:
+    def test_no_store(self, tmp_path: Path):
+        with pytest.raises(ValueError, match=r"^training.dataset_path: the token store .* has no manifest.json; make one with"):
+            Store(tmp_path / "none", "training.dataset_path")
+
+    def test_another_tokenizer_and_a_small_vocabulary(self, store: Store):
+        store.check_tokenizer("t", 600)
+        with pytest.raises(ValueError, match="was made with another tokenizer than model.tokenizer_path"):
+            store.check_tokenizer("u", 600)
+        with pytest.raises(ValueError, match="has id 529, but model.vocab_size = 529; nearest: 530"):
+            store.check_tokenizer("t", 529)
+
+    @pytest.mark.parametrize("name", ["00000.bin", "00001.npy"])
+    def test_damage(self, tmp_path: Path, name: str):
+        store = write(tmp_path, 20)
+        content = bytearray((tmp_path / name).read_bytes())
+        content[-1] ^= 1
+        (tmp_path / name).write_bytes(content)
+        assert store.damaged_shards() == [int(name[:5])]
+
+    def test_a_file_that_is_too_short(self, tmp_path: Path):
+        write(tmp_path, 20)
+        with (tmp_path / "00001.bin").open("r+b") as file:
+            file.truncate(198)
+        with pytest.raises(ValueError, match=r"00001.bin has 198 bytes instead of 200; copy the store again"):
+            Store(tmp_path, "training.dataset_path")
+
+    def test_two_writers_and_other_settings(self, tmp_path: Path):
+        first = StoreWriter(tmp_path, settings())
+        with pytest.raises(ValueError, match="another process is writing this store"):
+            StoreWriter(tmp_path, settings())
+        first.close()
+        with pytest.raises(ValueError, match="has an unfinished store of other settings or sources"):
+            StoreWriter(tmp_path, settings(text_key="body"))
+
+
+def test_a_lookup_does_not_depend_on_the_number_of_sequences():
+    """The walk of the permutation stays short for any count."""
+    for count in (2**20 + 1, 10**12 + 7, 2**40 - 1):
+        assert len({permuted(index, count, b"k" * 16) for index in range(1000)}) == 1000
