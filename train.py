@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             return explain(argv)
         config = load(argv)
         check(config, world_size=launched_world_size())
-        check_saved(config, config.run_folder, world_size=launched_world_size())
+        changes = check_saved(config, config.run_folder, world_size=launched_world_size())
         environment = Environment.read(os.environ)
         environment.check(config.fault_tolerance)
     except ValueError as error:
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     with closing(Signals(log=log)) as signals, process_group(config.comm) as world, ExitStack() as cleanup:
         try:
             kind = Run if config.fault_tolerance.semi_sync_method == "none" else SemiSyncRun
-            run = kind(config, environment, world, signals, log, cleanup)
+            run = kind(config, environment, world, signals, log, cleanup, changes)
         except ValueError as error:  # bad input that no earlier check reads, such as a byte deep inside a file
             print(f"pharos: {config.origin.explain(str(error))}", file=sys.stderr)
             return 2

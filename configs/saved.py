@@ -1,10 +1,11 @@
 """<run>/config.toml: all settings of a run, written at its first launch and compared at later ones.
 
 A later launch resumes from the checkpoints of earlier ones. A different model, data, update rule or seed would make it a different run
-under the same name; such changes are rejected."""
+under the same name; such changes are rejected, except those of the update rule that resume.allow names: a branch point of the run."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -43,6 +44,8 @@ _MAY_CHANGE = (
     "optimizer.implementation",  # the same update rule
     "lr_scheduler.total_steps",  # grows with training.steps
 )
+# May change at a branch point: read in every step, and not part of the state.
+_BRANCHES = ("optimizer.", "lr_scheduler.", "training.max_norm")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
@@ -87,24 +90,50 @@ def what_groups_share(config: RunConfig) -> tuple[tuple[str, str], ...]:
     )
 
 
-def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> None:
-    """Raises ConfigError if this config differs from that of the run in `folder` in settings that must not change. `world_size`: ranks of
-    this launch; None: nothing is trained, and the batch size is not compared."""
+def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = None) -> dict[str, str]:
+    """Raises ConfigError if this config differs from that of the run in `folder` in settings that must not change. Returns the differences
+    that resume.allow names: key -> "old -> new". `world_size`: ranks of this launch; None: nothing is trained, and the batch size is not
+    compared."""
+    _check_allowed(config)
     saved = folder / FILE_NAME
     if not saved.exists():
-        return
+        return {}
     try:
         before, _ = document.read(str(saved))
     except ConfigError as error:
         raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
-    differences = _differences(config, before, world_size)
-    problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in differences]
+    differences = list(_differences(config, before, world_size))
+    refused = [each for each in differences if each[0] not in config.resume.keys]
+    problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
+        if can := [key for key, _, _ in refused if _may_branch(key)]:
+            allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
+            problems.append(
+                f"to continue this run with the new {' and '.join(can)} from the next step on: --resume.allow={allow}"
+            )
         problems.append(
             f"{folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
             f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.folder}/step-N)"
         )
     raise_problems(problems, config.origin.file)
+    return {key: f"{old} -> {new}" for key, old, new in differences}
+
+
+def _may_branch(key: str) -> bool:
+    return key.startswith(_BRANCHES) and key != "optimizer.name"
+
+
+def _check_allowed(config: RunConfig) -> None:
+    keys = [key for key, _ in _texts(_tables(config))]
+    for key in config.resume.keys:
+        if key not in keys or not _may_branch(key):
+            legal = [each for each in keys if _may_branch(each)]
+            near = difflib.get_close_matches(key, legal, n=1)
+            why = "cannot change in a run" if key in keys else "no such key"
+            raise ConfigError(
+                f'{config.origin.place("resume.allow")} = "{config.resume.allow}": {key}: {why}; legal: {", ".join(legal)}'
+                + (f"; nearest: {near[0]}" if near else "")
+            )
 
 
 def _differences(

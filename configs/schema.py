@@ -21,7 +21,7 @@ from parallelisms.float8 import Float8Config
 from parallelisms.layout import CompileConfig, ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from training.checkpoint import CheckpointConfig
-from training.config import TrainingConfig, ValidationConfig
+from training.config import ResumeConfig, TrainingConfig, ValidationConfig
 from training.loss import chunk_tokens
 from training.metrics import MetricsConfig
 from training.optimizer import LRSchedulerConfig, OptimizerConfig
@@ -61,6 +61,7 @@ class RunConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

@@ -46,6 +46,7 @@ class SampleRow:
     slots: dict[int, str]  # first position -> replica id
     holes: tuple[int, ...]
     count: int = 1
+    branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
 
     @property
     def steps(self) -> Range:
@@ -122,7 +123,10 @@ def read(path: Path) -> list[SampleRow]:
             if not slots:
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
-            rows.append(SampleRow(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1))))
+            branch = {str(key): str(change) for key, change in row.get("branch", {}).items()}
+            rows.append(
+                SampleRow(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1)), branch)
+            )
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -214,12 +218,17 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     replicas = "1 group" if groups == 1 else f"{groups} groups"
     replicas += f" ({len(incarnations)} incarnations)" if len(incarnations) > groups else ""
     what = f"{found.sequences:,} sequences in {found.steps:,} steps by {replicas}"
+    branches = [
+        f"branch: from step {row.steps.first} on {'; '.join(f'{key} {change}' for key, change in row.branch.items())}"
+        for row in rows
+        if row.branch
+    ]
     if found.exact:
         end = max(span.end for row in rows for span in row.positions)
         but = f", except the open holes {listed(found.open)}, which the next step gets first" if found.open else ""
-        return [f"exact: {what}; every position from 0 to {end - 1} was trained on once{but}"]
+        return [f"exact: {what}; every position from 0 to {end - 1} was trained on once{but}", *branches]
     more = [f"and {len(found.wrong) - SHOWN} more"] if len(found.wrong) > SHOWN else []
-    return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more])]
+    return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more]), *branches]
 
 
 def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | None, as_json: bool) -> int:

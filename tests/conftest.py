@@ -36,7 +36,7 @@ ONLY_WITH_ALL = {
     "multiproc/test_explain.py": "--explain compared with real ranks",
     "multiproc/test_mutations.py": "injected errors in each layout",
     "multiproc/test_checkpoint_ranks.py::test_any_number_of_ranks_loads_it[2-2": "from two ranks to two; the first tier has one to three",
-    "multiproc/test_layouts.py::test_every_layout_gives_what_one_process_gives[cp2, by operation, compiled": "compiled; the first tier has tp",
+    "multiproc/test_layouts.py::test_every_layout_gives_what_one_process_gives[cp2, by operation": "compiled; the first tier has tp",
     "multiproc/test_parity.py": "layouts of the parity proof; the first tier has two of them and test_layouts.py",
     "multiproc/test_pipeline.py::test_composed": "pipelines with other parallelism; the first tier has each schedule",
     "multiproc/test_pipeline.py::test_every_schedule[4-4]": "four ranks; the first tier has each schedule on two",

@@ -585,6 +585,8 @@ class OptimizerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the names that are in `state`; others keep their values."""
         for prefix, target in self._walk():
+            if prefix.startswith("param_groups."):
+                continue  # settings, which are those of this launch's configuration
             for key in target.keys() - self._NOT_STATE:
                 if (full := f"{prefix}.{key}") not in state:
                     continue

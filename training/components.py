@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,10 +57,17 @@ class Components:
     HEALED_STATES: tuple[str, ...] = ("model", "optimizer")  # states that a healing replica group receives
 
     def __init__(
-        self, config: RunConfig, environment: Environment, world: World, signals: Signals, log: Log, cleanup: ExitStack
+        self,
+        config: RunConfig,
+        environment: Environment,
+        world: World,
+        signals: Signals,
+        log: Log,
+        cleanup: ExitStack,
+        changes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`cleanup` closes what is opened here, in reverse order."""
-        self.config, self.environment, self.world = config, environment, world
+        """`cleanup` closes what is opened here, in reverse order. `changes`: see configs.saved.check_saved."""
+        self.config, self.environment, self.world, self.changes = config, environment, world, changes
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device, self.progress = world.device.torch_device, Progress()
         self.pending_requests, self.save_overdue = 0, False
@@ -218,8 +227,20 @@ class Components:
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if is_rank0:
-            save(config, folder, batch=self.slot_size)
+            save_config = partial(save, config, folder, batch=self.slot_size)
+            if self.changes:  # config.toml has the new settings once a step was made with them
+                self.begin_branch(save_config)
+            else:
+                save_config()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
+
+    def begin_branch(self, save_config: Callable[[], None]) -> None:
+        """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
+        text = "; ".join(f"{key} {change}" for key, change in self.changes.items())
+        self.log.warning("branch: from the next step on %s", text)
+        self.events("branch", self.log.step or 0, words=text)
+        self.manager.announce("branch", text)
+        self.metrics_processor.begin_branch(self.changes, save_config)
 
     def weights(self) -> dict[str, Stateful]:
         """Returns the model's entries among the states of a checkpoint."""

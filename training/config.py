@@ -129,6 +129,17 @@ class ValidationConfig:
         _check_labels("validation.sources", self.sources)
 
 
+@dataclass(frozen=True)
+class ResumeConfig:
+    """[resume]: what may differ from the saved settings of the run that this launch resumes."""
+
+    allow: Annotated[str, "comma-separated keys whose new values hold from the next step on, such as optimizer.lr"] = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(filter(None, (key.strip() for key in self.allow.split(","))))
+
+
 def _check_labels(key: str, sources: Sequence[SourceConfig] | Sequence[ValidationSourceConfig]) -> None:
     labels = [source.label for source in sources]
     if twice := next((label for label in labels if labels.count(label) > 1), ""):

@@ -85,6 +85,8 @@ class MetricsProcessor:
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
+        self._branch: dict[str, str] = {}  # changed settings that no committed step has had yet
+        self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
     def step(
@@ -125,6 +127,7 @@ class MetricsProcessor:
             data_s=data_s,
             checkpoint_s=checkpoint_s,
             **(groups or {}),
+            **({"branch": self._branch} if self._branch else {}),
         )
         group_scalars = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
         if not logging_step and group_scalars != self._group_scalars:
@@ -138,6 +141,7 @@ class MetricsProcessor:
                 "grad_norm": grad_norm,
                 "lr": lr,
                 "n_tokens_seen": self.tokens,
+                **({"branch/changed_settings": len(self._branch)} if self._branch else {}),
             }
             if groups:  # mean seconds per step in GROUP_PHASES since the last logging step; goodput: share of the time in committed steps
                 earlier, self._group_s = self._group_s, {name: self._progress.spent(name) for name in GROUP_PHASES}
@@ -146,6 +150,10 @@ class MetricsProcessor:
                 scalars["goodput(%)"] = 100 * _per(self._progress.goodput_s, self._progress.total())
             self._write("charts", step, {**scalars, **rates, **group_scalars, **self._memory.scalars})
             self._interval = dict.fromkeys(self._interval, 0.0)
+
+    def begin_branch(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
+        """Marks the next committed step, in its rows, as the first with other settings, key -> "old -> new"; then calls `save_config`."""
+        self._branch, self._save_config = dict(changes), save_config
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:
         """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
@@ -189,7 +197,12 @@ class MetricsProcessor:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
         whose gradients were used. `holes`: slots that were assigned but not yet trained on. See scripts/samples.py."""
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
-        self._write("records", step, row | ({"steps": steps} if steps > 1 else {}))
+        branch, self._branch = self._branch, {}
+        self._write(
+            "records", step, row | ({"steps": steps} if steps > 1 else {}) | ({"branch": branch} if branch else {})
+        )
+        if branch:
+            self._save_config()
 
     def print_estimate(self, step: int) -> None:
         """Logs the remaining time once, after FIRST_ESTIMATE commits."""
@@ -265,7 +278,7 @@ class MetricsProcessor:
             return None
         return (self._progress.total() - self._after_first_s) / done * (self._steps - step)
 
-    def _journal(self, step: int, **scalars: float) -> None:
+    def _journal(self, step: int, **scalars: Any) -> None:
         self._write("journals", step, {**scalars, "time": self._wall_clock()})
 
     def _write(self, kind: Kind, step: int, scalars: Mapping[str, Any]) -> None:

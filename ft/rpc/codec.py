@@ -33,7 +33,8 @@ MAX_TEXTS |= dict.fromkeys(("reconfigure_handles", "handles"), 64 << 10)  # each
 MAX_DIGESTS = 256  # digests in a fingerprint
 MAX_NAMED = 65_536  # members blamed by one request or report
 MAX_LINE = 500  # characters of a line that the dashboard shows
-LANES = ("commit", "corruption", "storage")  # legal Happened.lane: a failed step, divergent weights, a failed write
+# legal Happened.lane: a failed step, divergent weights, a failed write, changed settings
+LANES = ("commit", "corruption", "storage", "branch")
 ORDERS = ("drain", "kill")  # legal Order.kind
 REPORT_BYTES = ("healed_bytes", "heal_done_bytes", "heal_total_bytes")
 NOTICES = {field.name: getattr(m, field.message_type.name) for field in pharos_pb2.Notice.DESCRIPTOR.fields}

@@ -27,7 +27,9 @@ from training.data.store import Store
 from training.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [f"Document {number}: " + "word " * (number % 7 * 9) + "\N{GREEK SMALL LETTER OMEGA}" for number in range(300)]
+DOCUMENTS = [
+    f"Document {number}: " + "word " * (number % 7 * 9) + "\N{GREEK SMALL LETTER OMEGA}" for number in range(300)
+]
 # Ends itself by SIGKILL at the given batch, in the middle of a shard or at its end
 KILLED = """
 import os, signal, sys
@@ -102,7 +104,9 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path):
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
 def test_text_files_long_and_short(tmp_path: Path, packed: str):
     opener: Any = {"": open, ".gz": gzip.open, ".zst": import_module(ZSTD).open}[packed]
-    long = "".join(f"line {number} \N{GREEK SMALL LETTER OMEGA}\n" for number in range(100_000))  # above LONG_TEXT_BYTES
+    long = "".join(
+        f"line {number} \N{GREEK SMALL LETTER OMEGA}\n" for number in range(100_000)
+    )  # above LONG_TEXT_BYTES
     for name, text in (("a.txt", DOCUMENTS[0]), ("b.txt", long)):
         with opener(f"{name}{packed}", "wb") as file:
             file.write(text.encode())
@@ -143,13 +147,19 @@ def test_processes_and_kills_leave_no_trace(tmp_path: Path):
         out = f"out{processes}"
         command = [*settings, f"--out={out}", f"--processes={processes}"]
         for batch in kills:
-            killed = subprocess.run([sys.executable, "killed.py", str(batch), *command], env=environment, capture_output=True)
+            killed = subprocess.run(
+                [sys.executable, "killed.py", str(batch), *command], env=environment, capture_output=True
+            )
             assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-        done = subprocess.run([sys.executable, "killed.py", "0", *command], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "killed.py", "0", *command], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0 and "goes on after" in done.stderr + done.stdout, done.stderr
         assert Store(Path(out), "").manifest == whole
         assert not Store(Path(out), "").damaged_shards()
-        assert sorted(path.name for path in Path(out).iterdir()) == sorted(path.name for path in Path("whole").iterdir())
+        assert sorted(path.name for path in Path(out).iterdir()) == sorted(
+            path.name for path in Path("whole").iterdir()
+        )
 
 
 def test_a_finished_store_stays_and_another_is_not_written_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -176,7 +186,10 @@ def test_a_store_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 class TestBadInput:
     def test_missing_or_unknown_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)
-        assert refused(capsys, "date.jsonl", "--out", "out") == "SOURCE date.jsonl: no file matches date.jsonl; nearest: data.jsonl"
+        assert (
+            refused(capsys, "date.jsonl", "--out", "out")
+            == "SOURCE date.jsonl: no file matches date.jsonl; nearest: data.jsonl"
+        )
         (tmp_path / "a.csv.gz").write_bytes(b"")
         assert refused(capsys, "a.csv.gz", "--out", "out") == (
             "SOURCE a.csv.gz: file a.csv.gz ends in '.gz'; legal: .txt, .jsonl, .json, .parquet (also with .gz or .zst)"
@@ -191,7 +204,11 @@ class TestBadInput:
         with opener(name, "wt", encoding="utf-8") as file:
             file.write("".join(json.dumps({"text": text, "n": os.urandom(20).hex()}) + "\n" for text in DOCUMENTS))
         content = Path(name).read_bytes()
-        damaged = {"torn": content[:-9], "garbage": b"not it" * 9, "middle": content[:900] + b"\xff" * 64 + content[964:]}
+        damaged = {
+            "torn": content[:-9],
+            "garbage": b"not it" * 9,
+            "middle": content[:900] + b"\xff" * 64 + content[964:],
+        }
         Path(name).write_bytes(damaged[damage])
         said = refused(capsys, name, "--out", "out")
         assert said.startswith(f"SOURCE: file {name} ") and "\n" not in said
@@ -242,7 +259,15 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(json.dumps(entries).encode(), "application/json")
         if path.startswith("/api/datasets/some/text"):
             siblings = [{"rfilename": name} for name in self.files]
-            info = {"id": "some/text", "sha": self.COMMIT, "siblings": siblings, "private": False, "tags": [], "downloads": 0, "likes": 0}
+            info = {
+                "id": "some/text",
+                "sha": self.COMMIT,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+            }
             return self.answer(json.dumps(info).encode(), "application/json")
         name = path.split("/resolve/", 1)[-1].partition("/")[2]
         if path.startswith("/datasets/some/text/resolve/") and name in self.files:
@@ -252,7 +277,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, content: bytes, kind: str) -> None:
         self.send_response(200)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "ETag": '"abc"', "X-Repo-Commit": self.COMMIT}
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "ETag": '"abc"',
+            "X-Repo-Commit": self.COMMIT,
+        }
         for key, value in headers.items():
             self.send_header(key, value)
         self.end_headers()
@@ -276,7 +306,13 @@ def hub() -> Iterator[str]:
 
 
 def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
-    command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "hf://datasets/some/text/en/c4-train.*.json.gz", "--out", "out"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts/prepare_data.py"),
+        "hf://datasets/some/text/en/c4-train.*.json.gz",
+        "--out",
+        "out",
+    ]
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run([*command, "--held-out=0", "--processes=1"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -285,5 +321,8 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
     command[2] = "hf://datasets/some/text/none/*.json.gz"
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "no file matches" in done.stderr
-    assert asdict(Store(Path("out"), "").manifest.settings)["files"][0][0] == "datasets/some/text/en/c4-train.00000.json.gz"
+    assert (
+        asdict(Store(Path("out"), "").manifest.settings)["files"][0][0]
+        == "datasets/some/text/en/c4-train.00000.json.gz"
+    )
     assert np.all(np.diff(Store(Path("out"), "").bounds(0)) > 2)

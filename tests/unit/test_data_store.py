@@ -22,7 +22,14 @@ FROZEN = [269, 49, 104, 30, 451]  # first ids of sequences of the first version,
 
 
 def settings(**changes: object) -> Settings:
-    given = {"format": FORMAT, "tokenizer": "t", "vocab_size": 60000, "text_key": "text", "held_out": 0.0, "dtype": "uint16"}
+    given = {
+        "format": FORMAT,
+        "tokenizer": "t",
+        "vocab_size": 60000,
+        "text_key": "text",
+        "held_out": 0.0,
+        "dtype": "uint16",
+    }
     return Settings(**given | {"shard_tokens": 100, "files": (("a.txt", 1),)} | changes)  # type: ignore[arg-type]
 
 
@@ -59,7 +66,9 @@ def test_shards_have_their_documents_the_held_out_last(store: Store):
 @pytest.mark.parametrize(("part", "tokens"), [("train", 480), ("validation", 50), ("all", 530)])
 def test_an_epoch_has_each_sequence_of_its_part_once(store: Store, part: str, tokens: int, seq_len: int):
     if (tokens - 1) // seq_len == 0:
-        with pytest.raises(ValueError, match=r"^training.seq_len = 64: the store .* has 50 tokens for validation, too few"):
+        with pytest.raises(
+            ValueError, match=r"^training.seq_len = 64: the store .* has 50 tokens for validation, too few"
+        ):
             StoreOrder(store, part, seed=1, seq_len=seq_len)
         return
     order = StoreOrder(store, part, seed=1, seq_len=seq_len)
@@ -86,7 +95,9 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else(store: Store):
     assert first(pickle.loads(pickle.dumps(order)), 1) == first(order, 1)
     unseeded = StoreOrder(store, "validation", seed=None, seq_len=8)
     assert first(unseeded, 0)[:2] == [list(range(90, 99)), [*range(98, 100), *range(190, 197)]]
-    assert [int(order.sequence(position)[0]) for position in (0, 1, 59, 60, 600)] == FROZEN, "runs would resume with other data"
+    assert [int(order.sequence(position)[0]) for position in (0, 1, 59, 60, 600)] == FROZEN, (
+        "runs would resume with other data"
+    )
 
 
 @given(count=st.integers(1, 500), key=st.binary(min_size=16, max_size=16))
@@ -193,14 +204,16 @@ def test_a_killed_writer_goes_on_after_its_last_whole_shard(tmp_path: Path):
 
 class TestRefusals:
     def test_no_store(self, tmp_path: Path):
-        with pytest.raises(ValueError, match=r"^training.dataset_path: the token store .* has no manifest.json; make one with"):
+        with pytest.raises(
+            ValueError, match=r"^training.dataset_path: the token store .* has no manifest.json; make one with"
+        ):
             Store(tmp_path / "none", "training.dataset_path")
 
     def test_another_tokenizer_and_a_small_vocabulary(self, store: Store):
         store.check_tokenizer("t", 600)
-        with pytest.raises(ValueError, match="was made with another tokenizer than model.tokenizer_path"):
+        with pytest.raises(ValueError, match=r"was made with another tokenizer than model.tokenizer_path"):
             store.check_tokenizer("u", 600)
-        with pytest.raises(ValueError, match="has id 529, but model.vocab_size = 529; nearest: 530"):
+        with pytest.raises(ValueError, match=r"has id 529, but model.vocab_size = 529; nearest: 530"):
             store.check_tokenizer("t", 529)
 
     @pytest.mark.parametrize("name", ["00000.bin", "00001.npy"])

@@ -1,0 +1,80 @@
+"""A mixture of stores in a job of groups: a kill and another number of groups change neither the weights nor exactly-once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from configs.load import load
+from scripts import prepare_data
+from scripts.samples import prove, read
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started
+from tests.unit.data_corpus import write_jsonl
+from tests.unit.fakes import Lines
+from training.data.dataset import StoredData, open_data
+from training.data.order import PATTERN, Mixture, rounded
+from training.tokenizer import ByteTokenizer
+
+WEIGHTS = {"prose": 5.0, "code": 2.0, "poems": 1.3}
+SOURCES = "".join(
+    f'[[training.sources]]\npath = "stores/{name}"\nweight = {weight}\n' for name, weight in WEIGHTS.items()
+)
+MIXED = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"') + SOURCES
+
+
+@pytest.mark.timeout(3 * WAIT_S)
+def test_each_source_has_its_weight(tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in WEIGHTS:
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number} " * 9 for number in range(200)])
+        assert prepare_data.main([f"{name}.jsonl", "--out", f"stores/{name}", "--processes=1"]) == 0
+    (tmp_path / "tiny.toml").write_text(MIXED + "\n[validation]\nenable = true\nfreq = 20\nsteps = 1\n")
+
+    def job(groups: int, steps: int) -> Started:
+        command = [f"{ROOT}/scripts/run_replicas.sh", "tiny.toml", f"--groups={groups}", f"--training.steps={steps}"]
+        return cleanup.enter_context(closing(Started(command, tmp_path / f"{groups}.txt", cwd=tmp_path, **ENV)))
+
+    run = tmp_path / "outputs" / "tiny"
+    first = job(2, 100_000)
+    both = first.until(
+        "both groups", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))
+    )
+    [pid] = re.findall(r"1 \(pid (\d+)\)", both)
+    os.kill(int(pid), signal.SIGKILL)
+    first.until("its second life", lambda text: "group 1 restarts" in text)
+    first.until(
+        "its heal", lambda text: len(re.findall(r"\[1/0 \d+\] step \d+/", text.partition("group 1 restarts")[2])) > 2
+    )
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end() == 0
+    reached = read(run / "samples.jsonl")[-1].step
+    assert job(3, reached + 40).end() == 0
+
+    rows = read(run / "samples.jsonl")
+    assert (
+        prove(rows).exact
+        and len({owner for slot in rows[-1].slots.values() for owner in [slot.partition(":")[0]]}) == 3
+    )
+    config = load(["tiny.toml"])
+    data = open_data(config.training, config.validation, ByteTokenizer(), "unused", log=Lines())
+    assert isinstance(data, StoredData)
+    order = data.order(seed=config.training.seed, seq_len=config.training.seq_len)
+    assert isinstance(order, Mixture)
+    frontier = max(span.end for row in rows for span in row.positions)
+    parts = rounded(list(WEIGHTS.values()))
+    for end in (frontier, frontier // 2, 7):
+        counts = Counter(order.find(position)[0] for position in range(end))
+        assert all(abs(counts[source] - end * part / PATTERN) < 1 for source, part in enumerate(parts))
+    validations = [
+        row
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if "validation_loss" in (row := json.loads(line))
+    ]
+    assert validations and all({f"validation_loss/{name}" for name in WEIGHTS} <= set(row) for row in validations)
