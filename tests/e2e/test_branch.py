@@ -1,0 +1,96 @@
+"""resume.allow: a run whose update rule changes continues from its state, says so, and equals a copy that was started with the new settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from bench.resume import checkpoint_digests
+from scripts.samples import prove, read
+from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started, write_job
+
+pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
+CHANGED = ["--optimizer.lr=0.0002", "--optimizer.weight_decay=0.3", "--training.max_norm=0.5", "--lr_scheduler.warmup_steps=3"]
+ALLOW = "--resume.allow=optimizer.lr,optimizer.weight_decay,training.max_norm,lr_scheduler.warmup_steps"
+RUN = Path("outputs/tiny")
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*arguments: str, name: str = "tiny", code: int = 0) -> str:
+    command = [f"{ROOT}/scripts/run_train.sh", "tiny.toml", f"--job.name={name}", *arguments]
+    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(run: Path, file: str = "metrics.jsonl") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+
+
+def test_one_group():
+    train("--training.steps=10")
+    shutil.copytree(RUN, "outputs/copy")
+
+    before = (RUN / "config.toml").read_text()
+    said = train("--training.steps=20", *CHANGED, code=2)
+    assert "optimizer.lr: saved 0.0008, now 0.0002" in said.replace("--optimizer", "optimizer")
+    assert "from the next step on: --resume.allow=" in said and "optimizer.weight_decay" in said
+    said = train("--training.steps=20", "--resume.allow=model.dim", code=2)
+    assert "model.dim: cannot change in a run; legal: optimizer." in said
+    said = train("--training.steps=20", "--resume.allow=optimizer.l", code=2)
+    assert "optimizer.l: no such key; legal: " in said and "nearest: optimizer.lr" in said
+    assert (RUN / "config.toml").read_text() == before and len(rows(RUN)) == 10
+
+    said = train("--training.steps=20", *CHANGED, ALLOW)
+    assert "branch: from the next step on" in said and "optimizer.lr 0.0008 -> 0.0002" in said
+    [branch] = [row for row in rows(RUN) if "branch" in row]
+    assert branch["step"] == 11 and branch["lr"] == pytest.approx(0.0002)
+    assert [row["step"] for row in rows(RUN, "samples.jsonl") if "branch" in row] == [11]
+    said = train("--training.steps=30", *CHANGED, ALLOW)  # the same command is no second branch
+    assert "branch:" not in said and sum("branch" in row for row in rows(RUN)) == 1
+    assert prove(read(RUN / "samples.jsonl")).exact
+    printed = subprocess.run([f"{ROOT}/scripts/samples.py", RUN], capture_output=True, text=True, check=True).stdout
+    assert "branch: from step 11 on " in printed and "optimizer.weight_decay 0.1 -> 0.3" in printed
+
+    # a copy that was cut at the checkpoint and has the new settings in its config.toml
+    text = (RUN / "config.toml").read_text().replace('name = "tiny"', 'name = "copy"')
+    Path("outputs/copy/config.toml").write_text(text)
+    train("--training.steps=30", *CHANGED, name="copy")
+    kinds = ("model.", "optimizer.state")
+    mine, theirs = (checkpoint_digests(Path(f"outputs/{name}/checkpoint/step-30"), kinds) for name in ("tiny", "copy"))
+    assert len(mine) > 20 and mine == theirs
+    unchanged = checkpoint_digests(Path("outputs/copy/checkpoint/step-20"), kinds)
+    assert unchanged != mine
+
+
+def test_two_groups_one_killed(tmp_path: Path, cleanup: ExitStack):
+    def start(*arguments: str) -> Started:
+        command = [f"{ROOT}/scripts/run_replicas.sh", "tiny.toml", "--groups=2", *arguments]
+        out = tmp_path / f"{len(list(tmp_path.glob('*.out')))}.out"
+        return cleanup.enter_context(closing(Started(command, out, cwd=tmp_path, **ENV)))
+
+    assert start("--training.steps=10").end() == 0
+    job = start("--training.steps=60", *CHANGED, ALLOW)
+    text = job.until("both groups", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1)))
+    [pid] = re.findall(r"1 \(pid (\d+)\)", text)
+    os.kill(int(pid), signal.SIGKILL)
+    assert job.end() == 0
+    assert "group 1 restarts" in job.text
+    branches = [row for row in rows(RUN) if "branch" in row]
+    assert [row["step"] for row in branches] == [11]
+    assert all(row["lr"] == pytest.approx(0.0002) for row in rows(RUN) if row["step"] > 10)
+    proof = prove(read(RUN / "samples.jsonl"))
+    assert proof.exact and proof.steps == 60
