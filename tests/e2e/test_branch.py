@@ -1,4 +1,4 @@
-"""resume.allow: a run whose update rule changes continues from its state, says so, and equals a copy that was started with the new settings."""
+"""resume.allow: a run whose update rule changes continues from its state, says so, and equals a copy that has the new settings."""
 
 from __future__ import annotations
 

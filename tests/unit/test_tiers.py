@@ -37,7 +37,7 @@ def test_the_bare_command_selects_the_first_tier_and_all_selects_both():
     found = {}
     for option in ([], ["--all"], ["tests/sim/test_world.py"]):
         done = subprocess.run([*command, *option], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-        found[" ".join(option)] = re.findall(r"^tests/(\S+)", done.stdout, re.MULTILINE)
+        found[" ".join(option)] = re.findall(r"^tests/(.+::.+)", done.stdout, re.MULTILINE)
     assert found[""] == [name for name in found["--all"] if not is_only_with_all(name)]
     assert IN_BOTH[0] in found[""] and len(found[""]) < len(found["--all"])
     assert found["tests/sim/test_world.py"] and set(found["tests/sim/test_world.py"]) < set(found["--all"])
