@@ -1,5 +1,5 @@
 # `make` without a target lists the targets.
-.PHONY: help one_step check test test_all compat size lock docs sim proto resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
+.PHONY: help one_step check test test_all compat size lock docs sim proto corpus resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
 
 help:
 	@echo "make check   style, format, types           make test    first tier of the tests"
@@ -48,6 +48,9 @@ docs:
 
 proto:
 	@./scripts/make_proto.sh
+
+corpus:
+	@for what in open speed kills; do .venv/bin/python bench/corpus.py $$what || exit 1; done
 
 resume:
 	@.venv/bin/python bench/resume.py

@@ -18,7 +18,12 @@ from scripts.samples import prove, read
 from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started, write_job
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
-CHANGED = ["--optimizer.lr=0.0002", "--optimizer.weight_decay=0.3", "--training.max_norm=0.5", "--lr_scheduler.warmup_steps=3"]
+CHANGED = [
+    "--optimizer.lr=0.0002",
+    "--optimizer.weight_decay=0.3",
+    "--training.max_norm=0.5",
+    "--lr_scheduler.warmup_steps=3",
+]
 ALLOW = "--resume.allow=optimizer.lr,optimizer.weight_decay,training.max_norm,lr_scheduler.warmup_steps"
 RUN = Path("outputs/tiny")
 
@@ -84,7 +89,9 @@ def test_two_groups_one_killed(tmp_path: Path, cleanup: ExitStack):
 
     assert start("--training.steps=10").end() == 0
     job = start("--training.steps=60", *CHANGED, ALLOW)
-    text = job.until("both groups", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1)))
+    text = job.until(
+        "both groups", lambda text: all(re.search(rf"\[{group}/0 \d+\] step \d+/", text) for group in (0, 1))
+    )
     [pid] = re.findall(r"1 \(pid (\d+)\)", text)
     os.kill(int(pid), signal.SIGKILL)
     assert job.end() == 0
