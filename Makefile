@@ -8,6 +8,7 @@ help:
 	@echo "make one_step  traces the calls of one training step, with and without replica groups; updates docs/one_step.md"
 	@echo "make lock    update requirements*.lock       make docs    update docs/config.md"
 	@echo "make resume  compares a killed and resumed run with an uninterrupted one, bit for bit   make proto   update ft/rpc/generated"
+	@echo "make corpus  prepare_data beside encode_batch, killed at random, and a store of 400 million documents (two hours; extras hf, zstd)"
 	@echo "make kills   kills a group during the last all-reduce, 200 times; checks that survivors agree (3 minutes)"
 	@echo "make bits    checks that kills do not change a bit of the weights; updates docs/bits.md (15 minutes)"
 	@echo "make drill   injects every kind of fault, three seeds, compares each run with a fault-free twin (an hour)"

@@ -28,8 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.pairs import in_turns, machine, parser, ratio, spread, table
 from training.config import TrainingConfig, ValidationConfig
@@ -40,6 +39,7 @@ from training.data.store import FORMAT, Settings, Store, StoreWriter
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 KILLS, ROUNDS, SEED = 5, 5, 1
 SHARE, OPEN_S, OPEN_BYTES = 0.8, 5.0, 1e9  # bounds
 SHARD_TOKENS = 1 << 26  # documents of the opened store have two ids
