@@ -1,1 +1,1 @@
-"""Programs to copy from: each stands on its own, and uses ft as any program would."""
+"""Programs to copy from: each stands on its own. train_ddp.py uses ft as any program would; distributed_basics.py needs only torch."""

@@ -49,6 +49,7 @@ ONLY_WITH_ALL = {
     "scripts/test_bad_groups.py::test_each_is_told_why_and_the_job_goes_on": "groups that a job refuses, in one job",
     "scripts/test_bits.py": "equal bits with kills",
     "scripts/test_check_cluster.py": "injected faults of a cluster",
+    "scripts/test_distributed_basics.py": "examples/distributed_basics.py, which nothing else uses",
     "scripts/test_documents_run.py": "every command of the documentation",
     "scripts/test_explain.py::test_512_ranks_are_explained_here": "a large layout explained",
     "scripts/test_generate.py::test_generate_reads_the_newest_whole_checkpoint": "generate.py during a run",

@@ -1,0 +1,93 @@
+"""examples/distributed_basics.py as its head says to run it: each line it prints; the exit status where a rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.distributed_basics import partition
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "examples" / "distributed_basics.py"
+LINES = """\
+env://: 3 ranks form a group with gloo
+tcp://: 3 ranks form a group with gloo
+file://: 3 ranks form a group with gloo
+store: 3 ranks form a group with gloo
+barrier: 3 ranks wait for each other
+send, recv: a sum passes through 3 ranks
+isend, irecv: 3 ranks, the first sends to all others at once
+new_group: even and odd of 3 ranks have separate sums
+broadcast: 3 ranks have the last one's tensor
+scatter: 3 ranks have one each of the last one's tensors
+gather: the last of 3 ranks has all
+reduce: the last of 3 ranks has the sum
+all_reduce: 3 ranks have the SUM
+all_reduce: 3 ranks have the PRODUCT
+all_reduce: 3 ranks have the MIN
+all_reduce: 3 ranks have the MAX
+all_gather: 3 ranks have one tensor of each
+reduce_scatter: 3 ranks have one sum each
+all_to_all: 3 ranks swap their tensors
+ring all-reduce: 3 ranks, equals all_reduce
+partition: 3 ranks, each sample in one part
+training: 3 ranks, the weights of one process on the whole batch
+"""
+
+
+def wrong(rank: int, size: int) -> None:
+    """A part that fails on one rank, while the other waits for it."""
+    from examples.distributed_basics import check
+
+    check(rank == 0, f"one of {size} ranks computes something else")
+
+
+def killed(rank: int, size: int) -> None:
+    """A part in which one rank dies without a word, as if the machine had run out of memory."""
+    import torch.distributed as dist
+
+    if rank == size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs python without GPUs, for the same backend on every machine, and with the repository on the path of modules."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.timeout(120)
+def test_every_line():
+    done = run(PROGRAM, "--ranks", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == LINES
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("part", "cause"), [("wrong", "AssertionError: one of 2 ranks"), ("killed", "SIGKILL")])
+def test_a_rank_that_fails_fails_the_program(part: str, cause: str):
+    imports = f"from examples.distributed_basics import main; from tests.scripts.test_distributed_basics import {part}"
+    done = run("-c", f"{imports}; main(2, ({part},))")
+    assert done.returncode == 1, done.stderr
+    assert cause in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("barrier: 2 ranks")
+
+
+def test_parts_of_the_data():
+    """All as long, none twice, at most size - 1 samples left out; the seed alone decides the order."""
+    for samples, size in ((12, 3), (13, 3), (14, 3), (2, 3)):
+        parts = [partition(samples, rank, size, seed=1) for rank in range(size)]
+        assert {len(part) for part in parts} == {samples // size}
+        assert len(set().union(*parts)) == samples // size * size
+    assert partition(100, 1, 2, seed=1) == partition(100, 1, 2, seed=1) != partition(100, 1, 2, seed=2)
+
+
+def test_it_is_short():
+    assert len(PROGRAM.read_text(encoding="utf-8").splitlines()) <= 200
