@@ -57,7 +57,7 @@ class HealingSide:
         self.store, self.listener = serve_store(), socket.create_server(("127.0.0.1", 0))
         self.transports: dict[str, Transport] = {
             "http": HttpTransport("127.0.0.1", role, Access(token="a token of the benchmark's own")),
-            "process group": PgTransport(lambda: ProcessGroupGloo(60.0), f"127.0.0.1:{self.store.port}/bench", role),
+            "process group": PgTransport(lambda: ProcessGroupGloo(60.0), "127.0.0.1", role),
         }
 
     def offer(self, kind: str, turn: int) -> dict[str, Any]:

@@ -136,6 +136,11 @@ class FaultTolerance:
         "> 0",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0
+    heal_transport: Annotated[
+        Literal["http", "pg"],
+        "how a joining group receives the state, equal in all groups: over HTTP, from two groups at once, guarded by the job's token; "
+        "pg: over a process group, gloo between the two ranks, where replica groups reach each other only by process groups",
+    ] = "http"
     heal_copy_bytes: Annotated[
         int,
         "most bytes that are copied for joining groups that have not received the whole state when the step commits; the commit waits "
@@ -205,6 +210,9 @@ class FaultTolerance:
                 yield "outer_nesterov", "requires fault_tolerance.outer_momentum above 0; nearest: false"
             keys = ("sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha")
             self.schedule.check(tuple(f"fault_tolerance.{key}" for key in keys))
+        if self.heal_transport != "http" and not self.enable:
+            alone = "a single group has no other group to heal from"
+            yield "heal_transport", f'requires fault_tolerance.enable = true: {alone}; nearest: "http"'
         for key in ("slots_per_step", "deterministic_reduce"):
             if getattr(self, key) and not self.keep_global_batch:
                 requires = "requires fault_tolerance.keep_global_batch = true"

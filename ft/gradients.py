@@ -395,13 +395,20 @@ class Gradients:
             return self._keep and not any(user_allreduce.changed for user_allreduce in self._step.allreduces)
 
     def all_reduce(
-        self, tensor: Tensor, *, mean: bool = True, quantized: bool = False, feedback: ErrorFeedback | None = None
+        self,
+        tensor: Tensor,
+        *,
+        mean: bool = True,
+        repeat: bool = True,
+        quantized: bool = False,
+        feedback: ErrorFeedback | None = None,
     ) -> GroupWork:
         """Reduces a tensor beside the gradients: when the work ends it has the mean over the participants (or the sum). On failure it keeps
         its values, and Gradients.wait raises the error. A retry reduces its values at this call, and `deliver` writes the result.
 
-        Each group calls it for the same tensors in the same order, before or after the last backward. `quantized`: in int8; `feedback` then
-        receives the rounding error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
+        Each group calls it for the same tensors in the same order, before or after the last backward. `repeat`: False if the user copies
+        the result, where a retry would not write; then `can_repeat` is False. `quantized`: in int8; `feedback` then receives the rounding
+        error when the result is delivered. Raises ValueError for the mean of integers and for a tensor with
         overlapping memory, RuntimeError if there is no attempt that is not launched yet, or with separate slots."""
         if self._per_slot:
             raise RuntimeError("fault_tolerance.deterministic_reduce = true: supports only gradients, no other tensors")
@@ -419,7 +426,14 @@ class Gradients:
                 raise RuntimeError("a tensor is reduced inside a step, but not during its last backward")
             buffers = self._buffers = self._buffers or BufferPool(shared=self._shared)
             user_allreduce = ManagedAllreduce(
-                tensor, buffers, mean=mean, keep=self._keep, after_buckets=after, quantized=quantized, feedback=feedback
+                tensor,
+                buffers,
+                mean=mean,
+                keep=self._keep,
+                after_buckets=after,
+                repeat=repeat,
+                quantized=quantized,
+                feedback=feedback,
             )
             self._step.allreduces.append(user_allreduce)
             if after:  # the same order in each group, whichever gradients it has

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -31,10 +32,12 @@ from ft.gradients import Gradients
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import StateRegistry
 from ft.healing.http_transport import HttpTransport
+from ft.healing.pg_transport import PgTransport
 from ft.healing.transport import HealConfig, Transport
 from ft.membership import ReplicaGroupConfig, join
 from ft.process_groups.base import ProcessGroup
 from ft.process_groups.errors import MustExit, ProcessGroupError, RendezvousFailed
+from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import as_sent
@@ -84,6 +87,7 @@ class ManagerOptions(StepConfig):
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each group
     deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
+    heal_transport: Literal["http", "pg"] = "http"  # unless the Manager is given a transport
     heal_copy_bytes: int = 256 << 20
     long_phase_s: float = 0.0  # limit of a first step, checkpoint, validation or trace; 0: not reported
     quorum_s: float | None = None  # timeout of a quorum request; None: no limit
@@ -139,11 +143,10 @@ class Manager:
         self.register_state = self.state.register_state
         self.membership = join(config, store)
         self.replica_id = self.membership.replica_id
-        heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
         self._prober = Prober(config.host, PROBE_FRACTION * config.times.heartbeat_timeout_s)
         self.healer = Healer(
             self.state,
-            transport or HttpTransport(config.host, self.replica_id, config.access, heal),
+            transport or self._make_transport(),
             group_rank=config.group_rank,
             access=config.access,
             grace_s=config.times.heal_grace_s,
@@ -565,6 +568,15 @@ class Manager:
             log.error("%s: this group waits until the state of the others has its layout", why)
         else:
             self._fail(BadInput(f"group {self._config.name} cannot take part: its state has a different layout: {why}"))
+
+    def _make_transport(self) -> Transport:
+        config, options = self._config, self._options
+        heal = HealConfig(heal_copy_bytes=options.heal_copy_bytes, heal_grace_s=config.times.heal_grace_s)
+        if options.heal_transport == "http":
+            return HttpTransport(config.host, self.replica_id, config.access, heal)
+        # gloo, whatever reduces the gradients: the transport sends host memory; a silent peer is given up as one over HTTP is
+        make = partial(ProcessGroupGloo, heal.heal_grace_s, rendezvous_s=config.times.rendezvous_s)
+        return PgTransport(make, config.host, self.replica_id, heal)
 
     @property
     def _job_fingerprint(self) -> m.Fingerprint:

@@ -130,6 +130,7 @@ def open_manager(
         slots_per_step=slots_per_step,
         deterministic_reduce=settings.deterministic_reduce,
         heal_backlog=settings.heal_backlog,
+        heal_transport=settings.heal_transport,
         heal_copy_bytes=settings.heal_copy_bytes,
         digest_interval=-(-settings.digest_interval // inner_steps),
         leave_if_divergent=settings.on_corruption == "leave",

@@ -21,8 +21,9 @@ from ft.quantized import CollectiveQueue, ErrorFeedback
 
 class ManagedAllreduce:
     """One such all-reduce, over all attempts of a step. `work`: the user's; it never fails, and when it ends the tensor has the result, or
-    on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `after_buckets`: it was
-    requested after the last backward. `quantized`, `feedback`: as in CollectiveQueue.allreduce_quantized."""
+    on a failure its own values. `mean`: divide the sum by the participants. `keep`: keep the values for a retry. `repeat`: a retry may
+    write the result. `after_buckets`: it was requested after the last backward. `quantized`, `feedback`: as in
+    CollectiveQueue.allreduce_quantized."""
 
     def __init__(
         self,
@@ -32,12 +33,13 @@ class ManagedAllreduce:
         mean: bool,
         keep: bool,
         after_buckets: bool,
+        repeat: bool = True,
         quantized: bool = False,
         feedback: ErrorFeedback | None = None,
     ) -> None:
         self.after_buckets, self.quantized, self._feedback = after_buckets, quantized, feedback
         self._tensor = to_local(tensor.detach())
-        self._buffers, self._mean, self._keep = buffers, mean, keep
+        self._buffers, self._mean, self._keep, self._repeat = buffers, mean, keep and repeat, repeat
         self._lock = threading.Lock()  # the thread that ends the operation writes the result
         self._original: Tensor | None = None  # the values, once the result has overwritten them
         self._version = _version(self._tensor)  # the tensor's version after our newest write, or at the beginning
@@ -50,9 +52,9 @@ class ManagedAllreduce:
 
     @property
     def changed(self) -> bool:
-        """True when the user has written to the tensor since our newest write: a retry would overwrite that."""
+        """True when the user has written to the tensor since our newest write, which a retry would overwrite, or may have copied it."""
         with self._lock:
-            return _version(self._tensor) != self._version
+            return not self._repeat or _version(self._tensor) != self._version
 
     @property
     def launched(self) -> bool:

@@ -34,6 +34,7 @@ ONLY_WITH_ALL = {
     "ft/test_torchft_": "programs written for torchft; the first tier has ft/test_manager.py",
     "ft/test_train_ddp.py": "examples/train_ddp.py with one group killed",
     "multiproc/test_explain.py": "--explain compared with real ranks",
+    "multiproc/test_managed_group.py": "hooks of programs written for torchft; the first tier has unit/test_torchft_names.py",
     "multiproc/test_mutations.py": "injected errors in each layout",
     "multiproc/test_checkpoint_ranks.py::test_any_number_of_ranks_loads_it[2-": "from two ranks; the first tier has one to three",
     "multiproc/test_layouts.py::test_every_layout_gives_what_one_process_gives[cp2, by operation": "compiled; the first tier has tp",

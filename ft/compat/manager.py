@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from enum import Enum
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from torch.futures import Future
 from ft import manager as core
 from ft.addresses import advertised
 from ft.buckets import BufferPool, to_local
+from ft.compat.transports import HTTPTransport, PGTransport
 from ft.config import Environment, group_name
 from ft.gradients import Gradients
 from ft.healing.transport import Transport
@@ -55,7 +56,7 @@ from ft.user_sums import ManagedAllreduce
 T = TypeVar("T")
 IGNORED = {  # arguments of torchft without effect here, with the reason
     "use_async_quorum": "a quorum is requested only after a change, and before the body, whose batch depends on it",
-    "enable_error_bus": "every group is always notified at once of a loss",
+    "enable_error_bus": "the lighthouse always notifies the other groups of a loss or error at once (docs/torchft.md)",
 }
 log = logging.getLogger("pharos.torchft")
 
@@ -74,7 +75,7 @@ class Manager:
     that a joining group receives. `min_replica_size`: fewest groups that commit a step. `replica_id`: this group's name, by default
     REPLICA_GROUP_ID. `rank`, `world_size`, `store_addr`, `store_port`: those of this group, by default the launcher's. `lighthouse_addr`:
     by default TORCHFT_LIGHTHOUSE. `max_retries`: consecutive attempts that may fail. `init_sync`: at step 0 all take the state of one.
-    `checkpoint_transport`: a healing.transport.Transport, by default over HTTP.
+    `checkpoint_transport`: an HTTPTransport (the default) or PGTransport, equal in all groups, or a healing.transport.Transport.
 
     `quorum_timeout`: longest wait of start_quorum; None: no limit. `timeout`: longest reduction, at least stall_s (60 s): it is only a
     backstop, as losses are notified at once, and groups wait for one that heals.
@@ -106,7 +107,7 @@ class Manager:
         port: int | None = None,
         hostname: str | None = None,
         heartbeat_interval: timedelta | None = None,
-        checkpoint_transport: Transport | None = None,
+        checkpoint_transport: HTTPTransport | PGTransport | Transport | None = None,
         init_sync: bool = True,
         max_retries: int | None = None,
         quorum_retries: int | None = None,
@@ -146,7 +147,14 @@ class Manager:
             retries=environment.quorum_retries if quorum_retries is None else quorum_retries,
             port=next((given for given in (environment.manager_port, port) if given is not None), 0),
         )
+        transport: Transport | None = None
+        heal_transport: Literal["http", "pg"] = "http"
+        if isinstance(checkpoint_transport, HTTPTransport | PGTransport):
+            heal_transport = checkpoint_transport.KIND
+        else:
+            transport = checkpoint_transport
         options = core.ManagerOptions(
+            heal_transport=heal_transport,
             keep_gradients=config.world_size == 1,  # an error that one rank reports must drop the step on all ranks
             max_retries=max_retries,
             skip_unable=True,  # slots have no meaning here, as the user chooses the data
@@ -161,7 +169,8 @@ class Manager:
             config,
             options,
             store=_store(config, store_addr or environment.master_addr, store_port or environment.master_port),
-            transport=checkpoint_transport,
+            transport=transport,
+            fingerprint=(("checkpoint_transport", heal_transport),),
             gradients=Gradients(shared=pg.IN_CHILD, device="cuda" if "nccl" in pg.KIND else "cpu"),
             observer=observer,
         )
@@ -234,11 +243,13 @@ class Manager:
         reduce_op: Any = dist.ReduceOp.AVG,
         *,
         feedback: ErrorFeedback | None = None,
+        repeat: bool = True,
     ) -> dist.Work:
         """Writes the mean (or the sum) over the groups that contribute into the tensor when the work ends. The work never fails: if the
         reduction does, the tensor keeps its values until the step is retried, or should_commit returns False. Each group's body calls it
         for the same tensors in the same order. `should_quantize`: reduce in int8 (quantized.py); rounding errors are lost, unless
-        `feedback` adds them to the next reduction. Raises ValueError for other reductions, and for means of integers."""
+        `feedback` adds them to the next reduction. `repeat`: False if the result is copied, where a retry would not write: a failure then
+        drops the step in all groups. Raises ValueError for other reductions, and for means of integers."""
         op = reduction(reduce_op)
         if op not in ("AVG", "SUM"):
             raise ValueError(f"allreduce: reduce_op = {op}: must be AVG or SUM, because absent groups contribute zeros")
@@ -252,7 +263,7 @@ class Manager:
         else:
             self._used = True
             work = self.core.gradients.all_reduce(
-                tensor, mean=op == "AVG", quantized=should_quantize, feedback=feedback
+                tensor, mean=op == "AVG", repeat=repeat, quantized=should_quantize, feedback=feedback
             )
         work.on_timeout = self.report_error
         return work

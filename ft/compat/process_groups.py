@@ -1,15 +1,19 @@
-"""torchft's ProcessGroupDummy, which has no peers, and ErrorSwallowingProcessGroup, whose works never fail."""
+"""torchft's ProcessGroupDummy, which has no peers, ErrorSwallowingProcessGroup, whose works never fail, and ManagedProcessGroup, which
+is that of a Manager."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ft.process_groups.base import SIGNATURES, Collectives, GroupWork, Operation, ProcessGroup
 from ft.process_groups.forming import Ended, Engine, Rendezvous
+
+if TYPE_CHECKING:
+    from ft.compat.manager import Manager
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -86,3 +90,33 @@ class ErrorSwallowingProcessGroup(Collectives):
 
         inner.get_future().add_done_callback(ended)
         return work
+
+
+class ManagedProcessGroup(ProcessGroup):
+    """A Manager as a process group, for code that takes torch's, such as FSDP's set_all_reduce_hook and a comm hook of torch's
+    DistributedDataParallel: `allreduce` is Manager.allreduce, whose work never fails, and `size` the number of groups that contribute, 0
+    before the first quorum. Other collectives are those of the Manager's process group, and may fail.
+
+    FSDP and DDP copy the result into .grad, so a step in which an all-reduce has failed is dropped in all groups, as in torchft."""
+
+    KIND = "ft_managed"
+
+    def __init__(self, manager: Manager) -> None:
+        super().__init__()
+        self._manager = manager
+
+    def launch(self, operation: Operation) -> dist.Work:
+        if operation.method != "allreduce":
+            return self._manager.core.group.launch(operation)
+        [tensor] = operation.inputs()
+        op = getattr(dist.ReduceOp, operation.settings["reduceOp"])
+        return self._manager.allreduce(tensor, reduce_op=op, repeat=False)
+
+    def errored(self) -> Exception | None:
+        return self._manager.errored()
+
+    def rank(self) -> int:
+        return self._manager.participating_rank() or 0
+
+    def size(self) -> int:
+        return self._manager.num_participants()

@@ -54,7 +54,6 @@ class HttpTransport(Transport):
     """A rank's transport. `host`: address to listen on. Raises ValueError if other machines could reach it without a token."""
 
     min_stripe = MIN_STRIPE
-    done_s = 1.0  # timeout of telling a source that this joiner needs nothing more
 
     def __init__(self, host: str, replica_id: str, access: Access, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
@@ -70,20 +69,11 @@ class HttpTransport(Transport):
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> HttpFetch:
         return HttpFetch(self, sources, into, f"/heal/{quorum_id}/{step}", progress)
 
-    def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """Uses new connections, as those of the fetch may be slow or broken. A source that is not told fences as if chunks were missing."""
-
-        def notify(source: StateSource) -> None:
-            connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
-            with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
-                connection.connect(self.done_s)
-                connection.request("POST", "done")
-
-        threads = [threading.Thread(target=notify, args=(one,), name="heal-done", daemon=True) for one in sources]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(self.done_s)
+    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+        connection = SourceConnection(self, source, f"/heal/{quorum_id}/{step}")
+        with contextlib.suppress(SourceFailed, OSError, ValueError), contextlib.closing(connection):
+            connection.connect(self.done_s)
+            connection.request("POST", "done")
 
     def close(self) -> None:
         super().close()

@@ -1,8 +1,9 @@
 """Healing over a process group: the same header and digests, in a process group of two for one source and one joiner.
 
 For clusters where replica groups reach each other only by process groups. The group must support tensors in host memory, so it uses gloo;
-state on a device passes through pinned memory. A message has some chunks of one tensor, in place in host memory if possible. The header
-determines their order:
+state on a device passes through pinned memory. Each rank has a store. A joiner numbers its requests in its source's store, and the two form
+a process group for each, so a failed transfer can be requested again. A message has some chunks of one tensor, in place in host memory if
+possible. The header determines their order:
 
     length of the header, header, validity token | messages, each followed by its chunks' digests | damaged chunks again, which the joiner
     requests up to ROUNDS times | the validity token again, if the offer is still valid
@@ -18,61 +19,80 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ft.healing.capture import StagingBuffer, StateSnapshot, TensorPayload
 from ft.healing.format import CHUNK_BYTES, DIGEST_BYTES, MAX_HEADER_BYTES, FormatError, StateManifest, digest
-from ft.healing.transport import VALIDITY_TOKEN_BYTES, HealConfig, HealFailed, OnBytes, Sources, StateOffer, Transport
+from ft.healing.transport import (
+    VALIDITY_TOKEN_BYTES,
+    HealConfig,
+    HealFailed,
+    OnBytes,
+    Sources,
+    StateOffer,
+    StateSource,
+    Transport,
+    Withdrawn,
+)
+from ft.process_groups.store import StoreClient, serve, sweep
+from ft.rpc.access import Endpoint
 
 MESSAGE_CHUNKS = 16
 WINDOW = 3  # messages in progress: one is read or verified while the others are being sent
 FLIGHT = 8  # most messages between two checks for a fence
 ROUNDS = 3  # requests for damaged chunks
 MAX_AGAIN = 64  # damaged chunks in one request; with more the fetch fails
+STORE_S = 5.0  # timeout of a call of a store
+REQUEST_S = timedelta(days=1)  # longest wait for a request of a joiner, whose heal has ended long before
+FETCH, DONE = "fetch", "done"  # what a joiner requests
 log = logging.getLogger("pharos.healing")
 
 
 class PgTransport(Transport):
-    """A rank's transport. `make`: makes a process group, not configured yet. `address`: of a store for joiners, "host:port/prefix"."""
+    """A rank's transport. `make`: makes a process group, not configured yet. `host`: address of this rank's store, which has no token."""
 
-    def __init__(
-        self, make: Callable[[], Any], address: str, replica_id: str, config: HealConfig | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], host: str, replica_id: str, config: HealConfig | None = None) -> None:
         super().__init__(replica_id, config)
-        self.make, self.address = make, address
+        self.make, self._store = make, serve(host)
+        self.address = str(Endpoint(host, self._store.port))
         self._senders: list[_Sender] = []
 
     def offer(self, snapshot: StateSnapshot, *, quorum_id: int, step: int, joiners: Sequence[str]) -> StateOffer:
         offer = super().offer(snapshot, quorum_id=quorum_id, step=step, joiners=joiners)
+        sweep(self._store, quorum_id)
         for joiner in joiners:
-            store = _store(self.address, self.replica_id, joiner, quorum_id, step)
-            self._senders.append(_Sender(self.make(), store, offer, joiner))
+            prefix = _prefix(self.address, self.replica_id, joiner, quorum_id, step)
+            self._senders.append(_Sender(self.make, prefix, offer, joiner))
         return offer
 
     def withdraw(self, reason: str) -> None:
         super().withdraw(reason)
         while self._senders:
-            self._senders.pop().group.abandon(reason)  # interrupts its thread
+            self._senders.pop().end(reason)
 
     def _start(self, sources: Sources, into: StateSnapshot, quorum_id: int, step: int, progress: OnBytes) -> PgFetch:
-        stores = [_store(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
-        return PgFetch(self, sources, stores, into, progress)
+        prefixes = [_prefix(one.address, one.replica_id, self.replica_id, quorum_id, step) for one in sources]
+        return PgFetch(self, sources, prefixes, into, progress)
 
-    def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
-        """Does nothing: a sender notices the end of its process group, and serves only one joiner, once."""
+    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+        prefix = _prefix(source.address, source.replica_id, self.replica_id, quorum_id, step)
+        with contextlib.suppress(OSError, ValueError), contextlib.closing(StoreClient(prefix, self.done_s)) as store:
+            _request(store, DONE)
 
 
 class PgFetch:
     """One fetch, which tries one source after the other."""
 
     def __init__(
-        self, transport: PgTransport, sources: Sources, stores: Sequence[str], into: StateSnapshot, progress: OnBytes
+        self, transport: PgTransport, sources: Sources, prefixes: Sequence[str], into: StateSnapshot, progress: OnBytes
     ) -> None:
-        self._transport, self._sources, self._stores = transport, sources, stores
+        self._transport, self._sources, self._prefixes = transport, sources, prefixes
         self._into, self._progress = into, progress
         self._group: Any = None
+        self._store: StoreClient | None = None
         self._tag = 0  # tag of the next message
         self._touched = False
         self._stopped = ""
@@ -80,16 +100,18 @@ class PgFetch:
     def run(self) -> dict[str, Any]:
         failed: dict[str, str] = {}
         layout_mismatch = True
-        for source, store in zip(self._sources, self._stores, strict=True):
+        for source, prefix in zip(self._sources, self._prefixes, strict=True):
             self._group = group = self._transport.make()
             self._tag = 0
             try:
+                with contextlib.closing(StoreClient(prefix, STORE_S)) as self._store:
+                    number = 0 if self._stopped else _request(self._store, FETCH)
                 if not self._stopped:
-                    group.configure(store, 1, 2)
+                    group.configure(f"{prefix}/{number}", 1, 2)
                 if self._stopped:  # `stop` may have been called before there was a process group
                     break
                 return self._fetch()
-            except (RuntimeError, ValueError) as error:  # torch raises RuntimeError for all failures of a process group
+            except (RuntimeError, ValueError, OSError) as error:  # RuntimeError: all failures of a process group
                 failed[source.replica_id] = str(error)
                 layout_mismatch &= isinstance(error, FormatError)
                 log.warning("healing from %s: %s", source.replica_id, error)
@@ -103,6 +125,8 @@ class PgFetch:
 
     def stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
+        if self._store is not None:
+            self._store.hang_up()
         if self._group is not None:
             self._group.interrupt(reason)  # `fetch` abandons it, and waits until nothing writes to tensors
 
@@ -176,8 +200,17 @@ class PgFetch:
         return self._group.recv([tensor], 0, self._tag - 1)
 
 
-def _store(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
+def _prefix(address: str, source: str, joiner: str, quorum_id: int, step: int) -> str:
+    """Returns the prefix of a joiner's keys in its source's store, as `sweep` expects it."""
     return f"{address}/heal/{quorum_id}/{step}/{source}/{joiner}"
+
+
+def _request(store: StoreClient, what: str) -> int:
+    """Writes the next request of a joiner to its source's store, and returns its number. Raises OSError."""
+    store.connect()
+    number = store.add("requests", 1)
+    store.set(f"request/{number}", what)
+    return number
 
 
 def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
@@ -196,19 +229,49 @@ def _messages(manifest: StateManifest) -> Iterator[tuple[int, int]]:
 
 
 class _Sender:
-    """A source's thread for one joiner."""
+    """A source's thread for one joiner: serves its requests until one has succeeded, or the joiner needs nothing more."""
 
-    def __init__(self, group: Any, store: str, offer: StateOffer, name: str) -> None:
-        self.group, self._store, self._offer, self._name = group, store, offer, name
+    def __init__(self, make: Callable[[], Any], prefix: str, offer: StateOffer, name: str) -> None:
+        self._make, self._prefix, self._offer, self._name = make, prefix, offer, name
+        self._store = StoreClient(prefix, STORE_S)
+        self._group: Any = None
         self._tag = 0
+        self._ended = ""  # reason of `end`; "": not called
         threading.Thread(target=self._run, name="heal-sender", daemon=True).start()
 
+    def end(self, reason: str) -> None:
+        """Interrupts the thread, wherever it waits."""
+        self._ended = reason
+        self._store.hang_up()
+        if self._group is not None:
+            self._group.abandon(reason)
+
     def _run(self) -> None:
-        """Sends the state. A failure or Withdrawn ends it, and the joiner notices that its process group ends."""
-        offer = self._offer
+        offer, number = self._offer, 0
         try:
             offer.add_joiner(self._name)
-            self.group.configure(self._store, 0, 2)
+            self._store.connect()
+            while True:
+                self._store.wait([f"request/{number + 1}"], REQUEST_S)
+                number = self._store.add("requests", 0)  # the newest: the joiner has given up those before
+                if self._store.get(f"request/{number}") == DONE.encode() or self._serve(number):
+                    break
+                offer.set_wanted(self._name, range(offer.manifest.chunks))
+        except (RuntimeError, OSError) as error:
+            log.info("%s is not served any more: %s", self._name, self._ended or error)
+        finally:
+            offer.set_wanted(self._name, ())
+            self._store.close()
+
+    def _serve(self, number: int) -> bool:
+        """Sends the state for a request. Returns False if the joiner has not received all of it, and notices that its process group ends.
+        Raises Withdrawn if the offer is withdrawn."""
+        offer = self._offer
+        self._group, self._tag = self._make(), 0
+        try:
+            if self._ended:  # `end` may have been called before there was a process group
+                raise Withdrawn(self._ended)
+            self._group.configure(f"{self._prefix}/{number}", 0, 2)
             self._send(_bytes(struct.pack("<Q", len(offer.header))), _bytes(offer.header + offer.validity_token))
             staging = StagingBuffer(offer.body, WINDOW * MESSAGE_CHUNKS)
             messages = list(_messages(offer.manifest))
@@ -219,7 +282,7 @@ class _Sender:
                     del messages[:sent]
                 if again < ROUNDS:
                     wanted = torch.empty(MAX_AGAIN + 1, dtype=torch.int64)
-                    self.group.recv([wanted], 1, self._tag).wait()
+                    self._group.recv([wanted], 1, self._tag).wait()
                     self._tag += 1
                     count, *chunks = wanted.tolist()
                     messages = [(chunk, chunk) for chunk in chunks[: max(0, count)]]
@@ -230,12 +293,14 @@ class _Sender:
             offer.check()
             self._send(_bytes(offer.validity_token))
             offer.set_wanted(self._name, ())
-            self.group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or fails, if it has ended
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, self._tag).wait()  # or fails, if it has ended
+            return True
         except (RuntimeError, ValueError) as error:
             log.info("sending the state to %s has ended: %s", self._name, error)
+            offer.check()
+            return False
         finally:
-            offer.set_wanted(self._name, ())
-            self.group.abandon("this joiner is served")
+            self._group.abandon("this request is served")
 
     def _send_flight(self, messages: Sequence[tuple[int, int]], staging: StagingBuffer) -> int:
         """Sends the first messages, at most FLIGHT, and fewer if a fence waits; returns their number."""
@@ -265,7 +330,7 @@ class _Sender:
 
     def _start(self, tensor: torch.Tensor) -> Any:
         self._tag += 1
-        return self.group.send([tensor], 1, self._tag - 1)
+        return self._group.send([tensor], 1, self._tag - 1)
 
 
 def _wait(works: Sequence[Any]) -> None:

@@ -89,6 +89,7 @@ class Transport(ABC):
     """Transport of one rank. `offer`, `fence` and `withdraw` are for the thread that commits; `fetch` blocks the thread that calls it."""
 
     address: str  # for joiners (checkpoint_metadata)
+    done_s = 1.0  # timeout of telling a source that this joiner needs nothing more
 
     def __init__(self, replica_id: str, config: HealConfig | None = None) -> None:
         self.replica_id, self.config = replica_id, config or HealConfig()
@@ -118,10 +119,22 @@ class Transport(ABC):
         self.notify_done(sources, quorum_id=quorum_id, step=step)
         return values
 
-    @abstractmethod
     def notify_done(self, sources: Sources, *, quorum_id: int, step: int) -> None:
         """Tells the sources that this joiner needs nothing more of their offers, so that no fence waits for it. Does not wait for a slow
-        source. `fetch` calls it when it has received everything; after a final failure the caller must."""
+        source. `fetch` calls it when it has received everything; after a final failure the caller must. Uses new connections, as those of
+        the fetch may be slow or broken. A source that is not told fences as if chunks were missing."""
+        threads = [
+            threading.Thread(target=self._notify_done, args=(one, quorum_id, step), name="heal-done", daemon=True)
+            for one in sources
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(self.done_s)
+
+    @abstractmethod
+    def _notify_done(self, source: StateSource, quorum_id: int, step: int) -> None:
+        """Tells one source, in a thread. Never raises."""
 
     def stop(self, reason: str) -> None:
         """Cancels a fetch that runs in a different thread, which then raises HealFailed."""

@@ -38,8 +38,8 @@ def over_group() -> Iterator[Heal]:
 
         def over(group: Group, joiner: Group) -> None:
             wires: dict[str, Wire] = {}
-            source = PgTransport(lambda: QueueGroup(wires), f"queues/{id(wires)}", "a")
-            transport = PgTransport(lambda: QueueGroup(wires), f"queues/{id(wires)}-j", "j")
+            source = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "a")
+            transport = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "j")
             for end in (source, transport):
                 stack.callback(end.close)
             source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])

@@ -18,6 +18,7 @@ from tests.healing.states import Group, equal, large
 from tests.multiproc.pool import Pool
 
 QUICK = HealConfig(heal_copy_bytes=0, heal_grace_s=0.3)
+PATIENT = HealConfig(heal_copy_bytes=0, heal_grace_s=600.0)
 
 
 class Wire:
@@ -104,8 +105,8 @@ def pair(
 ) -> tuple[PgTransport, PgTransport]:
     """A source with its offer, and a joiner."""
     wires: dict[str, Wire] = {}
-    source = PgTransport(lambda: QueueGroup(wires), "queues/x", "a", config)
-    joiner = PgTransport(lambda: QueueGroup(wires, spoil, patience_s), "queues/y", "j", config)
+    source = PgTransport(lambda: QueueGroup(wires), "127.0.0.1", "a", config)
+    joiner = PgTransport(lambda: QueueGroup(wires, spoil, patience_s), "127.0.0.1", "j", config)
     source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
     return source, joiner
 
@@ -142,6 +143,44 @@ def test_a_wire_that_always_flips_is_given_up():
     with pytest.raises(HealFailed, match="damaged on the way, 3 times") as failed:
         heal(source, transport, joiner)
     assert failed.value.touched and failed.value.blame == ("a",) and not joiner.loaded
+    heal(source, transport, joiner)  # the request is repeated, and now nothing flips
+    assert equal(joiner.loaded, group.values) and source.fence() is Fenced.FREE
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_two_sources_and_one_is_enough(gone: bool):
+    """The second is told that it is not needed, or takes the place of the first."""
+    group, joiner, wires = large(1), large(2), dict[str, Wire]()
+    sources = [PgTransport(lambda: QueueGroup(wires), "127.0.0.1", name, PATIENT) for name in "ab"]
+    transport = PgTransport(lambda: QueueGroup(wires, patience_s=0.5), "127.0.0.1", "j")
+    for source in sources:
+        source.offer(group.snapshot(), quorum_id=3, step=7, joiners=["j"])
+    if gone:
+        sources[0].close()
+    named = [StateSource(name, source.address) for name, source in zip("ab", sources, strict=True)]
+    joiner.state.load(transport.fetch(named, joiner.snapshot(), quorum_id=3, step=7))
+    assert equal(joiner.loaded, group.values)
+    assert [source.fence() for source in sources] == [Fenced.FREE] * 2
+    assert len(wires) == 1 + gone
+
+
+def test_requests_of_an_older_quorum_are_swept():
+    group, joiner = large(1, chunks=2), large(2, chunks=2)
+    source, transport = pair(group)
+    heal(source, transport, joiner)
+    quorums = lambda: {key.split("/")[1] for key in source._store.list_keys() if key.startswith("heal/")}  # noqa: E731
+    assert quorums() == {"3"}
+    source.offer(group.snapshot(), quorum_id=4, step=7, joiners=["j"])
+    heal(source, transport, joiner, quorum_id=4)
+    assert quorums() == {"4"}
+
+
+def test_a_source_of_another_transport():
+    _, transport = pair(large(1, chunks=2))
+    named = [StateSource("a", "http://127.0.0.1:1/")]
+    with pytest.raises(HealFailed, match="must be host:port/prefix") as failed:
+        transport.fetch(named, large(2, chunks=2).snapshot(), quorum_id=3, step=7)
+    assert not failed.value.touched and not failed.value.layout_mismatch
 
 
 def test_another_step_finds_nobody():
@@ -153,11 +192,12 @@ def test_another_step_finds_nobody():
 
 
 def test_another_shape_is_refused():
-    """And keeps no commit waiting."""
-    source, transport = pair(large(1, chunks=2), HealConfig(heal_copy_bytes=0, heal_grace_s=600.0))
+    """And keeps no commit waiting, once that is said."""
+    source, transport = pair(large(1, chunks=2), PATIENT)
     with pytest.raises(HealFailed, match="model/weights: the source has") as failed:
         heal(source, transport, large(2, chunks=3))
     assert not failed.value.touched and failed.value.layout_mismatch
+    transport.notify_done([StateSource("a", source.address)], quorum_id=3, step=7)
     assert source.fence() is Fenced.FREE
 
 
@@ -213,7 +253,7 @@ def test_a_fetch_can_be_stopped():
 # ------------------------------------------------------------------------------------------------ gloo
 
 
-def over_gloo(address: str, leaves: bool) -> Any:
+def over_gloo(leaves: bool) -> Any:
     """Rank 0 has the state, rank 1 heals. leaves: the source closes while the joiner has a part."""
     import torch.distributed as dist
 
@@ -233,7 +273,9 @@ def over_gloo(address: str, leaves: bool) -> Any:
 
     source, joiner = states()
     met: list[int] = []
-    transport = PgTransport(lambda: ProcessGroupGloo(30.0), address, "aj"[dist.get_rank()])
+    transport = PgTransport(lambda: ProcessGroupGloo(30.0), "127.0.0.1", "aj"[dist.get_rank()])
+    address = [transport.address]
+    dist.broadcast_object_list(address)
     try:
         if dist.get_rank() == 0:
             transport.offer(source.snapshot(), quorum_id=3, step=7, joiners=["j"])
@@ -244,7 +286,9 @@ def over_gloo(address: str, leaves: bool) -> Any:
             dist.barrier()
             return transport.fence().name
         try:
-            values = transport.fetch([StateSource("a", address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet)
+            values = transport.fetch(
+                [StateSource("a", *address)], joiner.snapshot(), quorum_id=3, step=7, progress=meet
+            )
             return equal(values, source.values)
         except HealFailed as failed:
             return failed.touched, failed.blame
@@ -254,17 +298,10 @@ def over_gloo(address: str, leaves: bool) -> Any:
         transport.close()
 
 
-@pytest.fixture(scope="module")
-def store() -> Any:
-    from ft.process_groups.store import serve
-
-    return serve()
+def test_gloo(pool: Pool):
+    assert pool.run(2, over_gloo, False) == ["FREE", True]
 
 
-def test_gloo(pool: Pool, store: Any):
-    assert pool.run(2, over_gloo, f"127.0.0.1:{store.port}/whole", False) == ["FREE", True]
-
-
-def test_gloo_whose_source_leaves(pool: Pool, store: Any):
-    _, joiner = pool.run(2, over_gloo, f"127.0.0.1:{store.port}/leaves", True)
+def test_gloo_whose_source_leaves(pool: Pool):
+    _, joiner = pool.run(2, over_gloo, True)
     assert joiner == (True, ("a",))

@@ -75,7 +75,7 @@ def test_members_of_classes_that_are_named_exist(sources: str):
 def test_the_page_about_torchft_has_the_names_of_ft():
     """Those that stand for torchft's; the seam's are Pharos's own."""
     page = (ROOT / "docs" / "torchft.md").read_text()
-    text = page.partition("## ")[0].partition("torchft's other names")[0]
+    text = page.partition("## ")[0]
     named = {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\b[A-Z]\w+\b", code)}
     seam = {"Commit", "DataAssignment", "Seam", "SoloManager", "StepTotals"}
     assert named == set(ft.__all__) - seam

@@ -51,7 +51,12 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "": ({*PACKAGES, "train", "tests.multiproc.pool"}, None),  # ranks that live on, which bench/parity.py needs, too
 }
 
-# ft/ without ft.compat is whole, but for the server of a group, which answers torchft's clients, too, and so imports these when it runs.
+# ft.compat, and the modules that give its names out under torchft's modules.
+MODULES = ("checkpointing", "coordination", "data", "ddp", "local_sgd", "optim", "parameter_server", "process_group")
+INTERFACE = ("ft.compat.", *(f"ft.{name}." for name in MODULES))
+
+# ft/ without this interface is whole, but for the server of a group, which answers torchft's clients, too, and so imports these when it
+# runs.
 COMPAT_IMPORTS = {
     ("ft.rpc.group_server", "ft.compat.group.TorchftGroup"),
     ("ft.rpc.group_server", "ft.compat.group.TorchftConnection"),
@@ -133,7 +138,7 @@ def test_the_test_sees_a_violation():
 def _is_upward(module: str, name: str) -> bool:
     """True where the core of ft/ imports its interface for torchft."""
     here, there = f"{module}.", f"{name}."
-    return there.startswith("ft.compat.") and here.startswith("ft.") and not here.startswith("ft.compat.")
+    return there.startswith(INTERFACE) and here.startswith("ft.") and not here.startswith(INTERFACE)
 
 
 def _may(module: str, name: str) -> bool:

@@ -51,6 +51,7 @@ SEMI = dict(enable=True, semi_sync_method="diloco")
         (dict(should_quantize=True), 'fault_tolerance.should_quantize = true: requires fault_tolerance.semi_sync_method = "diloco", but it is "none"; nearest: false'),
         (dict(enable=True, semi_sync_method="local_sgd", should_quantize=True), 'fault_tolerance.should_quantize = true: requires fault_tolerance.semi_sync_method = "diloco", but it is "local_sgd"'),
         (dict(semi_sync_method="diloco"), 'fault_tolerance.semi_sync_method = "diloco": requires fault_tolerance.enable = true'),
+        (dict(heal_transport="pg"), 'fault_tolerance.heal_transport = "pg": requires fault_tolerance.enable = true: a single group has no other group to heal from; nearest: "http"'),
         (dict(**SEMI, keep_gradients=False), "fault_tolerance.keep_gradients = false: not supported with fault_tolerance.semi_sync_method"),
         (dict(**SEMI, keep_global_batch=True), "fault_tolerance.keep_global_batch = true: not supported with fault_tolerance.semi_sync_method"),
         (dict(**SEMI, num_fragments=2), "fault_tolerance.sync_steps = 5: must be a multiple of fault_tolerance.num_fragments = 2, because one fragment is reduced at a time; nearest: 4 or 6"),
@@ -75,6 +76,7 @@ def test_settings_that_do_not_fit_each_other(settings: dict[str, object], messag
         dict(**SEMI, sync_steps=12, num_fragments=4, fragment_sync_delay=2, fragment_update_alpha=0.5),
         dict(**SEMI, outer_momentum=0.0, outer_nesterov=False),
         dict(enable=True, semi_sync_method="local_sgd", sync_steps=1),
+        dict(enable=True, heal_transport="pg"),
     ],
 )
 def test_settings_that_do(settings: dict[str, object]):

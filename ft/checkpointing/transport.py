@@ -1,0 +1,5 @@
+"""torchft.checkpointing.transport, under its name."""
+
+from ft.healing.transport import Transport as CheckpointTransport
+
+__all__ = ["CheckpointTransport"]

@@ -1,0 +1,20 @@
+"""torchft.process_group, under its names. The implementations are in ft/process_groups."""
+
+from ft import __getattr__  # noqa: F401 (says why ProcessGroupXCCL is absent)
+from ft.compat.process_groups import ErrorSwallowingProcessGroup as ErrorSwallowingProcessGroupWrapper
+from ft.compat.process_groups import ManagedProcessGroup, ProcessGroupDummy
+from ft.process_groups.baby import ProcessGroupBabyGloo, ProcessGroupBabyNCCL
+from ft.process_groups.base import ProcessGroup
+from ft.process_groups.gloo import ProcessGroupGloo
+from ft.process_groups.nccl import ProcessGroupNCCL
+
+__all__ = [
+    "ErrorSwallowingProcessGroupWrapper",
+    "ManagedProcessGroup",
+    "ProcessGroup",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupDummy",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
+]
