@@ -50,7 +50,9 @@ def load(argv: Sequence[str]) -> RunConfig:
     share: Any = config.training.dataset_held_out if config.validation.enable else 0.0
     with suppress(ConfigError):  # check_saved reports it
         saved = config.run_folder / SAVED_NAME
-        share = document.read(str(saved))[0]["training"]["dataset_held_out"] if saved.exists() else share
+        if saved.exists():  # a key that it lacks has the default
+            before = document.read(str(saved))[0].get("training", {})
+            share = before.get("dataset_held_out", config.training.dataset_held_out)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
 
 

@@ -44,6 +44,7 @@ _MAY_CHANGE = (
     "optimizer.implementation",  # the same update rule
     "lr_scheduler.total_steps",  # grows with training.steps
 )
+_GONE = "no such key"
 # May change at a branch point: read in every step, and not part of the state.
 _BRANCHES = ("optimizer.", "lr_scheduler.", "training.max_norm")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
@@ -106,7 +107,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     refused = [each for each in differences if each[0] not in config.resume.keys]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
-        if can := [key for key, _, _ in refused if _may_branch(key)]:
+        if can := [key for key, _, new in refused if _may_branch(key) and new != _GONE]:
             allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
             problems.append(
                 f"to continue this run with the new {' and '.join(can)} from the next step on: --resume.allow={allow}"
@@ -160,7 +161,7 @@ def _differences(
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):
             continue
         if key not in now:
-            yield key, saved[key], "no such key"
+            yield key, saved[key], _GONE
         elif old[key] != now[key]:
             yield key, old[key], now[key]
 

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
         return fail(error, 2)
     except OSError as error:
         return fail(error, 1)
+    except BrokenProcessPool:
+        return fail("a process that tokenises was killed (is there enough memory?); the same command goes on", 1)
     except KeyboardInterrupt:
         return fail("interrupted; the same command goes on", 1)
 
@@ -156,6 +159,8 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
     hub = import_module("huggingface_hub")
     try:
         found = hub.HfFileSystem().glob(pattern.removeprefix(HUB), detail=True)
+    except FileNotFoundError:
+        found = {}
     except Exception as error:  # of its own, of the network
         raise ValueError(f"SOURCE {pattern}: the hub answers: {error}") from error
     if not found:

@@ -158,7 +158,7 @@ CASES = [
         files={"tokenizer.json": json.dumps(TOKENIZER)},
         needs="tokenizers",
     ),
-    Case("too little held out", 'run.toml: training.dataset_held_out = 0.03: the corpus is one document, none can be held out; add documents, or set validation.enable = false', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
+    Case("too little held out", 'run.toml:2: training.seq_len = 64: the validation split has 56 tokens (1 documents and 1883 tokens in all), too few for one sequence; legal: 1 to 55, or add text', (*FILES, "--validation.enable"), files={"corpus/a.txt": "one short document\n" * 99}, nproc=1),
     Case(
         "another run of the same name",
         "run.toml: training.seed: saved 7, now 0\noutputs/run has a run with the saved settings: restore them, or start a new run with --job.name NAME (from these weights: add --checkpoint.initial_load_path outputs/run/checkpoint/step-N)",

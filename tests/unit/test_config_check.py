@@ -198,8 +198,9 @@ def test_a_small_corpus_is_split_before_anything_starts(folder: Path) -> None:
     assert complaints(folder, *files) == []
     assert complaints(folder, *files, "--training.seq_len=400")[0].startswith("--training.seq_len = 400: ")
     assert complaints(folder, *files, "--validation.enable")[0].startswith(
-        "run.toml: training.dataset_held_out = 0.03: "
+        "run.toml:2: training.seq_len = 64: the validation split has 10 tokens"
     )
+    assert complaints(folder, *files, "--validation.enable", "--training.seq_len=8") == []
     assert sorted(file.name for file in folder.iterdir()) == ["a.txt", "run.toml"]
 
 

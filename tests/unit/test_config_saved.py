@@ -82,7 +82,7 @@ def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
         ("--model.tokenizer_path=x.json", 'saved "", now "x.json"'),
         ("--training.dataset=files", 'saved "stdlib", now "files"'),
         ("--training.dataset_path=a.txt", 'saved "", now "a.txt"'),
-        ("--training.dataset_held_out=0.5", "saved 0.03, now 0.5"),
+        ("--training.dataset_held_out=0.5", "saved 0.0, now 0.5"),
         ("--training.seq_len=64", "saved 2048, now 64"),
         ("--training.local_batch_size=4", "saved 8, now 4"),
         ("--training.global_batch_size=8", "saved -1, now 8"),
@@ -100,7 +100,44 @@ def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
 def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, difference: str) -> None:
     save(configure(tmp_path), tmp_path / "run")
     key = changed.split("=")[0]
-    assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}"]
+    name = key.removeprefix("--")
+    branches = name.startswith(("optimizer.", "lr_scheduler.")) or name == "training.max_norm"
+    assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}", *([cure(name)] if branches else [])]
+
+
+def cure(*keys: str) -> str:
+    named = f"{' and '.join(keys)} from the next step on: --resume.allow={','.join(keys)}"
+    return f"to continue this run with the new {named}"
+
+
+def test_what_resume_allow_names_may_change(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    changes = ["--optimizer.lr=1e-3", "--training.max_norm=2"]
+    assert refusal(configure(tmp_path, *changes, "--resume.allow=optimizer.lr")) == [
+        "--training.max_norm: saved 1.0, now 2.0",
+        f"{cure('training.max_norm').partition('=')[0]}=optimizer.lr,training.max_norm",
+    ]
+    allowed = configure(tmp_path, *changes, "--resume.allow=optimizer.lr, training.max_norm,optimizer.eps")
+    assert check_saved(allowed, tmp_path / "run") == {
+        "optimizer.lr": "0.003 -> 0.001",
+        "training.max_norm": "1.0 -> 2.0",
+    }
+    save(allowed, tmp_path / "run")
+    assert check_saved(allowed, tmp_path / "run") == {}
+
+
+@pytest.mark.parametrize(
+    ("allow", "message"),
+    [
+        ("model.dim", "model.dim: cannot change in a run; legal: training.max_norm, optimizer.lr, "),
+        ("optimizer.name", "optimizer.name: cannot change in a run; legal: training.max_norm, optimizer.lr, "),
+        ("optimizer.l", "optimizer.l: no such key; legal: training.max_norm, optimizer.lr, "),
+    ],
+)
+def test_what_may_never_change(tmp_path: Path, allow: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_saved(configure(tmp_path, f"--resume.allow={allow}"), tmp_path / "run")
+    assert str(caught.value).startswith(f'--resume.allow = "{allow}": {message}')
 
 
 @pytest.mark.parametrize(
@@ -151,8 +188,12 @@ def test_all_differences_with_their_lines(tmp_path: Path) -> None:
     assert refusal(changed) == [
         f"{tmp_path}/run.toml:2: optimizer.lr: saved 0.003, now 1.0",
         "--training.seed: saved 0, now 1",
+        cure("optimizer.lr"),
     ]
-    assert refusal(configure(tmp_path, toml="")) == [f"{tmp_path}/run.toml: optimizer.lr: saved 0.003, now 0.0008"]
+    assert refusal(configure(tmp_path, toml="")) == [
+        f"{tmp_path}/run.toml: optimizer.lr: saved 0.003, now 0.0008",
+        cure("optimizer.lr"),
+    ]
 
 
 def test_another_model_is_one_difference(tmp_path: Path) -> None:

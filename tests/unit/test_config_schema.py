@@ -31,7 +31,7 @@ def written(folder: Path, text: str = "", name: str = "run.toml") -> str:
 def test_the_sections() -> None:
     assert list(SECTIONS) == [
         "job", "model", "training", "optimizer", "lr_scheduler", "parallelism", "activation_checkpoint", "compile",
-        "float8", "checkpoint", "validation", "metrics", "profiling",
+        "float8", "checkpoint", "resume", "validation", "metrics", "profiling",
         "fault_tolerance", "comm", "sample",
     ]  # fmt: skip
 

@@ -9,14 +9,16 @@ import pytest
 
 from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
-from training.config import TrainingConfig
-from training.data.dataset import TrainingData, open_data, short
+from training.config import TrainingConfig, ValidationConfig
+from training.data.dataset import CachedData, open_data, short
 from training.data.loader import MicrobatchSampler
 from training.tokenizer import ByteTokenizer
 
 
-def open_it(config: TrainingConfig, cache: Path) -> TrainingData:
-    return open_data(config, ByteTokenizer(), cache, log=Lines())
+def open_it(config: TrainingConfig, cache: Path) -> CachedData:
+    data = open_data(config, ValidationConfig(enable=True), ByteTokenizer(), cache, log=Lines())
+    assert isinstance(data, CachedData)
+    return data
 
 
 def test_summary_names_the_corpus_and_its_splits(tmp_path: Path) -> None:
@@ -34,9 +36,11 @@ def test_loaders_follow_the_section(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
     config = files_config(path, seq_len=16, local_batch_size=2, seed=5, dataset_held_out=0.2)
     data = open_it(config, tmp_path / "cache")
-    for split in ("train", "validation"):
-        order = data.order(split, seed=5, seq_len=16)
-        with closing(data.loader(split, MicrobatchSampler(4, config.local_batch_size, 1, 2))) as loader:
+    sampler = MicrobatchSampler(4, config.local_batch_size, 1, 2)
+    [validation] = data.validation_loaders(sampler).values()
+    orders = (data.order(seed=5, seq_len=16), data.validation_orders(seq_len=16)[""])
+    for loader, order in zip((data.loader(sampler), validation), orders, strict=True):
+        with closing(loader):
             (batch,) = loader.load([8])
         assert batch.inputs.tolist() == [order.sequence(position)[:-1].tolist() for position in (10, 11)]
 
@@ -55,8 +59,8 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_enough_to_train_on(tmp_path: Path) -> None:
     data = open_it(TrainingConfig(), tmp_path)
-    assert data.order("train", seed=0, seq_len=256).sequences_per_epoch > 10_000
-    assert data.order("validation", seed=0, seq_len=256).sequences_per_epoch > 50
+    assert data.order(seed=0, seq_len=256).sequences_per_epoch > 10_000
+    assert data.validation_orders(seq_len=256)[""].sequences_per_epoch > 50
     assert data.summary().startswith("stdlib: ")
 
 

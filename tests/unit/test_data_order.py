@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.data_corpus import document, files_config, open_small, write_jsonl
 from training.config import TrainingConfig
 from training.data.cache import BUCKETS, Corpus
-from training.data.order import DocumentOrder, in_split, shuffled, stride
+from training.data.order import DocumentOrder, cuts, in_split, shuffled, spans, stride
 
 DOCUMENT_IDS = 37
 HELD_OUT = 0.2
@@ -179,9 +179,27 @@ class TestTooLittle:
         order_of(corpus, held_out=nearest, seq_len=1)
 
     def test_a_single_document(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("all there is")
+        """Its end is held out, where that is wanted."""
+        (tmp_path / "a.txt").write_text("all there is" * 100)
         corpus = open_small(files_config(tmp_path), tmp_path / "cache")
-        with pytest.raises(
-            ValueError, match=r"^training.dataset_held_out = 0.01: the corpus is one document, none can "
-        ):
+        with pytest.raises(ValueError, match=r"^training.dataset_held_out = 0.01: no document is held out "):
             order_of(corpus, split="validation", held_out=0.01)
+        train, held_out = (
+            DocumentOrder(corpus, split, held_out=0.1, seed=0, seq_len=1, may_cut=True)
+            for split in ("train", "validation")
+        )
+        assert (train.tokens_per_epoch, held_out.tokens_per_epoch) == (1082, 120)
+        assert held_out.sequence(0).tolist() == corpus.read(1082, 2).tolist()
+        assert {train.sequence(position)[0] for position in range(1081)} == set(corpus.read(0, 1081).tolist())
+
+    def test_few_documents_none_held_out_by_content(self, tmp_path: Path) -> None:
+        """The last share of all is: the end of one document, and those after it."""
+        texts = ["first " * 9, "second " * 9, "third"]
+        corpus = open_small(files_config(write_jsonl(tmp_path / "a.jsonl", texts)), tmp_path / "cache")
+        assert cuts(corpus, 0.001) and not cuts(corpus, 0.0)
+        for share, documents in ((0.001, 1), (0.05, 1), (0.1, 2)):
+            if cuts(corpus, share):
+                first, lengths = spans(corpus, "validation", share, may_cut=True)
+                others, more = spans(corpus, "train", share, may_cut=True)
+                assert len(first) == documents and lengths.sum() + more.sum() == corpus.tokens
+                assert others[-1] + more[-1] == first[0]

@@ -113,7 +113,7 @@ ARRAYS: dict[str, np.ndarray] = {
     "float.npy": np.zeros(3),
     "flat.npy": np.zeros((2, 2), dtype=np.uint16),
 }
-LEGAL = ".txt, .jsonl, .parquet files, globs and folders, comma-separated"
+LEGAL = ".txt, .jsonl, .json, .parquet (also with .gz or .zst) files, globs and folders, comma-separated"
 OTHER_VOCABULARY = "set model.tokenizer_path to the tokenizer that made the file, or model.vocab_size to its size"
 OTHER_KEY = 'nearest: training.dataset_text_key = "texts"'
 CONVERT = "convert it, for instance: iconv -f latin1 -t utf-8 {d}"
@@ -121,7 +121,11 @@ BAD = [
     ("files", "none/x.txt", "no file matches {d}/none/x.txt; there is no folder {d}/none"),
     ("files", "god.txt", "no file matches {d}/god.txt; nearest: {d}/good.txt"),
     ("files", "q*q.txt", f"no file matches {{d}}/q*q.txt; legal: {LEGAL}"),
-    ("files", "notes.md", "file {d}/notes.md ends in '.md'; legal: .txt, .jsonl, .parquet"),
+    (
+        "files",
+        "notes.md",
+        "file {d}/notes.md ends in '.md'; legal: .txt, .jsonl, .json, .parquet (also with .gz or .zst)",
+    ),
     ("files", "empty.txt", "the corpus is empty: no text in 1 file; name files with text"),
     ("files", "blank.jsonl", "the corpus is empty: no text in 1 file; name files with text"),
     ("files", "latin.txt", f"file {{d}}/latin.txt is not UTF-8 at byte 3; {CONVERT}/latin.txt"),
@@ -184,7 +188,9 @@ def test_bad_input(folder: Path, dataset: Any, name: str, message: str) -> None:
 def test_a_torn_npy_and_an_empty_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^training.dataset_path = .*torn.npy is not a .npy of ids: "):
         check_sources(TrainingConfig(dataset="tokens", dataset_path=f"{folder}/torn.npy"))
-    with pytest.raises(ValueError, match=r"folder .* has no .txt, .jsonl, .parquet file$"):
+    with pytest.raises(
+        ValueError, match=r"folder .* has no .txt, .jsonl, .json, .parquet \(also with .gz or .zst\) file$"
+    ):
         check_sources(files_config(tmp_path))
     with pytest.raises(ValueError, match=r'^training.dataset_path = " , ": is empty; legal: .txt, '):
         check_sources(files_config(" , "))

@@ -171,10 +171,14 @@ class TestMixture:
 
 
 def test_a_corpus_of_one_document_is_split(tmp_path: Path):
-    store = write(tmp_path, 1, held_out=0.1, words=100, shard_tokens=1000)
+    store = write(tmp_path / "kept", 1, held_out=0.1, words=100, shard_tokens=1000)
     [shard] = store.manifest.shards
     assert (shard.documents, shard.train_documents, shard.train_tokens) == (2, 1, 90)
     assert store.bounds(0).tolist() == [0, 90, 100]
+    writer = StoreWriter(tmp_path / "held", settings(held_out=0.1, shard_tokens=1000))
+    writer.add(np.arange(100), np.array([100]), np.array([True]))
+    assert [shard.train_tokens for shard in writer.finish().shards] == [90], "held out by its content, too"
+    writer.close()
 
 
 def test_a_killed_writer_goes_on_after_its_last_whole_shard(tmp_path: Path):

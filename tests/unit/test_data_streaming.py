@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
-from training.config import DataloaderConfig, TrainingConfig
+from training.config import DataloaderConfig, TrainingConfig, ValidationConfig
 from training.data.cache import bucket_of
 from training.data.dataset import open_data
 from training.data.loader import Batch, MicrobatchSampler
@@ -129,7 +129,7 @@ def test_what_goes_wrong_in_the_stream_is_told() -> None:
 
 def test_a_stream_has_no_digest() -> None:
     config = TrainingConfig(dataset="huggingface", dataset_path="owner/name", dataset_subset="en")
-    data = open_data(config, ByteTokenizer(), "unused", log=Lines())
+    data = open_data(config, ValidationConfig(), ByteTokenizer(), "unused", log=Lines())
     assert data.digest == ""
     assert data.summary() == "huggingface: owner/name (en), split train, streamed in its own order"
 
@@ -151,9 +151,9 @@ def test_a_real_data_set_is_taken_up_exactly(tmp_path: Path, monkeypatch: pytest
         local_batch_size=2,
         dataloader=DataloaderConfig(num_workers=num_workers),
     )
-    data = open_data(config, ByteTokenizer(), tmp_path / "unused", log=Lines())
+    data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path / "unused", log=Lines())
     stretch = [8 * step for step in range(40)]
-    stays, resumes = (data.loader("train", MicrobatchSampler(8, 2, 0, 2)) for _ in range(2))
+    stays, resumes = (data.loader(MicrobatchSampler(8, 2, 0, 2)) for _ in range(2))
     with closing(stays), closing(resumes):
         list(stays.load(stretch[:25]))  # past the end of the records: each pass has few rows
         resumes.load_state_dict(json.loads(json.dumps(stays.state_dict())))

@@ -1,6 +1,7 @@
 """The MetricsProcessor's console line, journal and charts, on a clock that the test moves."""
 
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,20 +221,46 @@ def test_no_mfu_where_the_peak_is_not_known() -> None:
 
 def test_validation() -> None:
     run = Run()
-    run.metrics_processor.validation(0, loss=5.5, bits_per_byte=7.9348, tokens=20_480, seconds=2.0)
+    tokens = 20_480
+    run.metrics_processor.validation(0, {"": (5.5 * tokens, tokens, tokens)}, seconds=2.0)
     assert run.lines == ["[0] validation at step 0: loss 5.5000  7.9348 bits per byte  20,480 tokens in 2.0 s"]
     assert run.chart.rows == [
         (
             0,
             {
                 "validation_metrics/loss": 5.5,
-                "validation_metrics/bits_per_byte": 7.9348,
+                "validation_metrics/bits_per_byte": pytest.approx(5.5 / math.log(2)),
                 "validation_metrics/throughput(tps)": 10_240,
             },
         )
     ]
     (row,) = run.journal.rows
     assert row[0] == 0 and row[1]["validation_loss"] == 5.5 and "loss" not in row[1]
+
+
+def test_several_sets_of_validation() -> None:
+    run = Run()
+    run.metrics_processor.validation(7, {"prose": (200.0, 100, 400), "code": (300.0, 300, 600)}, seconds=2.0)
+    [line] = run.lines
+    assert "loss 1.2500  0.7213 bits per byte  400 tokens" in line and line.endswith("  prose 2.0000  code 1.0000")
+    ((_, scalars),) = run.chart.rows
+    assert scalars["validation_metrics/loss"] == 1.25 and scalars["validation_metrics/loss/prose"] == 2.0
+    assert scalars["validation_metrics/bits_per_byte/code"] == pytest.approx(0.5 / math.log(2))
+    ((_, row),) = run.journal.rows
+    assert (row["validation_loss"], row["validation_loss/prose"], row["validation_loss/code"]) == (1.25, 2.0, 1.0)
+
+
+def test_a_branch_is_in_the_next_rows_and_then_saved() -> None:
+    run, saved = Run(), list[int]()
+    run.steps(1, 3)
+    run.metrics_processor.begin_branch({"optimizer.lr": "1 -> 2"}, lambda: saved.append(1))
+    assert not saved
+    run.steps(4, 5)
+    for step in (4, 5):
+        run.metrics_processor.trained_slots(step, slot_size=4, slots=[(4 * step, "0:a")], holes=[])
+    journal = [row for _, row in run.journal.rows]
+    assert [row.get("branch") for row in journal[3:4]] == [{"optimizer.lr": "1 -> 2"}]
+    assert "branch" not in journal[2] and saved == [1]
 
 
 SUMMARY = dict(verb="finished", saved="step-200", next_command="sample", groups="")
@@ -252,7 +279,7 @@ def test_summary_accounts_for_every_second() -> None:
         run.spend(phase, seconds)
     run.clock.now += 9
     run.metrics_processor.step(200, loss=1.23456, grad_norm=0.5, lr=3e-4, tokens=204_800, steps=100)
-    run.metrics_processor.validation(200, loss=1.4, bits_per_byte=2.0, tokens=1, seconds=1.0)
+    run.metrics_processor.validation(200, {"": (1.4, 1, 1)}, seconds=1.0)
     run.metrics_processor.print_summary(200, **SUMMARY)
     times = "start 4.0 s (4%), compute 71.0 s (71%), data 5.0 s (5%), checkpoint 9.0 s (9%), validation 0.0 s (0%)"
     assert run.lines[-5:] == [

@@ -64,8 +64,9 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
 
 
 def cuts(corpus: Corpus, held_out: float) -> bool:
-    """Returns True if no document is held out by its content, as with a corpus of one, so that the end of the last ones must be."""
-    return held_out > 0 and len(corpus.buckets) > 0 and int(corpus.buckets.min()) >= round(held_out * BUCKETS)
+    """Returns True if no document is held out by its content, or all are, as with a corpus of one: then the end of the last is."""
+    held = np.count_nonzero(corpus.buckets < round(held_out * BUCKETS))
+    return held_out > 0 and held in (0, len(corpus.buckets))
 
 
 def spans(corpus: Corpus, split: str, held_out: float, *, may_cut: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -239,9 +239,8 @@ class StoreWriter:
         all_documents = documents + sum(shard.documents for shard in self.shards)
         held = all_documents - train_documents - sum(shard.train_documents for shard in self.shards)
         cut = round(total * self._settings.held_out)
-        if (
-            last and not held and 0 < cut < self._tokens
-        ):  # no document was held out, as of a corpus of one: the end of the last is
+        # None of the documents is held out by its content, or all are, as of a corpus of one: then the end of the last is
+        if last and held in (0, all_documents) and 0 < cut < self._tokens:
             train_tokens = self._tokens - cut
             train_documents = int(np.searchsorted(bounds, train_tokens))
             bounds = np.union1d(bounds, [train_tokens])
