@@ -223,7 +223,9 @@ class Components:
         # a finished run may have exported its weights only
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
-        manager_restores = shared and not seed and self.checkpointer.newest_step() < config.training.steps
+        newest = self.checkpointer.newest_step()
+        self.metrics_processor.branch_step = newest + self.inner_steps
+        manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.checkpointer.load()
         if is_rank0:
@@ -253,6 +255,9 @@ class Components:
                 self.checkpointer.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
+        self.metrics_processor.branch_step = (
+            self.manager.step + self.inner_steps
+        )  # the newest checkpoint may be damaged
 
     def report_storage(self, message: str) -> None:
         """Reports a storage failure, or its end: log, events, dashboard. Called mostly in the background writer's thread."""

@@ -85,7 +85,9 @@ class MetricsProcessor:
         self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
-        self._branch: dict[str, str] = {}  # changed settings that no committed step has had yet
+        self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
+        self._branch: dict[str, str] = {}  # those settings, in the rows of that step
+        self.branch_step = 0  # the step after the checkpoint from which the job resumes
         self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
@@ -115,6 +117,7 @@ class MetricsProcessor:
         logging_step = first or passed or step == self._steps
         if logging_step:
             self._memory.read()
+        self._branch = self._changes if step == self.branch_step else {}
         self._journal(
             step,
             loss=loss,
@@ -152,8 +155,9 @@ class MetricsProcessor:
             self._interval = dict.fromkeys(self._interval, 0.0)
 
     def begin_branch(self, changes: Mapping[str, str], save_config: Callable[[], None]) -> None:
-        """Marks the next committed step, in its rows, as the first with other settings, key -> "old -> new"; then calls `save_config`."""
-        self._branch, self._save_config = dict(changes), save_config
+        """Calls `save_config` after the next committed step. If that is `branch_step`, its rows have `changes`, key -> "old -> new", as the
+        first with other settings; a group that joins later finds that step made."""
+        self._changes, self._save_config = dict(changes), save_config
 
     def validation(self, step: int, sets: Mapping[str, Sequence[float]], *, seconds: float) -> None:
         """Reports a validation after `step`: loss in nats per token and bits per byte, of all sets together and, if there are several, of
@@ -197,11 +201,12 @@ class MetricsProcessor:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
         whose gradients were used. `holes`: slots that were assigned but not yet trained on. See scripts/samples.py."""
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
-        branch, self._branch = self._branch, {}
+        branch = self._branch
         self._write(
             "records", step, row | ({"steps": steps} if steps > 1 else {}) | ({"branch": branch} if branch else {})
         )
-        if branch:
+        if self._changes:
+            self._changes = self._branch = {}
             self._save_config()
 
     def print_estimate(self, step: int) -> None:

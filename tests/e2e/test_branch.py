@@ -15,7 +15,7 @@ import pytest
 
 from bench.resume import checkpoint_digests
 from scripts.samples import prove, read
-from tests.scripts.tiny_job import ENV, ROOT, WAIT_S, Started, write_job
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, write_job
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
 CHANGED = [
@@ -30,7 +30,8 @@ RUN = Path("outputs/tiny")
 
 @pytest.fixture(autouse=True)
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_job(tmp_path)
+    # one schedule, however many steps a launch makes
+    write_job(tmp_path, CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000"))
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,7 +55,7 @@ def test_one_group():
     assert "optimizer.lr: saved 0.0008, now 0.0002" in said.replace("--optimizer", "optimizer")
     assert "from the next step on: --resume.allow=" in said and "optimizer.weight_decay" in said
     said = train("--training.steps=20", "--resume.allow=model.dim", code=2)
-    assert "model.dim: cannot change in a run; legal: optimizer." in said
+    assert "model.dim: cannot change in a run; legal: training.max_norm, optimizer.lr, " in said
     said = train("--training.steps=20", "--resume.allow=optimizer.l", code=2)
     assert "optimizer.l: no such key; legal: " in said and "nearest: optimizer.lr" in said
     assert (RUN / "config.toml").read_text() == before and len(rows(RUN)) == 10
@@ -62,7 +63,7 @@ def test_one_group():
     said = train("--training.steps=20", *CHANGED, ALLOW)
     assert "branch: from the next step on" in said and "optimizer.lr 0.0008 -> 0.0002" in said
     [branch] = [row for row in rows(RUN) if "branch" in row]
-    assert branch["step"] == 11 and branch["lr"] == pytest.approx(0.0002)
+    assert branch["step"] == 11 and 0 < branch["lr"] <= 0.0002
     assert [row["step"] for row in rows(RUN, "samples.jsonl") if "branch" in row] == [11]
     said = train("--training.steps=30", *CHANGED, ALLOW)  # the same command is no second branch
     assert "branch:" not in said and sum("branch" in row for row in rows(RUN)) == 1
@@ -98,6 +99,6 @@ def test_two_groups_one_killed(tmp_path: Path, cleanup: ExitStack):
     assert "group 1 restarts" in job.text
     branches = [row for row in rows(RUN) if "branch" in row]
     assert [row["step"] for row in branches] == [11]
-    assert all(row["lr"] == pytest.approx(0.0002) for row in rows(RUN) if row["step"] > 10)
+    assert all((row["lr"] <= 0.0002) == (row["step"] > 10) for row in rows(RUN) if row["step"] > 5)
     proof = prove(read(RUN / "samples.jsonl"))
     assert proof.exact and proof.steps == 60

@@ -252,15 +252,19 @@ def test_several_sets_of_validation() -> None:
 
 def test_a_branch_is_in_the_next_rows_and_then_saved() -> None:
     run, saved = Run(), list[int]()
-    run.steps(1, 3)
-    run.metrics_processor.begin_branch({"optimizer.lr": "1 -> 2"}, lambda: saved.append(1))
-    assert not saved
-    run.steps(4, 5)
-    for step in (4, 5):
+
+    def commit(step: int) -> object:
+        run.steps(step, step)
         run.metrics_processor.trained_slots(step, slot_size=4, slots=[(4 * step, "0:a")], holes=[])
-    journal = [row for _, row in run.journal.rows]
-    assert [row.get("branch") for row in journal[3:4]] == [{"optimizer.lr": "1 -> 2"}]
-    assert "branch" not in journal[2] and saved == [1]
+        return next(row.get("branch") for number, row in run.journal.rows if number == step)
+
+    changed = {"optimizer.lr": "1 -> 2"}
+    run.metrics_processor.begin_branch(changed, lambda: saved.append(1))
+    run.metrics_processor.branch_step = 3
+    assert commit(3) == changed and saved == [1]
+    assert commit(4) is None and saved == [1]
+    run.metrics_processor.begin_branch(changed, lambda: saved.append(2))
+    assert commit(5) is None and saved == [1, 2], "it has joined after the step"
 
 
 SUMMARY = dict(verb="finished", saved="step-200", next_command="sample", groups="")
