@@ -320,7 +320,12 @@ def test_files_of_the_hub_are_downloaded_one_by_one(hub: str, tmp_path: Path):
         "--out",
         "out",
     ]
-    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | {
+        "HF_ENDPOINT": hub,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
     done = subprocess.run([*command, "--held-out=0", "--processes=1"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert documents("out") == DOCUMENTS
