@@ -345,6 +345,7 @@ class Trainer(train.Run):
             clock=clock,
             rows_kept=plan.rows_kept,
         )
+        self.inner_steps = 1
         self.metrics_processor = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
         states = {"model": self.values, "ledger": group.manager, METRICS_STATE: self.relay}
