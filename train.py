@@ -233,9 +233,8 @@ class Run(Components):
             began = self.progress.total()
             token_bytes = torch.from_numpy(self.tokenizer.token_bytes())  # 0 for BOS, EOS, PAD
             token_bytes = pad(token_bytes, (0, self.vocab_size - len(token_bytes))).to(self.device)  # [V]
-            sums = torch.zeros(
-                len(self.held_out), 3, dtype=torch.float64, device=self.device
-            )  # nats, valid tokens, bytes
+            # nats, valid tokens, bytes of each set
+            sums = torch.zeros(len(self.held_out), 3, dtype=torch.float64, device=self.device)
             for set_sums, loader in zip(sums, self.held_out.values(), strict=True):
                 for batch in loader.load(range(0, self.config.validation.steps * self.slot_size, self.slot_size)):
                     inputs, labels = batch.inputs.to(self.device), batch.labels.to(self.device)

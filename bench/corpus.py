@@ -35,7 +35,7 @@ from training.config import TrainingConfig, ValidationConfig
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.data.sources import ZSTD
-from training.data.store import FORMAT, Settings, Store, StoreWriter
+from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
@@ -178,7 +178,7 @@ def measure_opening(documents: int) -> int:
 
 def write_store(documents: int) -> None:
     tokenizer = ByteTokenizer()
-    settings = Settings(
+    settings = StoreSettings(
         FORMAT, tokenizer.fingerprint(), 259, "text", 0.03, "uint16", SHARD_TOKENS, (("made", documents),)
     )
     writer, at_once = StoreWriter(Path("store"), settings), 1 << 20

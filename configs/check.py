@@ -50,6 +50,7 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _check_layouts(config, kind),
         lambda: _check_pipeline(config),
         lambda: _check_schedules(config),
+        lambda: _check_sets(config),
         lambda: _check_folders(config),
         lambda: _check_replica_groups(config, kind),
         lambda: _check_rounds(config),
@@ -180,6 +181,14 @@ def _check_schedules(config: RunConfig) -> Iterator[str]:
         yield "training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03"
 
 
+def _check_sets(config: RunConfig) -> Iterator[str]:
+    """The sets of validation must have different names."""
+    labels = {source.label for source in config.training.sources}
+    for index, source in enumerate(config.validation.sources):
+        if source.label in labels:
+            yield f'validation.sources[{index}].name = "{source.label}": a source of training has this name; give another one'
+
+
 def _check_folders(config: RunConfig) -> Iterator[str]:
     """Paths must be folders. A URL would be taken for one: s3://bucket would be "bucket" in "s3:"."""
     for key, value, legal in (
@@ -285,9 +294,8 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         )
     check_sources(config.training, vocab_size=vocab_size)
     training, small = config.training, config.training.dataset in ("store", "huggingface")
-    if (
-        not small
-    ):  # tokenised here, to check that its splits have a sequence; for a large corpus this is slow and hardly fails
+    if not small:
+        # tokenised here, to check that its splits have a sequence; for a large corpus this is slow and hardly fails
         small = sum(file.size for file in find_source(training).files) <= SMALL_BYTES
     if small:
         silent = Log(stream=io.StringIO())  # the run logs the same lines

@@ -18,7 +18,7 @@ from configs.keys import Key, convert, from_text, keys_of, to_text, walk
 if TYPE_CHECKING:
     from configs.schema import RunConfig
 
-SAVED_NAME = "config.toml"  # in the run's folder; see configs/saved.py
+FILE_NAME = "config.toml"  # in the run's folder; see configs/saved.py
 _OPTION = re.compile(r"--([A-Za-z_][\w.\-\[\]]*)(?:=(.*))?", re.DOTALL)
 USAGE = "CONFIG.toml, then overrides: --section.key value"
 Overrides = Mapping[str, str | None]  # key -> text; None: without a value, which means true for a bool
@@ -49,7 +49,7 @@ def load(argv: Sequence[str]) -> RunConfig:
     # Nothing is held out if nothing is validated, except in a run that began otherwise
     share: Any = config.training.dataset_held_out if config.validation.enable else 0.0
     with suppress(ConfigError):  # check_saved reports it
-        saved = config.run_folder / SAVED_NAME
+        saved = config.run_folder / FILE_NAME
         if saved.exists():  # a key that it lacks has the default
             before = document.read(str(saved))[0].get("training", {})
             share = before.get("dataset_held_out", config.training.dataset_held_out)

@@ -15,12 +15,11 @@ from typing import Any
 from configs import document
 from configs.errors import ConfigError, raise_problems
 from configs.keys import to_text
-from configs.load import SAVED_NAME, section_types
+from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
 
-FILE_NAME = SAVED_NAME
 BATCH = "training.global_batch_size"
 # Settings that must not change. All others may change between launches: length, layout, number of ranks, checkpoints, ...
 _IDENTITY = (

@@ -36,7 +36,7 @@ sys.path[:] = [str(ROOT), *(folder for folder in sys.path if folder != str(ROOT 
 from training.config import need  # noqa: E402 (our packages first)
 from training.data.cache import BUCKETS, bucket_of  # noqa: E402
 from training.data.sources import TEXT_SUFFIXES, SourceFile, TextSource, find_files, text_source  # noqa: E402
-from training.data.store import FORMAT, MANIFEST, Settings, Store, StoreWriter  # noqa: E402
+from training.data.store import FORMAT, MANIFEST, Store, StoreSettings, StoreWriter  # noqa: E402
 from training.log import Log  # noqa: E402
 from training.progress import Bar, quantity  # noqa: E402
 from training.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -46,7 +46,7 @@ AHEAD = 3  # tasks per process that wait or run, so that none waits for the read
 HUB = "hf://"
 
 
-class Task(NamedTuple):
+class TextBatch(NamedTuple):
     """Documents for one process. `file`, `document`: the first document after them."""
 
     documents: list[bytes]
@@ -96,7 +96,7 @@ def prepare(options: argparse.Namespace) -> int:
     log, tokenizer = Log(), build_tokenizer(options.tokenizer)
     files = [file for pattern in options.sources for file in find(pattern, options.out)]
     source = text_source(tuple(files), "SOURCE", options.text_key, key_setting="--text-key")
-    settings = Settings(
+    settings = StoreSettings(
         FORMAT,
         tokenizer.fingerprint(),
         tokenizer.vocab_size,
@@ -172,7 +172,7 @@ def find(pattern: str, out: Path) -> tuple[SourceFile, ...]:
 
 def read(
     source: TextSource, *, first_file: int, first_document: int, count: Callable[[float], object]
-) -> Iterator[Task]:
+) -> Iterator[TextBatch]:
     """Yields the documents of all files as tasks, whose bounds depend on the documents only. `count`: called with the bytes read."""
     for index, file in enumerate(source.files[first_file:], first_file):
         if downloads := not file.path.exists():
@@ -184,9 +184,9 @@ def read(
             documents.append(document)
             size += len(document)
             if size >= BATCH_BYTES:
-                yield Task(documents, index, number)
+                yield TextBatch(documents, index, number)
                 documents, size = [], 0
-        yield Task(documents, index + 1, 0)
+        yield TextBatch(documents, index + 1, 0)
         if downloads:
             file.path.unlink()
 
@@ -204,15 +204,15 @@ Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, lengths [D], held ou
 
 
 def tokenise(
-    tasks: Iterator[Task], options: argparse.Namespace, tokenizer: Tokenizer
-) -> Iterator[tuple[Task, Encoded]]:
+    tasks: Iterator[TextBatch], options: argparse.Namespace, tokenizer: Tokenizer
+) -> Iterator[tuple[TextBatch, Encoded]]:
     """Yields every task with its result, in order."""
     if options.processes == 1:
         _begin(options.tokenizer, options.held_out)
         yield from ((task, _encode(task.documents)) for task in tasks)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
-    waiting = deque[tuple[Task, Future[Any]]]()
+    waiting = deque[tuple[TextBatch, Future[Any]]]()
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(options.processes, context, _begin, (options.tokenizer, options.held_out)) as pool:
         try:

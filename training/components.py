@@ -255,9 +255,8 @@ class Components:
                 self.checkpointer.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
-        self.metrics_processor.branch_step = (
-            self.manager.step + self.inner_steps
-        )  # the newest checkpoint may be damaged
+        # the newest checkpoint may be damaged
+        self.metrics_processor.branch_step = self.manager.step + self.inner_steps
 
     def report_storage(self, message: str) -> None:
         """Reports a storage failure, or its end: log, events, dashboard. Called mostly in the background writer's thread."""

@@ -262,3 +262,11 @@ def test_groups_that_step_by_themselves_show_nothing_between(folder: Path, argv:
 def test_groups_that_step_by_themselves_fit(folder: Path) -> None:
     fragments = ("--fault_tolerance.num_fragments=2", "--fault_tolerance.fragment_sync_delay=3")
     assert not complaints(folder, *SEMI, *fragments, "--training.steps=20", "--checkpoint.interval=4")
+
+
+def test_sets_of_validation_have_different_names(folder: Path) -> None:
+    sources = '--training.sources=[{path = "stores/a"}]'
+    more = ["--training.dataset=store", "--validation.enable", '--validation.sources=[{path = "other/a"}]']
+    assert complaints(folder, sources, *more) == [
+        '--validation.sources[0].name = "a": a source of training has this name; give another one'
+    ]

@@ -13,7 +13,7 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
 from training.data.order import PATTERN, Ingredient, Mixture, StoreOrder, pattern, permuted, rounded
-from training.data.store import FORMAT, Settings, Store, StoreWriter
+from training.data.store import FORMAT, Store, StoreSettings, StoreWriter
 
 WORDS = 10  # ids of a document
 
@@ -21,7 +21,7 @@ WORDS = 10  # ids of a document
 FROZEN = [269, 49, 104, 30, 451]  # first ids of sequences of the first version, seed 1
 
 
-def settings(**changes: object) -> Settings:
+def settings(**changes: object) -> StoreSettings:
     given = {
         "format": FORMAT,
         "tokenizer": "t",
@@ -30,7 +30,7 @@ def settings(**changes: object) -> Settings:
         "held_out": 0.0,
         "dtype": "uint16",
     }
-    return Settings(**given | {"shard_tokens": 100, "files": (("a.txt", 1),)} | changes)  # type: ignore[arg-type]
+    return StoreSettings(**given | {"shard_tokens": 100, "files": (("a.txt", 1),)} | changes)  # type: ignore[arg-type]
 
 
 def write(folder: Path, documents: int, *, held_out: float = 0.0, words: int = WORDS, shard_tokens: int = 100) -> Store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -39,28 +40,32 @@ class _Data:
                 "start a new run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
             )
 
-    def order(self, *, seed: int, seq_len: int) -> Order:
-        """Returns the order of training. Raises ValueError if there is no sequence."""
-        raise NotImplementedError
-
     def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
         return {name: StoreOrder(store, "all", seed=None, seq_len=seq_len) for name, store in self._further}
 
-    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
-        """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
-        order = self.order(seed=self._config.seed, seq_len=self._config.seq_len)
-        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
-
     def validation_loaders(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> dict[str, BatchSource]:
-        """Opens a loader for each set of validation, as `loader` does. The name of the only set of the training data is ""."""
+        """Opens a loader for each set of validation, which the caller closes. The name of the only set of the training data is ""."""
         return {
             name: open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
             for name, order in self.validation_orders(seq_len=self._config.seq_len).items()
         }
 
 
-class CachedData(_Data):
+class _OrderedData(_Data, ABC):
+    """Base of the data with random access by position."""
+
+    @abstractmethod
+    def order(self, *, seed: int, seq_len: int) -> Order:
+        """Returns the order of training. Raises ValueError if there is no sequence."""
+
+    def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
+        """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
+        order = self.order(seed=self._config.seed, seq_len=self._config.seq_len)
+        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+
+
+class CachedData(_OrderedData):
     """A tokenised corpus in the cache."""
 
     def __init__(
@@ -93,7 +98,7 @@ class CachedData(_Data):
         )
 
 
-class StoredData(_Data):
+class StoredData(_OrderedData):
     """One token store, or a mixture of several."""
 
     def __init__(self, config: TrainingConfig, stores: Sequence[Store], further: Sequence[tuple[str, Store]]) -> None:

@@ -1,6 +1,6 @@
 """Token stores: a corpus that scripts/prepare_data.py tokenised once, in shards that every rank maps into memory.
 
-    <store>/manifest.json   see Manifest; written last: a folder without it is not a store yet
+    <store>/manifest.json   see StoreManifest; written last: a folder without it is not a store yet
             00000.bin       ids of the shard's documents, those that are held out last
             00000.npy       [documents + 1] int64: document d of the shard is ids[bounds[d] : bounds[d + 1]]
             journal.jsonl   only while the store is written: its settings, then a line per finished shard, from which a killed run goes on
@@ -27,8 +27,8 @@ DIGEST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What decides the content of a store: a killed `prepare_data` goes on only with equal ones."""
+class StoreSettings:
+    """The settings that decide the content of a store: a killed `prepare_data` goes on only with equal ones."""
 
     format: int
     tokenizer: str  # Tokenizer.fingerprint
@@ -53,10 +53,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     """manifest.json. `digest`: of the settings without the files, and of all shards; equal digests mean equal sequences."""
 
-    settings: Settings
+    settings: StoreSettings
     shards: tuple[Shard, ...]
     digest: str
 
@@ -113,7 +113,7 @@ class Store:
         return [i for i, shard in enumerate(self.manifest.shards) if file_digest(self.folder, i) != shard.digest]
 
 
-def read_manifest(folder: Path, setting: str) -> Manifest:
+def read_manifest(folder: Path, setting: str) -> StoreManifest:
     """Raises ValueError, beginning with `setting`, if there is none or it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
@@ -123,8 +123,8 @@ def read_manifest(folder: Path, setting: str) -> Manifest:
         raise ValueError(f"{setting}: the token store {folder} {why}{made}")
     try:
         stored = json.loads(path.read_bytes())
-        settings = Settings(**stored["settings"] | {"files": tuple(map(tuple, stored["settings"]["files"]))})
-        manifest = Manifest(settings, tuple(Shard(**shard) for shard in stored["shards"]), stored["digest"])
+        settings = StoreSettings(**stored["settings"] | {"files": tuple(map(tuple, stored["settings"]["files"]))})
+        manifest = StoreManifest(settings, tuple(Shard(**shard) for shard in stored["shards"]), stored["digest"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{setting}: {path} is not a manifest of a token store: {error}") from error
     if settings.format != FORMAT:
@@ -146,7 +146,7 @@ def file_digest(folder: Path, shard: int) -> str:
 class StoreWriter:
     """Writes a store, shard by shard. A killed run's finished shards are kept: the next writer continues at `file` and `document`."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, settings: StoreSettings) -> None:
         """Raises ValueError if the folder has a store or an unfinished one of other settings, or another process writes it; OSError."""
         self._folder, self._settings = folder, settings
         self.shards, self.file, self.document = (
@@ -182,14 +182,14 @@ class StoreWriter:
             self._end_shard()
             self._file, self._lengths, self._held, self._tokens, self._largest_id = self._new_shard()
 
-    def finish(self) -> Manifest:
+    def finish(self) -> StoreManifest:
         """Ends the last shard and writes the manifest. Raises ValueError if there is no document; OSError."""
         self._end_shard(last=True)
         if not self.shards:
             raise ValueError("the sources have no text")
         identity = asdict(self._settings) | {"files": ()}
         digest = hashlib.sha256(json.dumps([identity, *map(asdict, self.shards)]).encode()).hexdigest()[:32]
-        manifest = Manifest(self._settings, tuple(self.shards), digest)
+        manifest = StoreManifest(self._settings, tuple(self.shards), digest)
         replace_file(self._folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
         (self._folder / JOURNAL).unlink()
         return manifest
