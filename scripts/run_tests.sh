@@ -11,7 +11,6 @@ use_python requirements.lock requirements-dev.lock
 # Tests start several ranks, which share the machine's cores, so each process has one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
-# The first tier runs three tests at a time, since they wait much, and --all two (except as in tests/conftest.py); named tests run one
-# after the other.
-[[ $# -gt 0 && "$*" != --all ]] || set -- -n "$((3 - $#))" --dist loadfile --no-loadscope-reorder "$@"
+# A tier runs three tests at a time (except as in tests/conftest.py), since they wait much; named tests run one after the other.
+[[ $# -gt 0 && "$*" != --all ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"
 exec "$python" -m pytest "$@"
