@@ -56,7 +56,6 @@ class TextBatch(NamedTuple):
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return verify(options.verify) if options.verify else prepare(options)
     except ValueError as error:
@@ -261,4 +260,5 @@ def fail(error: object, code: int) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     sys.exit(main(sys.argv[1:]))
