@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,19 @@ class Started:
             assert not ended or holds(self.text), f"it ended before {what}:\n{self.text[-3000:]}"
             time.sleep(0.02)
         return self.text
+
+    def until_all_train(self, groups: int, after: str = "") -> str:
+        """Waits until each of `groups` groups has made a step after the last `after` of the output; returns that.
+
+        A job of a fixed number of steps may reach its end while a group still starts.
+        """
+        return self.until(
+            f"a step of each of {groups} groups",
+            lambda text: all(
+                re.search(rf"\[{group}/0 \d+\] step \d+/", text.rpartition(after)[2] if after else text)
+                for group in range(groups)
+            ),
+        )
 
     def end(self) -> int:
         """The exit code."""
