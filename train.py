@@ -178,7 +178,9 @@ class Run(Components):
             step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
         )
         size = self.slot_size * steps
-        self.metrics_processor.trained_slots(step, slot_size=size, slots=commit.slots, holes=commit.holes, steps=steps)
+        self.metrics_processor.trained_slots(
+            step, slot_size=size, slots=commit.slots, holes=commit.holes, skipped=commit.skipped, steps=steps
+        )
         return True
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:

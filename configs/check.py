@@ -16,7 +16,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
-from configs.load import section_types
+from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
 from models.contract import nearest
 from parallelisms.device import local_device_type
@@ -301,7 +301,9 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
-            if not isinstance(data, StreamedData):
+            # an earlier run's budgets may have begun at a branch point: it checks them where it resumes
+            order_is_new = not (config.run_folder / FILE_NAME).exists()
+            if not isinstance(data, StreamedData) and order_is_new:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:
                 data.validation_orders(seq_len=training.seq_len)

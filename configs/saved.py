@@ -28,6 +28,7 @@ _IDENTITY = (
     "lr_scheduler.",
     "training.dataset",
     "training.sources",
+    "training.skip",
     "training.seq_len",
     "training.global_batch_size",
     "training.max_norm",
@@ -44,8 +45,10 @@ _MAY_CHANGE = (
     "lr_scheduler.total_steps",  # grows with training.steps
 )
 _GONE = "no such key"
-# May change at a branch point: read in every step, and not part of the state.
-_BRANCHES = ("optimizer.", "lr_scheduler.", "training.max_norm")
+# May change at a branch point: read in every step, and not part of the state
+_UPDATE_RULE = ("optimizer.", "lr_scheduler.", "training.max_norm", "training.skip", BATCH, "training.local_batch_size")
+# May change at a branch point where data has random access, which then begins anew (training/data/dataset.py)
+_ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups
 # May differ between groups: depends on the machine, or ft/start.py adds its resolved value to the fingerprint.
 _OWN = ("fault_tolerance.interface", "fault_tolerance.slots_per_step")
@@ -103,10 +106,15 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     except ConfigError as error:
         raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
     differences = list(_differences(config, before, world_size))
-    refused = [each for each in differences if each[0] not in config.resume.keys]
+    kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
+    fixed = (
+        _ORDER if "huggingface" in kinds else ()
+    )  # a stream has one order, and no position that another data set could continue
+    refused = [each for each in differences if each[0] not in config.resume.keys or each[0].startswith(fixed)]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:
-        if can := [key for key, _, new in refused if _may_branch(key) and new != _GONE]:
+        may = [key for key, _, new in refused if _may_branch(key) and new != _GONE]
+        if can := [key for key in may if not key.startswith(fixed)]:
             allow = ",".join(dict.fromkeys((*config.resume.keys, *can)))
             problems.append(
                 f"to continue this run with the new {' and '.join(can)} from the next step on: --resume.allow={allow}"
@@ -120,7 +128,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
 
 
 def _may_branch(key: str) -> bool:
-    return key.startswith(_BRANCHES) and key != "optimizer.name"
+    return key.startswith((*_UPDATE_RULE, *_ORDER)) and key != "optimizer.name"
 
 
 def _check_allowed(config: RunConfig) -> None:
@@ -151,10 +159,11 @@ def _differences(
         sequences = config.training.local_batch_size
         ranks = degrees(config.parallelism, world_size).data_parallel if world_size else 0
         if world_size and sequences * ranks != batch:
-            resolved = (
+            refused = (
                 f"-1, which is {sequences * ranks}: training.local_batch_size = {sequences} on {ranks} data-parallel "
                 f"rank{'s' * (ranks > 1)}; nearest: --{BATCH}={batch} keeps the batch size on these ranks"
             )
+            resolved = str(sequences * ranks) if BATCH in config.resume.keys else refused
             yield BATCH, f"{batch} sequences of a step", resolved
     for key in {**now, **saved}:
         if not _matters(key, config) or (other_model and key.startswith("model.") and key != "model.name"):

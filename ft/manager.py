@@ -86,6 +86,7 @@ class ManagerOptions(StepConfig):
     slot_size: int = 1  # sequences of a slot, the batch of one group
     inner_steps: int = 1  # optimizer steps from one commit to the next (semi_sync_manager.py)
     slots_per_step: int = 0  # slots of each step; 0: one for each group
+    skip: tuple[tuple[int, int], ...] = ()  # positions that are not trained on (Ledger)
     deterministic_reduce: bool = False  # bits do not depend on the group that computes a slot; needs slots_per_step
     heal_transport: Literal["http", "pg"] = "http"  # unless the Manager is given a transport
     heal_copy_bytes: int = 256 << 20
@@ -185,7 +186,7 @@ class Manager:
             heal_grace_s=config.times.heal_grace_s,
             restores=restore is not None,
         )
-        self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step))
+        self.machine = StepMachine(step_config, Ledger(options.slot_size, options.slots_per_step, options.skip))
         self._news = threading.Condition()  # its lock also guards the machine
         self._effects: deque[m.Effect] = deque()  # for the trainer's thread
         self._error: BaseException | None = None  # error of another thread, to be raised in the trainer's
@@ -297,7 +298,13 @@ class Manager:
         telemetry.committed_s, telemetry.first_began_s, telemetry.mean_loss = now_s, math.inf, effect.mean_loss
         self.may_exit = self.may_exit or effect.leave
         return Commit(
-            effect.divisor, effect.contributors, effect.mean_loss, effect.quorum_size, effect.slots, effect.holes
+            effect.divisor,
+            effect.contributors,
+            effect.mean_loss,
+            effect.quorum_size,
+            effect.slots,
+            effect.holes,
+            effect.skipped,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,6 +315,10 @@ class Manager:
         self.step, self.commit_id = self._restored["step"], self._restored["commit_id"]
         if self.machine.phase is Phase.BOUNDARY:
             self._feed(m.Restored(self._restored))
+
+    @property
+    def loaded_ledger(self) -> dict[str, Any]:
+        return self._restored["ledger"] if self._restored else {}
 
     @property
     def last_waiting_for_others_s(self) -> float:

@@ -9,7 +9,7 @@ A *slot* is the batch of one replica group in one step, named by the position of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ class Commit:
     quorum_size: int
     slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
     holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
 
 
 class Stopped(RuntimeError):
@@ -128,6 +129,10 @@ class Seam(Protocol):
         """Returns step and ledger for a checkpoint, in the same form in all managers. load_state_dict ignores its open assignment."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...  # takes its result; ValueError if it does not fit
+
+    @property
+    def loaded_ledger(self) -> Mapping[str, Any]:
+        """Ledger (Ledger.state_dict) of the checkpoint that was loaded last, to be read right after; without keys if there was none."""
 
     @property
     def last_waiting_for_others_s(self) -> float:

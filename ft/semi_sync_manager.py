@@ -20,7 +20,7 @@ Choices that the papers leave open:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -99,11 +99,12 @@ class FragmentGradients(Gradients):
 class SemiSyncManager:
     """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer, or returns None for Local SGD."""
 
-    writer_quorum: tuple[str, int] | None  # __getattr__ takes these five from the Manager
+    writer_quorum: tuple[str, int] | None  # __getattr__ takes these six from the Manager
     may_exit: bool
     needs_new_quorum: bool
     finished: bool
     last_waiting_for_others_s: float
+    loaded_ledger: Mapping[str, Any]
 
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)

@@ -28,9 +28,9 @@ class SoloManager:
     It assigns positions of the data in order, one slot of `slot_size` sequences per step, and commits each step with a finite loss; any
     other loss raises Stopped. Its ledger is that of replica groups: a run may resume with or without them; batch and ranks may differ."""
 
-    def __init__(self, slot_size: int) -> None:
+    def __init__(self, slot_size: int, skip: Sequence[tuple[int, int]] = ()) -> None:
         self.step = 0
-        self._ledger = Ledger(slot_size)
+        self._ledger = Ledger(slot_size, skip=skip)
         self._registered: set[str] = set()
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
@@ -57,7 +57,8 @@ class SoloManager:
         self.step, self.may_exit = self.step + 1, self.may_exit or self.step + 1 == self._until
         contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
-        return Commit(divisor, (0,), totals.loss_sum / divisor, quorum_size=1, slots=trained, holes=holes)
+        mean_loss, skipped = totals.loss_sum / divisor, self._ledger.passed
+        return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=holes, skipped=skipped)
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
@@ -67,6 +68,10 @@ class SoloManager:
         state = from_checkpoint(state)
         self.step = state["step"]
         self._ledger.load_state_dict(state["ledger"], keep_assignment=False)
+
+    @property
+    def loaded_ledger(self) -> dict[str, Any]:
+        return self._ledger.state_dict()
 
     def leave(self) -> None:
         self.may_exit = True
@@ -84,6 +89,7 @@ def open_manager(
     environment: Environment,
     *,
     slot_size: int,
+    skip: Sequence[tuple[int, int]] = (),
     folder: Path,
     device_type: str = "cpu",
     store: Any = None,
@@ -94,12 +100,12 @@ def open_manager(
     phase_timer: PhaseTimer | None = None,
     on_event: OnEvent = ignore_event,
 ) -> Seam:
-    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `folder`, `store`: the replica group's own. `device_type`: its
-    gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are several.
-    `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`, `on_event`:
-    see telemetry.py. Raises ValueError (settings, token), ConnectionError (no lighthouse), RuntimeError (no group server)."""
+    """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip`: see Ledger. `folder`, `store`: the replica group's own.
+    `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are
+    several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`,
+    `on_event`: see telemetry.py. Raises ValueError (settings, token), ConnectionError (no lighthouse), RuntimeError (no group server)."""
     if not settings.enable:
-        return SoloManager(slot_size)
+        return SoloManager(slot_size, skip)
     # imported here, because training without groups needs neither grpc nor threads
     from torch.optim import SGD
 
@@ -128,6 +134,7 @@ def open_manager(
         inner_steps=inner_steps,
         keep_gradients=settings.keep_gradients,
         slots_per_step=slots_per_step,
+        skip=tuple(skip),
         deterministic_reduce=settings.deterministic_reduce,
         heal_backlog=settings.heal_backlog,
         heal_transport=settings.heal_transport,

@@ -93,6 +93,8 @@ class Llama(Model):
     tp_plan = TP_PLAN
     freqs_cis: Tensor
 
+    COMPUTED_BUFFERS = ("freqs_cis",)  # follow from the configuration: not loaded from a run with another seq_len
+
     def __init__(self, config: Config, vocab_size: int, max_seq_len: int) -> None:
         super().__init__()
         self.config = config

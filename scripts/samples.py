@@ -4,9 +4,9 @@
     scripts/samples.py RUN [--step N | --position N] [--json]
 
 Standard library only. Reads <run>/samples.jsonl, which has a line per committed step: its slots, each with the replica id of the group that
-contributed the gradients, and the holes: slots of a group that died, not assigned again yet. A slot is `slot_size` sequences, named by its
-first position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed
-sync and covers `steps` steps.
+contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that training.skip left out. A
+slot is `slot_size` sequences, named by its first position in the data order, which counts sequences and continues over epochs. With
+semi-synchronous training a line is a committed sync and covers `steps` steps.
 
 Exit code: 0 exactly once (or the given step or position was found); 1 otherwise; 2 bad input.
 """
@@ -46,6 +46,7 @@ class SampleRow:
     slots: dict[int, str]  # first position -> replica id
     holes: tuple[int, ...]
     count: int = 1
+    skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip)
     branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
 
     @property
@@ -72,13 +73,15 @@ class TableRow:
 
 @dataclass(frozen=True)
 class SampleProof:
-    """Result of the exactly-once check: every position below the highest was trained on once, except `open`."""
+    """Result of the exactly-once check: every position below the highest was trained on once, except `open` and
+    `skipped`."""
 
     steps: int
     sequences: int
     missing: list[Range] = field(default_factory=list)
     doubled: list[Range] = field(default_factory=list)
     open: list[Range] = field(default_factory=list)  # holes of the last step; the next step gets them first
+    skipped: list[Range] = field(default_factory=list)  # left out by training.skip
     wrong: list[str] = field(default_factory=list)  # all violations as messages, those above included
 
     @property
@@ -124,9 +127,9 @@ def read(path: Path) -> list[SampleRow]:
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
             branch = {str(key): str(change) for key, change in row.get("branch", {}).items()}
-            rows.append(
-                SampleRow(int(row["step"]), int(row["slot_size"]), slots, holes, int(row.get("steps", 1)), branch)
-            )
+            skipped = tuple(Range(int(first), int(end)) for first, end in row.get("skipped", ()))
+            size, steps = int(row["slot_size"]), int(row.get("steps", 1))
+            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -149,15 +152,18 @@ def prove(rows: Sequence[SampleRow]) -> SampleProof:
             wrong.append(f"doubled: positions {again} were trained on at step {reached_by} and at step {step}")
         if end > reach:
             reach, reached_by = end, step
-    missing = list(without(gaps, holes))
+    skipped = join(span for row in rows for span in row.skipped)
+    missing = list(without(list(without(gaps, holes)), skipped))
     still_open = list(without(holes, join(span for span, _ in trained)))
     wrong += [f"missing: positions {gap} were not trained on and are not holes of the last step" for gap in missing]
     filled = without(holes, still_open)
     wrong += [f"positions {hole} are holes of the last step, but were trained on" for hole in filled]
+    untrue = without(skipped, list(without(skipped, join(span for span, _ in trained))))
+    wrong += [f"positions {span} were skipped, but trained on" for span in untrue]
     steps = pairwise([Range(0, 1), *(row.steps for row in rows)])
     wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
-    return SampleProof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, wrong)
+    return SampleProof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, skipped, wrong)
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
@@ -226,6 +232,7 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
     if found.exact:
         end = max(span.end for row in rows for span in row.positions)
         but = f", except the open holes {listed(found.open)}, which the next step gets first" if found.open else ""
+        but += f", except {listed(found.skipped)}, which training.skip leaves out" if found.skipped else ""
         return [f"exact: {what}; every position from 0 to {end - 1} was trained on once{but}", *branches]
     more = [f"and {len(found.wrong) - SHOWN} more"] if len(found.wrong) > SHOWN else []
     return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more]), *branches]

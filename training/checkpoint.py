@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -122,18 +122,20 @@ class Checkpointer:
         states: Mapping[str, Stateful],
         *,
         log: Log,
+        computed: Collection[str] = (),
         ranks: RankCollectives | None = None,
         lease: WriterLease | None = None,
         clock: Clock = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
     ) -> None:
-        """`lease`: for replica groups that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the
-        background. `on_stage`: called before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0)."""
+        """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
+        that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
+        before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0)."""
         self.folder = run_folder / config.folder
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
-        self._lease = lease or UncheckedLease()
+        self._computed, self._lease = computed, lease or UncheckedLease()
         self._ranks, self._on_stage = ranks or RankCollectives(), on_stage
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
@@ -462,6 +464,7 @@ class Checkpointer:
         exclude = list(config.exclude_from_loading) if initial else []
         if initial and not config.initial_load_model_only:  # its settings are this run's, not those of the other run
             exclude.append("optimizer.param_groups")
+        exclude += [name for name in self._computed if dcp.other_size(name, live, metadata)]
         filled, unfit, unknown = dcp.fit(live, metadata, wanted=wanted, exclude=exclude, exact=not initial)
         everywhere = set.intersection(*ranks.all_gather(unknown))  # a rank may hold only a part of the model
         # once each: ranks with shards of the same tensor report the same misfit

@@ -125,6 +125,13 @@ def fit(
     return states, misfits, unknown
 
 
+def other_size(name: str, states: States, metadata: Metadata) -> bool:
+    """Returns True if the tensor "state.name" of the checkpoint has another size than that of `states`."""
+    state, _, key = name.partition(".")
+    saved, value = metadata.state_dict_metadata.get(name), states.get(state, {}).get(key)
+    return isinstance(saved, TensorStorageMetadata) and value is not None and saved.size != value.size()
+
+
 class _DigestingFileSystem(FileSystem):
     """DCP's file system for one save: hashes the bytes written and keeps the first OSError."""
 

@@ -27,7 +27,7 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState
+from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState, plain_name
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.drill import FaultInjector
@@ -154,6 +154,7 @@ class Components:
             settings,
             self.environment,
             slot_size=self.slot_size,
+            skip=[(span.first, span.end) for span in config.training.skip],
             folder=self.group_folder,
             device_type=gradient_device_type(config, self.device.type),
             store=world.store,
@@ -202,13 +203,17 @@ class Components:
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
-        for name in (*self.HEALED_STATES, "meter", *([METRICS_STATE] if shared else [])):
+        for name in (*self.HEALED_STATES, "meter", "data", *([METRICS_STATE] if shared else [])):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
         self.checkpointer = self.cleanup.enter_context(
-            closing(Checkpointer(config.checkpoint, folder, checkpointed, log=self.log, lease=lease))
+            closing(
+                Checkpointer(
+                    config.checkpoint, folder, checkpointed, computed=self.computed_buffers(), log=self.log, lease=lease
+                )
+            )
         )
         self.saver = Saver(
             self.checkpointer,
@@ -227,7 +232,7 @@ class Components:
         self.metrics_processor.branch_step = newest + self.inner_steps
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
-            self.checkpointer.load()
+            self.load()
         if is_rank0:
             save_config = partial(save, config, folder, batch=self.slot_size)
             if self.changes:  # config.toml has the new settings once a step was made with them
@@ -248,11 +253,26 @@ class Components:
         """Returns the model's entries among the states of a checkpoint."""
         return {"model": ModelState(self.model.parts)}
 
+    def computed_buffers(self) -> set[str]:
+        """Returns the names, in a checkpoint, of the buffers that follow from the configuration, such as the table of rotary positions."""
+        named = ((name, part) for part in self.model.parts for name, _ in part.named_buffers())
+        return {f"model.{plain_name(name)}" for name, part in named if name in getattr(part, "COMPUTED_BUFFERS", ())}
+
+    def load(self) -> None:
+        """Loads the newest checkpoint, if there is one, and continues its data. Raises CheckpointFailed, ValueError."""
+        self.checkpointer.load()
+        ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
+        text = self.data.resume_at(
+            ledger.get("position", 0), ledger.get("holes", ()), self.changes, left * self.slot_size
+        )
+        if text and self.world.global_rank == 0:
+            self.log.warning("%s", text)
+
     def restore(self) -> None:
         """Loads the newest checkpoint; the manager calls it when no group has a state to heal from. Raises BadInput."""
         with self.progress.phase("checkpoint"):
             try:
-                self.checkpointer.load()
+                self.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
         # the newest checkpoint may be damaged

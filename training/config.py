@@ -42,6 +42,20 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
+class SkipConfig:
+    """[[training.skip]]: positions in the data, as in samples.jsonl, that are not trained on; the batches with any of them are left out."""
+
+    first: Annotated[int, "first position", ">= 0"]
+    end: Annotated[int, "position after the last", ">= 1"]
+
+    def check(self, key: str) -> None:
+        if self.end <= self.first:
+            raise ValueError(
+                f"{key}.end = {self.end}: must exceed {key}.first = {self.first}; nearest: {self.first + 1}"
+            )
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """[training]: data, batch size, number of steps and dtypes of the run."""
 
@@ -63,6 +77,7 @@ class TrainingConfig:
         ">= 0",
         "< 1",
     ] = 0.03
+    skip: Annotated[tuple[SkipConfig, ...], "positions in the data that are not trained on"] = ()
     local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
     global_batch_size: Annotated[int, "sequences per step; -1: local x data-parallel ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
@@ -83,6 +98,13 @@ class TrainingConfig:
     def check(self) -> None:
         for index, source in enumerate(self.sources):
             source.check(f"training.sources[{index}]")
+        for index, span in enumerate(self.skip):
+            span.check(f"training.skip[{index}]")
+        if self.skip and self.dataset == "huggingface":
+            raise ValueError(
+                'training.skip: training.dataset = "huggingface" is a stream, which has no positions; prepare it with '
+                "scripts/prepare_data.py, or remove training.skip"
+            )
         if self.sources:
             if self.dataset != "store" or self.dataset_path:
                 raise ValueError(

@@ -196,15 +196,23 @@ class MetricsProcessor:
         self._write("charts", step, scalars)
 
     def trained_slots(
-        self, step: int, *, slot_size: int, slots: Sequence[tuple[int, str]], holes: Sequence[int], steps: int = 1
+        self,
+        step: int,
+        *,
+        slot_size: int,
+        slots: Sequence[tuple[int, str]],
+        holes: Sequence[int],
+        skipped: Sequence[tuple[int, int]] = (),
+        steps: int = 1,
     ) -> None:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
-        whose gradients were used. `holes`: slots that were assigned but not yet trained on. See scripts/samples.py."""
+        whose gradients were used. `holes`: slots that were assigned but not yet trained on. `skipped`: positions that this step leaves
+        out for good. See scripts/samples.py."""
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
-        branch = self._branch
-        self._write(
-            "records", step, row | ({"steps": steps} if steps > 1 else {}) | ({"branch": branch} if branch else {})
-        )
+        more: dict[str, object] = {"steps": steps} if steps > 1 else {}
+        more |= {"branch": self._branch} if self._branch else {}
+        more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
+        self._write("records", step, row | more)
         if self._changes:
             self._changes = self._branch = {}
             self._save_config()

@@ -717,6 +717,7 @@ class CommitStep(Effect):
     quorum_size: int
     slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
     holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
+    skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
     held: bool = False
     leave: bool = False  # True: this is the group's last step, and the others know that it leaves
 

@@ -85,15 +85,20 @@ class Ledger:
 
     With slots_per_step each step has this many slots, so its data does not depend on the groups that are present. A group may own several
     slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
-    holes. Without it a step has one slot for each group that was present at the assignment."""
+    holes. Without it a step has one slot for each group that was present at the assignment.
 
-    def __init__(self, slot_size: int, slots_per_step: int = 0) -> None:
-        self.slot_size = slot_size  # sequences
+    `skip`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole."""
+
+    def __init__(self, slot_size: int, slots_per_step: int = 0, skip: Sequence[tuple[int, int]] = ()) -> None:
+        self.slot_size, self._skip = slot_size, skip  # slot_size: in sequences
         self.slots_per_step = slots_per_step  # 0: one slot for each participant
         self.position = 0  # all sequences before this one are committed, except those in holes
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         self.skipped: list[int] = []  # slots that were UNABLE too often, and are never trained on
+        self.passed: tuple[
+            tuple[int, int], ...
+        ] = ()  # ranges of positions that the newest commit left out for good, by `skip`
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 
@@ -103,9 +108,16 @@ class Ledger:
     def assign(self, participants: Sequence[str]) -> dict[int, str]:
         """Returns the assignment of the next step, made round-robin if none is open. An open one is kept; `reassign` adapts it."""
         if not self.assignment:
-            count = self.slots_per_step or len(participants)
-            new = count - len(self.holes)
-            slots = [*self.holes, *range(self.position, self.position + new * self.slot_size, self.slot_size)][:count]
+            count, slots, slot = self.slots_per_step or len(participants), self.holes, self.position
+            if self._skip:
+                slots = [hole for hole in slots if not self._skipped_until(hole)]
+            slots = slots[:count]
+            while len(slots) < count:
+                if self._skip and (end := self._skipped_until(slot)):
+                    slot += -((slot - end) // self.slot_size) * self.slot_size
+                else:
+                    slots.append(slot)
+                    slot += self.slot_size
             self.assignment = dict(zip(slots, cycle(participants), strict=False))
         return dict(self.assignment)
 
@@ -145,11 +157,26 @@ class Ledger:
         exhausted_slots = tuple(slot for slot in slots if slot in exhausted) if exhausted else ()
         gone = contributed | (set(exhausted_slots) if skip else set())
         self.skipped += exhausted_slots if skip else ()
-        self.position = max(self.position, max(slots, default=-self.slot_size) + self.slot_size)
-        self.holes = sorted({*self.holes, *slots} - gone)
+        before, self.position = self.position, max([self.position, *(slot + self.slot_size for slot in slots)])
+        holes = sorted({*self.holes, *slots} - gone)
+        self.holes = [hole for hole in holes if not self._skipped_until(hole)] if self._skip else holes
+        self.passed = self._left_out(before, slots, holes) if self._skip else ()
         self.unable = Counter({slot: count for slot, count in self.unable.items() if slot not in gone})
         self.assignment = {}
         return committed, exhausted_slots
+
+    def _skipped_until(self, slot: int) -> int:
+        """Returns the end of a range of `skip` that has a position of the slot; 0: there is none."""
+        return next((end for first, end in self._skip if first < slot + self.slot_size and slot < end), 0)
+
+    def _left_out(self, first: int, slots: Sequence[int], holes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Returns the ranges from `first` on that are not in the slots assigned, and the holes that `skip` has."""
+        ranges = [(hole, hole + self.slot_size) for hole in holes if self._skipped_until(hole)]
+        for slot in sorted(slot for slot in slots if slot >= first):
+            if slot > first:
+                ranges.append((first, slot))
+            first = slot + self.slot_size
+        return tuple(ranges)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values, the open assignment included, since a group that heals from this state must continue with it."""
@@ -648,6 +675,7 @@ class StepMachine:
                 quorum_size=len(quorum.members),
                 slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
+                skipped=self.ledger.passed,
                 held=held,
                 leave=self.step == self._leave_at_step or (self._leave_announced and not held),
             )

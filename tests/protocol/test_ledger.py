@@ -152,3 +152,45 @@ def test_every_slot_is_in_exactly_one_commit(history: list[tuple[int, int, bool]
         done += contributed
     assert len(done) == len(set(done))
     assert sorted([*done, *ledger.holes]) == list(range(0, ledger.position, 8))
+
+
+def test_slots_with_a_position_to_skip_are_left_out():
+    ledger = Ledger(8, skip=[(12, 13), (24, 41)])
+    assert ledger.assign(("a", "b")) == {0: "a", 16: "b"}
+    ledger.commit((10, 10))
+    assert (ledger.passed, ledger.position) == (((8, 16),), 24)
+    assert ledger.assign(("a",)) == {48: "a"}
+    ledger.commit((10,))
+    assert (ledger.passed, ledger.holes) == (((24, 48),), [])
+    ledger.assign(("a",))
+    ledger.commit((10,))
+    assert ledger.passed == ()
+
+
+def test_a_hole_to_skip_is_left_out():
+    before = Ledger(8)
+    before.assign(("a", "b", "c"))
+    before.commit((0, 10, 0))
+    ledger = Ledger(8, skip=[(3, 4), (24, 30)])
+    ledger.load_state_dict(before.state_dict())
+    assert ledger.assign(("a", "b")) == {16: "a", 32: "b"}
+    ledger.commit((0, 10))
+    assert (ledger.passed, ledger.holes) == (((0, 8), (24, 32)), [16])
+
+
+@given(
+    skip=st.lists(
+        st.tuples(st.integers(0, 200), st.integers(1, 60)).map(lambda span: (span[0], sum(span))), max_size=4
+    ),
+    tokens=st.lists(st.lists(st.sampled_from([0.0, 10.0]), min_size=1, max_size=4), min_size=1, max_size=12),
+)
+def test_each_position_is_trained_on_or_left_out_or_open(skip: list[tuple[int, int]], tokens: list[list[float]]):
+    ledger, trained, left_out = Ledger(8, skip=skip), list[int](), list[int]()
+    for counts in tokens:
+        ledger.assign([str(number) for number in range(len(counts))])
+        committed, _ = ledger.commit(counts)
+        trained += committed
+        left_out += [slot for first, end in ledger.passed for slot in range(first, end, 8)]
+    assert sorted([*trained, *left_out, *ledger.holes]) == list(range(0, ledger.position, 8))
+    touched = {slot for slot in range(0, ledger.position, 8) for first, end in skip if first < slot + 8 and slot < end}
+    assert set(left_out) == touched

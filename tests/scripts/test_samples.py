@@ -68,9 +68,20 @@ def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
     assert code == 0 and "once, except the open holes 40-43, which the next step gets first" in out
 
 
+def test_what_is_skipped_is_not_missing(tmp_path: Path):
+    rows = [row(1, {0: A}), {**row(2, {12: A}), "skipped": [[4, 12]]}]
+    code, out, _ = samples(tmp_path, rows)
+    assert code == 0 and "once, except 4-11, which training.skip leaves out" in out
+
+
 @pytest.mark.parametrize(
     ("rows", "wrong"),
     [
+        (
+            [row(1, {0: A}), {**row(2, {4: A}), "skipped": [[4, 8]]}],
+            ["positions 4-7 were skipped, but trained on"],
+        ),
+        ([row(1, {0: A}), {**row(2, {12: A}), "skipped": [[4, 8]]}], [MISSING.format("8-11")]),
         ([*B_DIES[:4], row(5, {48: A, 52: C})], [MISSING.format("40-43")]),
         ([*three_groups(2), row(3, {16: A, 24: C}), row(4, {28: A})], [DOUBLED.format("16-19", 2, 3)]),
         # half of a slot, and a gap
@@ -80,7 +91,7 @@ def test_a_hole_of_the_last_step_is_not_lost(tmp_path: Path):
         ([row(1, {0: A}), row(1, {4: A})], ["step 1 comes after step 1"]),
         ([row(1, {4: A})], [MISSING.format("0-3")]),
     ],
-    ids=["missing", "doubled", "overlap", "hole", "step", "twice", "first"],
+    ids=["skipped", "skipped in part", "missing", "doubled", "overlap", "hole", "step", "twice", "first"],
 )
 def test_what_is_not_exact_is_named(tmp_path: Path, rows: list[dict[str, Any]], wrong: list[str]):
     code, out, _ = samples(tmp_path, rows)

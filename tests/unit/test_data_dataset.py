@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from scripts import prepare_data
 from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
-from training.config import TrainingConfig, ValidationConfig
-from training.data.dataset import CachedData, open_data, short
+from training.config import SourceConfig, TrainingConfig, ValidationConfig
+from training.data.dataset import CachedData, StoredData, open_data, short
 from training.data.loader import MicrobatchSampler
+from training.loss import IGNORED
 from training.tokenizer import ByteTokenizer
 
 
@@ -76,3 +81,91 @@ def test_the_standard_library_is_enough_to_train_on(tmp_path: Path) -> None:
 )
 def test_short(count: int, unit: str, text: str) -> None:
     assert short(count, unit) == text
+
+
+def resumed(data: StoredData | CachedData, state: dict[str, str], position: int, holes: Sequence[int] = ()) -> str:
+    data.load_state_dict(state)
+    return data.resume_at(position, holes, (), 10)
+
+
+def first_ids(data: StoredData | CachedData, positions: Sequence[int]) -> list[list[int]]:
+    sampler = MicrobatchSampler(1, 1, 0, 1)
+    with closing(data.loader(sampler)) as loader:
+        return [[*batch.inputs[0].tolist(), int(batch.labels[0, -1])] for batch in loader.load(positions)]
+
+
+def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
+    config = files_config(path, seq_len=16, seed=5)
+    first = open_it(config, tmp_path / "cache")
+    order = first.order(seed=5, seq_len=16)
+    longer = open_it(replace(config, seq_len=20, seed=6), tmp_path / "cache")
+    left = order.sequences_per_epoch - 7
+    assert resumed(longer, first.state_dict(), 7, [3]) == (
+        f"data: a new epoch begins at sequence 7; {left} sequences of the one before are left over"
+    )
+    new = longer.order(seed=6 + (1 << 32), seq_len=20)
+    assert first_ids(longer, [7, 8]) == [new.sequence(position).tolist() for position in (0, 1)]
+    [late] = first_ids(longer, [3])  # a hole: 17 tokens, and 4 that are neither inputs nor targets
+    assert late == [*order.sequence(3).tolist(), 0, 0, 0, IGNORED]
+
+    again = open_it(replace(config, seq_len=20, seed=6), tmp_path / "cache")
+    assert resumed(again, longer.state_dict(), 50) == ""  # no second branch
+    assert first_ids(again, [7, 8]) == first_ids(longer, [7, 8])
+    back = open_it(config, tmp_path / "cache")  # to the first settings: other sequences than those from position 0 on
+    assert "sequence 60" in resumed(back, again.state_dict(), 60)
+    assert [segment.first for segment in back.segments] == [0, 7, 60]
+    assert first_ids(back, [60]) != first_ids(first, [0])
+    assert first_ids(back, [3]) == first_ids(first, [3])
+    earlier = open_it(replace(config, seed=9), tmp_path / "cache")  # from a checkpoint before the second branch
+    assert "sequence 7" in resumed(earlier, first.state_dict(), 7)
+    assert [segment.first for segment in earlier.segments] == [0, 7]
+
+
+def test_a_checkpoint_before_segments(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
+    config = files_config(path, seq_len=16, seed=5)
+    data = open_it(config, tmp_path / "cache")
+    old = {"digest": data.digest}
+    assert resumed(data, old, 7) == "" and [segment.first for segment in data.segments] == [0]
+    assert first_ids(data, [8]) == [data.order(seed=5, seq_len=16).sequence(8).tolist()]
+    with pytest.raises(ValueError, match=r"training\.seed: this run's checkpoint is of a version that did not save it"):
+        data.load_state_dict(old)
+        data.resume_at(7, (), ["optimizer.lr", "training.seed"], 10)
+
+
+def test_other_stores_and_weights(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number} " * 9 for number in range(50)])
+        assert prepare_data.main([str(tmp_path / f"{name}.jsonl"), "--out", str(tmp_path / name), "--processes=1"]) == 0
+
+    def stored(epochs: float = 0.0, **weights: float) -> StoredData:
+        sources = tuple(
+            SourceConfig(str(tmp_path / name), weight=weight, epochs=epochs) for name, weight in weights.items()
+        )
+        config = TrainingConfig(dataset="store", sources=sources, seq_len=16)
+        data = open_data(config, ValidationConfig(), ByteTokenizer(), tmp_path, log=Lines())
+        assert isinstance(data, StoredData)
+        return data
+
+    before = stored(a=1.0, b=3.0)
+    after = stored(b=1.0, c=1.0)
+    assert "a new epoch begins at sequence 40" in resumed(after, before.state_dict(), 40, [5])
+    order = after.order(seed=1 << 32, seq_len=16)
+    assert first_ids(after, [5, 40, 41, 90]) == [
+        *first_ids(before, [5]),
+        *(order.sequence(position).tolist() for position in (0, 1, 50)),
+    ]
+    limited = stored(epochs=1.0, a=1.0, c=1.0)
+    end = limited.order(seed=0, seq_len=16).end
+    assert end is not None
+    assert limited.resume_at(0, (), (), end) == ""
+    with pytest.raises(ValueError, match=f"budgets of training.sources end after {end - 40}"):
+        limited.resume_at(40, (), (), end)
+    limited.load_state_dict(before.state_dict())
+    assert "sequence 40" in limited.resume_at(40, (), (), end)  # budgets begin at the branch
+    shutil.rmtree(tmp_path / "a")
+    gone = stored(b=1.0, c=1.0)
+    assert "sequence 40" in resumed(gone, before.state_dict(), 40)
+    with pytest.raises(ValueError, match="1 sequences from 5 on were dealt out, but not trained on"):
+        resumed(gone, before.state_dict(), 40, [5])

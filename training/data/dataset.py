@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from training.config import TrainingConfig, ValidationConfig
+from training.config import SourceConfig, TrainingConfig, ValidationConfig
 from training.data.cache import Corpus, open_corpus
 from training.data.loader import BatchSource, MicrobatchSampler, open_loader
-from training.data.order import SPLITS, DocumentOrder, Ingredient, Mixture, Order, StoreOrder, cuts, spans
+from training.data.order import (
+    SPLITS,
+    DocumentOrder,
+    Ingredient,
+    Mixture,
+    Order,
+    SegmentedOrder,
+    StoreOrder,
+    cuts,
+    spans,
+)
 from training.data.sources import find_source
 from training.data.store import Store
 from training.data.streaming import StreamingLoader, open_stream
@@ -18,9 +32,30 @@ from training.log import Log
 from training.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class Segment:
+    """The data of a run from position `first` on: until the next segment, all that its sequences depend on."""
+
+    first: int
+    digest: str  # of content and tokenizer
+    settings: dict[str, Any]  # seed, seq_len, sources and dataset* of TrainingConfig
+
+    @classmethod
+    def of(cls, config: TrainingConfig, digest: str) -> Segment:
+        settings = {
+            key: value for key, value in asdict(config).items() if key.startswith(("dataset", "seed", "seq_len"))
+        }
+        return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources]})
+
+    def config(self, config: TrainingConfig) -> TrainingConfig:
+        """Returns `config` with the settings of this segment."""
+        sources = tuple(SourceConfig(**source) for source in self.settings["sources"])
+        return replace(config, **{**self.settings, "sources": sources})
+
+
 class _Data:
-    """Base of the kinds of data. Its checkpoint state is the digest of content and tokenizer, which with (seed, seq_len, position)
-    determines every sequence; "" for a stream, whose loader saves its cursor."""
+    """Base of the kinds of data. The checkpoint state is a digest of content and tokenizer, "" for a stream, whose loader saves its cursor;
+    with random access it is the list of segments, as JSON under the same key."""
 
     digest = ""
 
@@ -33,12 +68,21 @@ class _Data:
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Raises ValueError if the text or its tokenizer changed since the checkpoint."""
-        if state["digest"] != self.digest:
+        self.check_digest(state["digest"])
+
+    def check_digest(self, saved: str) -> None:
+        if saved != self.digest:
             raise ValueError(
                 "training.dataset: the text or its tokenizer changed since this run's checkpoint (digest "
-                f"{state['digest'][:8]}, now {self.digest[:8]}), so the position in the data is invalid; restore the text, or "
+                f"{saved[:8]}, now {self.digest[:8]}), so the position in the data is invalid; restore the text, or "
                 "start a new run with --job.name NAME --checkpoint.initial_load_path RUN/checkpoint/step-N"
             )
+
+    def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
+        """Begins a new segment at `position`, after the state of a checkpoint was loaded, if its settings differ. Returns a text about it,
+        or "". `holes`: earlier positions that are still to be trained on. `changed`: keys that differ from the saved config.toml.
+        `sequences`: how many the run is still to train on. Raises ValueError if the data cannot be continued."""
+        return ""
 
     def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
         """Returns the orders of all sets of validation by name. Raises ValueError if one is too small."""
@@ -55,14 +99,95 @@ class _Data:
 class _OrderedData(_Data, ABC):
     """Base of the data with random access by position."""
 
+    def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
+        super().__init__(config, further)
+        self._segments = list[Segment]()  # empty until a state is loaded or saved: only the present one
+        self._is_old = False  # True: the loaded state is of a version without segments
+        self._order: SegmentedOrder | None = None
+        self._loader: BatchSource | None = None
+
     @abstractmethod
-    def order(self, *, seed: int, seq_len: int) -> Order:
-        """Returns the order of training. Raises ValueError if there is no sequence."""
+    def order(self, *, seed: int, seq_len: int) -> StoreOrder | DocumentOrder | Mixture:
+        """Returns the order of training of one segment. Raises ValueError if there is no sequence."""
+
+    @abstractmethod
+    def reopened(self, config: TrainingConfig) -> _OrderedData:
+        """Returns the data of an earlier segment, with `config`. Raises OSError, and ValueError."""
 
     def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
-        order = self.order(seed=self._config.seed, seq_len=self._config.seq_len)
-        return open_loader(order, sampler, self._config.dataloader, pin_memory=pin_memory)
+        self._order = SegmentedOrder(self._orders())
+        self._loader = open_loader(self._order, sampler, self._config.dataloader, pin_memory=pin_memory)
+        return self._loader
+
+    @property
+    def segments(self) -> list[Segment]:
+        return self._segments or [Segment.of(self._config, self.digest)]
+
+    def state_dict(self) -> dict[str, str]:
+        return {"digest": json.dumps([asdict(segment) for segment in self.segments])}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        own = Segment.of(self._config, self.digest)
+        self._is_old = not state["digest"].startswith("[")
+        if self._is_old:
+            segments = [replace(own, digest=state["digest"])]
+        else:
+            segments = [Segment(**segment) for segment in json.loads(state["digest"])]
+        if segments[-1].settings == own.settings:
+            self.check_digest(segments[-1].digest)
+        self._set(segments)
+
+    def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
+        own, before = Segment.of(self._config, self.digest), self.segments
+        text = ""
+        if self._is_old and (keys := [key for key in changed if key.removeprefix("training.") in own.settings]):
+            raise ValueError(
+                f"{keys[0]}: this run's checkpoint is of a version that did not save it; resume once with the saved settings, until a "
+                "checkpoint is written"
+            )
+        if before[-1].settings != own.settings:
+            self._set([*(each for each in before if each.first < position), replace(own, first=position)])
+            earlier = self._open(len(before) - 1, before[-1])
+            left = earlier.left_over(position - before[-1].first) if earlier else 0
+            text = f"data: a new epoch begins at sequence {position}"
+            text += f"; {left} sequences of the one before are left over" if left else ""
+        orders = self._orders()
+        for (first, order), (end, _) in pairwise(orders):
+            if order is None and (needed := [hole for hole in holes if first <= hole < end]):
+                raise ValueError(
+                    f"training.sources: {len(needed)} sequences from {needed[0]} on were dealt out, but not trained on, before the data "
+                    "changed, and that data cannot be opened; restore it for one more step, or resume from an earlier checkpoint"
+                )
+        present, order = orders[-1]
+        if isinstance(order, Mixture) and order.end is not None and position + sequences > present + order.end:
+            raise ValueError(
+                f"training.steps: {sequences} sequences are needed from {position} on, but the budgets of training.sources end after "
+                f"{max(0, present + order.end - position)}; set fewer steps, or larger budgets"
+            )
+        return text
+
+    def _set(self, segments: list[Segment]) -> None:
+        same, self._segments = segments == self.segments, segments
+        if not same and self._order is not None and self._loader is not None:
+            self._order.set(self._orders())
+            self._loader.renew()
+
+    def _orders(self) -> list[tuple[int, Order | None]]:
+        return [(segment.first, self._open(number, segment)) for number, segment in enumerate(self.segments)]
+
+    def _open(self, number: int, segment: Segment) -> StoreOrder | DocumentOrder | Mixture | None:
+        """Returns the order of segment `number`; None: it is an earlier one, whose data is gone."""
+        config = segment.config(self._config)
+        # other sequences first than in the segments before, also with the same seed, which is below 2^32
+        seed = config.seed + (number << 32)
+        if segment.settings == Segment.of(self._config, self.digest).settings:
+            return self.order(seed=seed, seq_len=config.seq_len)
+        try:
+            data = self.reopened(config)
+            return data.order(seed=seed, seq_len=config.seq_len) if data.digest == segment.digest else None
+        except (OSError, ValueError):
+            return None
 
 
 class CachedData(_OrderedData):
@@ -84,14 +209,17 @@ class CachedData(_OrderedData):
         files = f"{meta.files} file{'s' * (meta.files != 1)}, {short(meta.bytes, 'B')}, digest {meta.content[:8]}"
         return f"{self._config.dataset}: {files}, {train} training tokens, {validation} validation tokens"
 
-    def order(self, *, seed: int, seq_len: int) -> Order:
-        return self._order("train", seed, seq_len)
+    def order(self, *, seed: int, seq_len: int) -> DocumentOrder:
+        return self._of_split("train", seed, seq_len)
 
     def validation_orders(self, *, seq_len: int) -> dict[str, Order]:
-        own = {"": self._order("validation", 0, seq_len)} if self._validates else {}
+        own: dict[str, Order] = {"": self._of_split("validation", 0, seq_len)} if self._validates else {}
         return own | super().validation_orders(seq_len=seq_len)
 
-    def _order(self, split: str, seed: int, seq_len: int) -> Order:
+    def reopened(self, config: TrainingConfig) -> _OrderedData:
+        return CachedData(config, self._corpus, (), validates=self._validates)
+
+    def _of_split(self, split: str, seed: int, seq_len: int) -> DocumentOrder:
         held_out = self._config.dataset_held_out
         return DocumentOrder(
             self._corpus, split, held_out=held_out, seed=seed, seq_len=seq_len, may_cut=self._validates
@@ -116,6 +244,10 @@ class StoredData(_OrderedData):
             f"store: {', '.join(names)}, digest {self.digest[:8]}, {short(train)} training tokens, "
             f"{short(total - train)} validation tokens"
         )
+
+    def reopened(self, config: TrainingConfig) -> _OrderedData:
+        paths = [source.path for source in config.sources] or [config.dataset_path]
+        return StoredData(config, [Store(Path(path).expanduser(), "training.dataset") for path in paths], ())
 
     def order(self, *, seed: int, seq_len: int) -> StoreOrder | Mixture:
         part = "train" if self._holds_out else "all"

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ft.children import unsignalled
 from training.config import DataloaderConfig
-from training.data.order import Order
+from training.data.order import NO_TOKEN, Order
+from training.loss import IGNORED
 
 THREAD_NAME = "pharos-data"
 Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, True for the last of the slot
@@ -74,6 +75,9 @@ class BatchSource(ABC):
         load_id, read = self._load_id, self.start(tasks)
         return (self._take(load_id, read) for _ in tasks)
 
+    def renew(self) -> None:  # noqa: B027 (nothing to do, where the order is not copied)
+        """Makes the next `load` read from the present order, which has changed."""
+
     def close(self) -> None:
         self._load_id += 1
 
@@ -97,8 +101,9 @@ class BatchSource(ABC):
 
 
 def make_batch(rows: np.ndarray, task: Task) -> Batch:
-    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one."""
-    return Batch(torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy()), *task)
+    """Splits `rows` [B, T + 1] int64 into inputs and labels, shifted by one. For NO_TOKEN the input is 0, and the label IGNORED."""
+    inputs, labels = np.maximum(rows[:, :-1], 0), np.where(rows[:, 1:] == NO_TOKEN, IGNORED, rows[:, 1:])
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), *task)
 
 
 class _Reader(Dataset[Batch]):
@@ -190,6 +195,10 @@ class WorkerLoader(BatchSource):
     def start(self, tasks: list[Task]) -> Callable[[], Batch]:
         self._tasks[:] = tasks
         return iterate(self._loader).__next__  # discards batches of an earlier call that are in flight
+
+    def renew(self) -> None:
+        end_workers(self._loader)  # they have a copy of the order as it was
+        self._loader._iterator = None
 
     def close(self) -> None:
         super().close()

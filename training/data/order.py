@@ -9,7 +9,9 @@ grow with the documents.
 `StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards from an offset below seq_len, split likewise, and
 its sequences are visited in the order of a permutation that is computed for one position at a time (`permuted`).
 
-`Mixture`, of several stores: position p is number p of a sequence of sources in proportion to their weights (`pattern`)."""
+`Mixture`, of several stores: position p is number p of a sequence of sources in proportion to their weights (`pattern`).
+
+`SegmentedOrder`, of a run whose data changed at branch points: each begins a new order, at the position that was reached then."""
 
 from __future__ import annotations
 
@@ -29,6 +31,7 @@ from training.data.store import Store
 
 _EPOCHS_KEPT = 2  # a step at the end of an epoch reads from two
 SPLITS = ("train", "validation")
+NO_TOKEN = -1  # in a sequence: neither an input nor a target
 PATTERN = 4096  # positions of a mixture until its sources repeat; weights are rounded to 1/PATTERN
 _ROUNDS = 4  # of the Feistel network: as many as make it a strong permutation (Luby and Rackoff, 1988)
 
@@ -41,7 +44,10 @@ class Order(Protocol):
     sequences_per_epoch: int
 
     def sequence(self, position: int) -> np.ndarray:
-        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order."""
+        """Returns the tokens [seq_len + 1] int64 at `position` >= 0 of the infinite order. NO_TOKEN: there is none."""
+
+    def left_over(self, position: int) -> int:
+        """Returns the sequences of the epoch of `position`, of each source, that come at `position` or later."""
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -132,6 +138,9 @@ class DocumentOrder:
             at, filled, document = at + count, filled + count, document + 1
         return tokens
 
+    def left_over(self, position: int) -> int:
+        return -position % self.sequences_per_epoch
+
     def _lay_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns for each document its end in the epoch's stream, and the difference of its offsets in the corpus and in the stream."""
         first, lengths = self._first, self._lengths
@@ -199,6 +208,9 @@ class StoreOrder:
             tokens[filled : filled + count] = self._store.shards[shard][first : first + count]
             at, filled, shard = at + count, filled + count, shard + 1
         return tokens
+
+    def left_over(self, position: int) -> int:
+        return -position % self.sequences_per_epoch
 
 
 def rounded(weights: Sequence[float]) -> list[int]:
@@ -296,12 +308,46 @@ class Mixture:
 
     def find(self, position: int) -> tuple[int, int]:
         """Returns (source, number of the sequence in it) of a position, in constant time."""
-        phase = self._phases[bisect_right(self._phases, position, key=lambda phase: phase.first) - 1]
-        return phase.find(position)
+        return self._phase(position).find(position)
 
     def sequence(self, position: int) -> np.ndarray:
         source, index = self.find(position)
         return self._ingredients[source].order.sequence(index)
+
+    def left_over(self, position: int) -> int:
+        counts = self._phase(position).counts(position)
+        return sum(each.order.left_over(count) for each, count in zip(self._ingredients, counts, strict=True))
+
+    def _phase(self, position: int) -> _Phase:
+        return self._phases[bisect_right(self._phases, position, key=lambda phase: phase.first) - 1]
+
+
+class SegmentedOrder:
+    """The order of a run whose data changed at branch points. A sequence of an earlier segment that is trained on late, as a hole of the
+    ledger, is cut to the present seq_len, or filled up with NO_TOKEN."""
+
+    def __init__(self, segments: Sequence[tuple[int, Order | None]]) -> None:
+        """`segments`: first position and order of each; None: no position of it is left."""
+        self.set(segments)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SegmentedOrder, (self._segments,)
+
+    def set(self, segments: Sequence[tuple[int, Order | None]]) -> None:
+        """Replaces the segments, for later calls of `sequence` in this process; the last has the same seq_len."""
+        _, order = segments[-1]
+        assert order is not None, "the present segment has no order"
+        self._segments, self._order, self.seq_len = list(segments), order, order.seq_len
+        self.tokens_per_epoch, self.sequences_per_epoch = order.tokens_per_epoch, order.sequences_per_epoch
+
+    def sequence(self, position: int) -> np.ndarray:
+        first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
+        assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
+        tokens, length = order.sequence(position - first), self.seq_len + 1
+        return np.pad(tokens[:length], (0, max(0, length - len(tokens))), constant_values=NO_TOKEN)
+
+    def left_over(self, position: int) -> int:
+        return self._order.left_over(position - self._segments[-1][0])
 
 
 def _too_little(split: str, tokens: int, corpus: Corpus, held_out: float, seq_len: int) -> str:
