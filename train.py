@@ -3,7 +3,7 @@
     ./scripts/run_train.sh CONFIG [--section.key value ...]      installs what is missing, checks, launches, explains failures
     python train.py CONFIG [--section.key value ...]             one rank
     torchrun --nproc-per-node N train.py CONFIG ...              N ranks
-    python train.py --help [section]                             every key
+    python train.py [CONFIG ...] --help [section]                every key; of [model]: those of the model that CONFIG names
     python train.py CONFIG --explain [--ranks N] [--device cpu|cuda]     prints memory, messages and schedule; starts nothing
 
 Exit code: 0 finished, or saved after SIGTERM or SIGINT; 2 bad input; 128 + n second stop signal n; 1 any other failure."""
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one rank from its launch to its end; returns the exit code."""
     try:
         if "--help" in argv or "-h" in argv:
-            print(help_text(next((word for word in argv if not word.startswith("-")), None)))
+            print(help_text(*argv))
             return 0
         if "--explain" in argv:
             from tools.explain.command import main as explain  # training does not need it

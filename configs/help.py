@@ -1,10 +1,11 @@
-"""The text of `train.py --help [section]`: every key, its default, meaning and legal values."""
+"""The text of `train.py [CONFIG] --help [section]`: every key, its default, meaning and legal values."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
 
+from configs import document
 from configs.errors import ConfigError, nearest_key, nearest_section
 from configs.keys import Key, to_text, walk
 
@@ -16,10 +17,24 @@ Values are TOML, strings need no quotes; a list of tables: --optimizer.groups '[
 """
 
 
-def help_text(section: str | None = None) -> str:
-    """Returns the keys of one section, or of all (also for a config file). Raises ConfigError with the nearest section."""
-    sections = all_sections()
-    if section is None or section.endswith(".toml"):
+def help_text(*words: str) -> str:
+    """Returns the keys of one section, or of all. `words`: [CONFIG.toml [--section.key value ...]] [--help] [section]; the keys of [model]
+    are those of CONFIG's model, without it Llama's. Raises ConfigError with the nearest section."""
+    at = next((at for at, word in enumerate(words) if word in ("--help", "-h")), len(words))
+    command, rest = words[:at], words[at + 1 :]
+    if not (command and command[0].endswith(".toml")):
+        command, rest = (), (*command, *rest)
+        if rest and rest[0].endswith(".toml"):
+            command, rest = rest[:1], rest[1:]
+    if command:
+        from configs.load import parse_argv, sections_of
+
+        file, given = parse_argv(command)
+        sections = sections_of(document.read(file), given)
+    else:
+        sections = all_sections()
+    section = next((word for word in rest if not word.startswith("-")), None)
+    if section is None:
         return "\n\n".join([_USAGE.strip(), *(_section_text(name, kind) for name, kind in sections.items())]) + "\n"
     name = section.strip("[]").split(".")[0]
     if name not in sections:

@@ -28,17 +28,9 @@ def load(argv: Sequence[str]) -> RunConfig:
     """Returns the RunConfig of `CONFIG.toml --section.key value ...`. Raises ConfigError with all problems."""
     file, given = parse_argv(argv)
     tables, origin = document.read(file)
-    from configs import schema  # imports torch, two seconds: after the file has been read
+    sections = sections_of((tables, origin), given)
+    from configs import schema
 
-    sections = section_types(schema.RunConfig)
-    # model.name determines the class of [model]; a value of a wrong type is reported later
-    default, table = keys_of(sections["model"])["name"].default, tables.get("model")
-    name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
-    try:
-        sections["model"] = schema.model_module(name if isinstance(name, str) else default).Config
-    except ValueError as error:
-        origin = dataclasses.replace(origin, overrides=frozenset(given))
-        raise ConfigError(origin.explain(str(error))) from None
     values, origin = build(sections, (tables, origin), given)
     if not values["job"].name:
         values["job"] = dataclasses.replace(values["job"], name=Path(file).stem)
@@ -54,6 +46,22 @@ def load(argv: Sequence[str]) -> RunConfig:
             before = document.read(str(saved))[0].get("training", {})
             share = before.get("dataset_held_out", config.training.dataset_held_out)
     return dataclasses.replace(config, training=dataclasses.replace(config.training, dataset_held_out=float(share)))
+
+
+def sections_of(written: tuple[Mapping[str, Any], Origin], given: Overrides) -> dict[str, type]:
+    """Returns the sections and their classes; model.name determines that of [model]. `written`: see document.read. Raises ConfigError."""
+    from configs import schema  # imports torch, two seconds: after the file has been read
+
+    tables, origin = written
+    sections = section_types(schema.RunConfig)
+    # a value of a wrong type is reported later
+    default, table = keys_of(sections["model"])["name"].default, tables.get("model")
+    name = given.get("model.name", table.get("name", default) if isinstance(table, Mapping) else default)
+    try:
+        return {**sections, "model": schema.model_module(name if isinstance(name, str) else default).Config}
+    except ValueError as error:
+        origin = dataclasses.replace(origin, overrides=frozenset(given))
+        raise ConfigError(origin.explain(str(error))) from None
 
 
 def section_types(root: type) -> dict[str, type]:

@@ -22,7 +22,7 @@ from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
-from training.checkpoint_files import Damaged, list_steps, read_manifest, step_folder, verify
+from training.checkpoint_files import Damaged, Manifest, Removed, list_steps, read_verified, step_folder
 from training.sampling import SampleConfig, generate
 from training.tokenizer import Tokenizer, build_tokenizer
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
-        path = checkpoint_of(options.run / config.checkpoint.folder, options.step)
+        path, _ = checkpoint_of(options.run / config.checkpoint.folder, options.step)
         tokenizer = build_tokenizer(config.model.tokenizer_path)
     except (ValueError, Damaged) as error:
         print(f"generate: {error}", file=sys.stderr)
@@ -70,21 +70,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> Path:
-    """Returns the newest complete checkpoint, or that of `step` if >= 0. Raises ValueError if there is none, Damaged; warns as `who`."""
+def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> tuple[Path, Manifest]:
+    """Returns the newest complete checkpoint, or that of `step` if >= 0, and its manifest. Raises ValueError if there is none, Damaged, and
+    Removed if a run removes it meanwhile; warns as `who`."""
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
     for candidate in [step] if step >= 0 else reversed(steps):
         path = step_folder(folder, candidate)
         try:
-            verify(path, read_manifest(path))
+            return path, read_verified(path)
         except Damaged as damage:
-            if step >= 0:
+            if step >= 0 or isinstance(damage, Removed):
                 raise
             print(f"{who}: {path} is damaged ({damage}); trying the previous one", file=sys.stderr)
-        else:
-            return path
     raise ValueError(f"{folder}: no complete checkpoint")
 
 

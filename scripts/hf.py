@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Converts Hugging Face's Llama weights to checkpoints and back, with one tensor in memory at a time.
 
-    python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--dtype float32|bfloat16|float16]
+    python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--tokenizer PATH] [--dtype float32|bfloat16|float16]
     python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16]
 
 Import writes OUT/config.toml, with which ./scripts/run_train.sh starts from the weights, and prints its [model]; export writes a folder
-for transformers.AutoModelForCausalLM. Downloads nothing, reads and writes only safetensors; OUT appears when it is complete.
+for transformers.AutoModelForCausalLM, also while the run goes on. Downloads nothing, reads and writes only safetensors; OUT appears when it
+is complete.
 Exit code: 0 written; 2 bad input, found before anything is written; 1 other errors: no space on the disk, or interrupted.
 """
 
@@ -36,7 +37,14 @@ def main(argv: list[str]) -> int:
 
     try:
         if options.command == "import":
-            import_folder(options.source, options.out, config_file=options.config, dtype=options.dtype, log=Log())
+            import_folder(
+                options.source,
+                options.out,
+                config_file=options.config,
+                tokenizer=options.tokenizer,
+                dtype=options.dtype,
+                log=Log(),
+            )
         else:
             export_run(
                 options.source,
@@ -66,11 +74,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     importing.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     settings = "settings for OUT/config.toml, except [model]; default: configs/llama.toml"
     importing.add_argument("--config", type=Path, default=ROOT / "configs" / "llama.toml", help=settings)
+    tokenizer = 'tokenizer.json or its folder; "": bytes; default: that of HF_DIR'
+    importing.add_argument("--tokenizer", metavar="PATH", default=None, help=tokenizer)
     dtypes = ("float32", "bfloat16", "float16")
     importing.add_argument("--dtype", choices=dtypes, default="", help="dtype to convert to; default: unchanged")
 
     exporting = commands.add_parser("export", help="a run's checkpoint -> safetensors and config.json")
-    source = "outputs/llama, or .../checkpoint/step-N"
+    source = "a run's folder, such as outputs/llama, or .../checkpoint/step-N"
     exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
     exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest complete checkpoint")

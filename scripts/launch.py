@@ -36,6 +36,11 @@ def main(argv: list[str]) -> int:
     try:
         launch_settings = LaunchSettings.read(os.environ)
         set_defaults(os.environ, nproc=launch_settings.nproc or 1)
+        if "--help" in argv or "-h" in argv:
+            from configs.help import help_text
+
+            print(help_text(*argv))
+            return 0
         if "--explain" in argv:
             from tools.explain.command import main as explain
 

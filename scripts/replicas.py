@@ -37,6 +37,7 @@ SHORT_RUN_S, MAX_SHORT_RUNS = 30.0, 6  # a group is not restarted after this man
 POLL_S = 0.1
 ANY_PORT = "127.0.0.1:0"  # reachable only from this machine
 OPEN = "--open"  # opens the dashboard in a browser
+CHECK = "--check"  # only checks the settings, for run_replicas.sh before it installs the lighthouse
 SHARED = "SHARE_GPUS"  # 1: groups may share GPUs; slow, for trials
 ENABLED = "--fault_tolerance.enable=true"
 
@@ -198,9 +199,11 @@ def main(argv: list[str]) -> int:
     from training.appended import RunLock
 
     try:
-        number, rest = read_groups([word for word in argv if word != OPEN])
+        number, rest = read_groups([word for word in argv if word not in (OPEN, CHECK)])
         devices = devices_of_groups(number)
         config, restarts, grace_s = prepare([*rest, ENABLED], number, ranks=len(devices[0]) or None)
+        if CHECK in argv:
+            return 0
         # A second launch would replace the token of a running job, and its groups could not rejoin
         lock = RunLock(config.run_folder / "groups")
     except ValueError as error:

@@ -31,5 +31,11 @@ if [ $# -eq 0 ]; then
   exit 2
 fi
 
+arguments=("$@")
+before_install() { # an error in the settings should not cost the installation of the lighthouse
+  check_file "${arguments[0]}"
+  ! is_complete requirements.lock || "$python" "$root/scripts/replicas.py" --check "${arguments[@]}" || exit
+}
+
 use_python requirements.lock requirements-lighthouse.lock
 exec "$python" "$root/scripts/replicas.py" "$@"

@@ -16,7 +16,7 @@ usage() {
     "  ./scripts/run_train.sh configs/llama3_8b.toml --explain     predicts memory and communication, and starts nothing;" \
     "                                                              options: --ranks N, --device cpu|cuda" \
     "" \
-    "Every key of CONFIG, with default, unit and legal values:  .venv/bin/python train.py --help [section]  (or docs/config.md)" \
+    "Keys of a section, with default, unit and legal values:  ./scripts/run_train.sh [CONFIG] --help SECTION  (all: docs/config.md)" \
     "" \
     "Environment:" \
     "  PYTHON             the Python to use, 3.$oldest to 3.$newest; default: the first of $pythons python3" \
@@ -35,19 +35,17 @@ usage() {
     "Exit code: 0 finished, or saved after SIGTERM or Ctrl-C; 2 bad input; 1 other errors."
 }
 
-case " $* " in *" --help "* | *" -h "*) usage && exit 0 ;; esac
+case " $* " in
+  *" --help "?* | *" -h "?*) ;; # a section is named: launch.py lists its keys
+  *" --help " | *" -h ") usage && exit 0 ;;
+esac
 if [ $# -eq 0 ]; then
   usage >&2
   exit 2
 fi
 
 config=$1
-before_install() { # a typing error should not cost a download; launch.py checks the rest
-  case $config in
-    -*) ;;
-    *) [ -f "$config" ] || die 2 "$config: no such file; nothing was installed" ;;
-  esac
-}
+before_install() { check_file "$config"; } # launch.py checks the rest
 
 use_python requirements.lock
 exec "$python" "$root/scripts/launch.py" "$@"

@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 _HEAD = """\
 # Settings
 
-Generated from the dataclasses by `make docs`; do not edit. `python train.py --help [section]` prints the same.
+Generated from the dataclasses by `make docs`; do not edit. `python train.py [CONFIG] --help [section]` prints the same.
 
 A run takes one TOML file and, after it, overrides: `--section.key value`, `--section.key=value`, or `--section.flag`
 without a value for true. Strings on the command line need no quotes; lists and tables are written as TOML. A key that

@@ -48,6 +48,13 @@ class Damaged(RuntimeError):
     """A checkpoint differs from what was written; the message names the file and the difference."""
 
 
+class Removed(Damaged):
+    """A run removed the checkpoint, or replaced it by another one of its step, while it was read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was removed or replaced while it was read")
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file of a checkpoint as it was written, with one digest per segment of SEGMENT_BYTES."""
@@ -193,6 +200,29 @@ def verify(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -
         if digest.record(file.name).digests != (file.digests[index],):
             end = min(first + SEGMENT_BYTES, file.size_bytes)
             raise Damaged(f"{file.name}: bytes {first:,} to {end:,} are not what was written (digests differ)")
+
+
+def read_verified(path: Path) -> Manifest:
+    """Returns the manifest after comparing all files with it. Raises Damaged, Removed."""
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        verify(path, manifest)
+    except Damaged:
+        if not is_same(path, manifest):
+            raise Removed(path) from None
+        raise
+    return manifest
+
+
+def is_same(path: Path, manifest: Manifest | None) -> bool:
+    """Returns False if the checkpoint was removed or replaced since its manifest was read (None: it could not be read)."""
+    if manifest is None:
+        return path.exists()
+    try:
+        return Manifest.from_json((path / MANIFEST).read_bytes()) == manifest
+    except (OSError, Damaged):
+        return False
 
 
 def begin(folder: Path, step: int, name: str = "") -> Path:

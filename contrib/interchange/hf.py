@@ -35,12 +35,13 @@ from scripts.generate import checkpoint_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import StreamingPlanner
-from training.checkpoint_files import CheckpointFailed, Manifest, read_manifest, step_folder, verify
+from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_same, read_verified, step_folder
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
 FREQUENCIES = "freqs_cis"  # the model's only buffer; computed, not read
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
+ATTEMPTS = 5  # to read a checkpoint of a run that goes on, and removes old ones
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -51,13 +52,15 @@ class PublishedWeights:
     published: Published
     entries: tuple[Entry, ...]
     weights: Weights
+    tokenizer: dict[str, Path]  # name -> file to copy; {}: bytes
     dtype: torch.dtype  # of the checkpoint to write
 
 
-def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log: Log) -> None:
-    """Writes OUT. `dtype` "": that of the files. Raises ValueError, OSError, CheckpointFailed."""
+def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str | None, dtype: str, log: Log) -> None:
+    """Writes OUT. `tokenizer`: a tokenizer.json or its folder; "": bytes; None: that of the folder. `dtype` "": that of the files. Raises
+    ValueError, OSError, CheckpointFailed."""
     files.refuse(out)
-    source = check_published(folder, dtype=dtype)
+    source = check_published(folder, tokenizer=tokenizer, dtype=dtype)
     published, model = source.published, source.published.config
     config = settings(source, out, config_file)
     seq_len = config.training.seq_len
@@ -70,8 +73,6 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
     if published.unknown:
         cause = "unknown for a Llama, here and in transformers; ignored"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
-    if not (folder / TOKENIZER).is_file():
-        log.warning("%s: no %s: set model.tokenizer_path in %s/config.toml before training", folder, TOKENIZER, out)
     # On the meta device, for shapes and dtypes. The model is not built, since its initialization would import torch's compiler
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
     tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
@@ -86,10 +87,10 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
 
     with files.landing(out) as partial:
-        if tokenizer_files := files.tokenizer_files(folder):
+        if source.tokenizer:
             (partial / "tokenizer").mkdir()
-            for file in tokenizer_files:
-                shutil.copyfile(file, partial / "tokenizer" / file.name)
+            for name, file in source.tokenizer.items():
+                shutil.copyfile(file, partial / "tokenizer" / name)
         checkpoints = partial / config.checkpoint.folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
@@ -108,8 +109,8 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, dtype: str, log
         log.info("back      python scripts/hf.py export RUN ... --max-positions %d, else training.seq_len", most)
 
 
-def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
-    """Runs every check that needs the files. Raises ValueError, which names the file and the cause."""
+def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> PublishedWeights:
+    """Runs every check that needs the files. Arguments: see import_folder. Raises ValueError, which names the file and the cause."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; must have config.json and *.safetensors (nothing is downloaded)")
     config_json = folder / "config.json"
@@ -138,17 +139,26 @@ def check_published(folder: Path, *, dtype: str) -> PublishedWeights:
             f"{weights.found[HEAD].file}: {HEAD}: values differ from {EMBEDDING}; must be equal, as config.json has "
             "tie_word_embeddings = true"
         )
-    if (folder / TOKENIZER).is_file():
+    copied = {} if tokenizer == "" else tokenizer_files(Path(tokenizer).expanduser() if tokenizer else folder)
+    if TOKENIZER in copied:
         try:
-            known = build_tokenizer(str(folder)).vocab_size
+            known = build_tokenizer(str(copied[TOKENIZER])).vocab_size
         except ValueError as error:
-            raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{folder}": ')) from None
+            raise ValueError(str(error).removeprefix(f'model.tokenizer_path = "{copied[TOKENIZER]}": ')) from None
         if known > vocab_size:
             raise ValueError(
-                f"{folder / TOKENIZER}: {known} ids, but config.json has vocab_size = {vocab_size}; must be at least as large"
+                f"{copied[TOKENIZER]}: {known} ids, but config.json has vocab_size = {vocab_size}; must be at least as large"
             )
+        if (folder / files.GENERATION).is_file():
+            copied[files.GENERATION] = folder / files.GENERATION
+    elif tokenizer:
+        raise ValueError(f"--tokenizer {tokenizer}: there is no such file, or no {TOKENIZER} in that folder")
+    elif tokenizer is None:
+        raise ValueError(
+            f'{folder}: has no {TOKENIZER}; name one, or its folder, with --tokenizer PATH; --tokenizer "" takes bytes as tokens'
+        )
     stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
-    return PublishedWeights(published, entries, weights, getattr(torch, dtype or stored))
+    return PublishedWeights(published, entries, weights, copied, getattr(torch, dtype or stored))
 
 
 def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfig:
@@ -163,7 +173,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that training.seq_len can be changed
         create_seed_checkpoint=False,  # OUT has one
     )
-    model = replace(source.published.config, tokenizer_path=str(out / "tokenizer"))
+    model = replace(source.published.config, tokenizer_path=str(out / "tokenizer") if source.tokenizer else "")
     config = replace(base, job=replace(base.job, name=name), model=model, checkpoint=checkpoint)
     check_settings(config.for_any_machine(), world_size=1)
     return config
@@ -196,8 +206,8 @@ class Checkpoint:
     """A checkpoint whose digests and shapes have been verified."""
 
     path: Path
+    manifest: Manifest
     model: llama.Config
-    seq_len: int
     entries: tuple[Entry, ...]  # untied
     reader: TensorByTensor
     dtype: torch.dtype
@@ -207,10 +217,31 @@ class Checkpoint:
 
 
 def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
-    """Writes OUT. `dtype` "": as saved; `max_positions` 0: training.seq_len. Raises ValueError, Damaged, OSError."""
+    """Writes OUT, whole or not at all. `dtype` "": as saved; `max_positions` 0: training.seq_len. A run that goes on may remove the
+    checkpoint that is read: then the next newest is taken. Raises ValueError, Damaged, OSError, CheckpointFailed."""
     files.refuse(out)
-    log.info("export    verifying the digests of %s", run)
-    checkpoint = check_run(run, step=step, dtype=dtype)
+    named = step >= 0 or (run / ".metadata").is_file()
+    for attempt in range(1, ATTEMPTS + 1):
+        log.info("export    verifying the digests of %s", run)
+        try:
+            path, manifest, config = find_checkpoint(run, step=step)
+            try:
+                checkpoint = check_checkpoint(path, manifest, config, dtype=dtype)
+                return _write(checkpoint, out, shard_bytes, dtype, max_positions or config.training.seq_len, log)
+            except (OSError, ValueError):
+                if not is_same(path, manifest):
+                    raise Removed(path) from None
+                raise
+        except Removed as removed:
+            if named:
+                raise CheckpointFailed(f"{removed}; name the run's folder to export its newest checkpoint") from None
+            if attempt == ATTEMPTS:
+                cure = "a larger checkpoint.keep_latest_k or interval keeps checkpoints for longer"
+                raise CheckpointFailed(f"{removed}, {attempt} times in a row; {cure}") from None
+            log.warning("%s; beginning again with the newest", removed)
+
+
+def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
     copied, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
@@ -239,7 +270,7 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             vocab_size=checkpoint.entries[0].shape[0],
             tied=tied,
             dtype=str(target).removeprefix("torch."),
-            max_positions=max_positions or checkpoint.seq_len,
+            max_positions=max_positions,
             special=special,
         )
         texts["config.json"] = json.dumps(body, indent=2) + "\n"
@@ -249,28 +280,36 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
             texts[files.GENERATION] = json.dumps({"_from_model_config": True, **special}, indent=2) + "\n"
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
+        if not is_same(checkpoint.path, checkpoint.manifest):  # parts of two checkpoints may have been read
+            raise Removed(checkpoint.path)
     log.info('%s is written: transformers.AutoModelForCausalLM.from_pretrained("%s")', out, out)
 
 
-def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
-    """Runs every check that needs the checkpoint. `run`: a run's folder, or a checkpoint in it. Raises ValueError, Damaged."""
-    path = run if (run / ".metadata").is_file() else None
+def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]:
+    """Returns a verified checkpoint of a Llama, and the run's settings. `run`: a run's folder, or a checkpoint in it. Raises ValueError,
+    Damaged, Removed."""
+    is_checkpoint = (run / ".metadata").is_file()
     # Parents of a checkpoint: checkpoint.folder, which may be nested, and the run's folder
-    folders = run.absolute().parents[:3] if path else [run]
+    folders = run.absolute().parents[:3] if is_checkpoint else [run]
     settings = next((folder / FILE_NAME for folder in folders if (folder / FILE_NAME).is_file()), None)
-    if path and step >= 0:
+    if is_checkpoint and step >= 0:
         raise ValueError(f"--step {step}: {run} is a checkpoint; name the run's folder instead")
     if settings is None:
         of_checkpoint = f"no parent folder has a {FILE_NAME}, which describes the model"
         other = f"neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
-        raise ValueError(f"{run}: {of_checkpoint if path else other}")
-    if path:
-        verify(path, read_manifest(path))
+        raise ValueError(f"{run}: {of_checkpoint if is_checkpoint else other}")
     config = load([str(settings)])
-    model = config.model
-    if model.name != "llama" or not isinstance(model, llama.Config):
-        raise ValueError(f'{settings}: model.name = "{model.name}": must be "llama"')
-    path = path or checkpoint_of(run / config.checkpoint.folder, step, who="hf")
+    if not isinstance(config.model, llama.Config) or config.model.name != "llama":
+        raise ValueError(f'{settings}: model.name = "{config.model.name}": must be "llama"')
+    if is_checkpoint:
+        return run, read_verified(run), config
+    return *checkpoint_of(run / config.checkpoint.folder, step, who="hf"), config
+
+
+def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype: str) -> Checkpoint:
+    """Runs every check that needs the checkpoint. Raises ValueError, OSError."""
+    settings, model = config.origin.file, config.model
+    assert isinstance(model, llama.Config)
     reader = TensorByTensor(path)
     table = reader.tensors.get("model.tok_embeddings.weight")
     vocab_size = model.vocab_size or (table.size[0] if table else 0)
@@ -298,17 +337,13 @@ def check_run(run: Path, *, step: int, dtype: str) -> Checkpoint:
             raise ValueError(
                 f"{path}: {FREQUENCIES}: differs from the rotary embedding by model.rope_* in {settings}; trained with different settings"
             )
-    return Checkpoint(path, model, config.training.seq_len, entries, reader, dtypes.pop())
+    return Checkpoint(path, manifest, model, entries, reader, dtypes.pop())
 
 
 def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:
     """Returns (published name -> file to copy, special token ids). Raises ValueError for an unusable file."""
-    copied, special = dict[str, Path](), dict[str, Any]()
-    if path:  # model.tokenizer_path is a file or its folder
-        given = Path(path).expanduser()
-        file = given / TOKENIZER if given.is_dir() else given
-        copied = {TOKENIZER: file} if file.is_file() else {}
-        copied |= {each.name: each for each in files.tokenizer_files(file.parent) if each.name != TOKENIZER}
+    copied = tokenizer_files(Path(path).expanduser()) if path else {}
+    special = dict[str, Any]()
     if not path or TOKENIZER in copied:
         tokenizer = build_tokenizer(path)
         # tokens around each document in training
@@ -317,6 +352,13 @@ def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[st
         log.warning('model.tokenizer_path = "%s": no such file, so %s has no %s', path, out, TOKENIZER)
     generation = read_json(copied[files.GENERATION]) if files.GENERATION in copied else {}
     return copied, {**special, **{name: generation[name] for name in _IDS if generation.get(name) is not None}}
+
+
+def tokenizer_files(path: Path) -> dict[str, Path]:
+    """Returns published name -> file, of a tokenizer.json or its folder and of the files beside it."""
+    file = path / TOKENIZER if path.is_dir() else path
+    found = {TOKENIZER: file} if file.is_file() else {}
+    return found | {each.name: each for each in files.tokenizer_files(file.parent) if each.name != TOKENIZER}
 
 
 def byte_tokenizer() -> dict[str, str]:

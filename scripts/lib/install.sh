@@ -39,6 +39,13 @@ use_python() {
 
 before_install() { :; } # a script that sources this file may override it with checks
 
+check_file() { # a typing error in the name of a configuration should not cost a download
+  case $1 in
+    -*) ;;
+    *) [ -f "$1" ] || die 2 "$1: no such file; nothing was installed" ;;
+  esac
+}
+
 # Prints "MINOR EXECUTABLE" of a CPython 3. Runs the candidate, since pyenv leaves a python3.12 in the PATH that only prints "not found".
 # For a virtual environment the executable is its base Python, since the environment may be the folder that is recreated.
 probe() {

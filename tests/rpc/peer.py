@@ -56,21 +56,22 @@ R = TypeVar("R")
 # ------------------------------------------------------------------------------------------------ the wheel
 
 
-def install(cache: Path = ROOT / ".venv-torchft", pins: Sequence[str] = PINS) -> Path:
-    """The folder with torchft, or with other `pins`; the first call of this Python fills it. It appears whole or not at all.
-    Raises Unavailable."""
+def install(cache: Path = ROOT / ".venv-torchft", pins: Sequence[str] = PINS, built: Sequence[str] = ()) -> Path:
+    """The folder with torchft, or with other `pins`; the first call of this Python fills it. It appears whole or not at all. `built`: names
+    of packages of Python alone that have no wheel. Raises Unavailable."""
     digest = hashlib.sha256("\n".join(pins).encode()).hexdigest()[:8]
     folder = cache / f"{sys.implementation.cache_tag}-{digest}"
-    return once(folder, lambda: _fill(folder, pins))
+    return once(folder, lambda: _fill(folder, pins, built))
 
 
-def _fill(folder: Path, pins: Sequence[str]) -> None:
+def _fill(folder: Path, pins: Sequence[str], built: Sequence[str]) -> None:
     if os.environ.get("PHAROS_NO_INSTALL") == "1":
         raise Unavailable("PHAROS_NO_INSTALL=1, and it was not installed before")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         target = Path(temporary, "new")
         pip = [sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
         sources = ["--no-compile", "--no-deps", "--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
+        sources += [f"--no-binary={name}" for name in built]
         command = [*pip, *sources, "--target", target, *pins]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)

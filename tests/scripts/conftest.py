@@ -38,6 +38,7 @@ def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     import torch  # not above: every test of this folder would wait for it
 
     from tests.scripts.hf_world import KINDS, V
+    from tests.unit import test_tokenizer as tokenizers
 
     root = tmp_path_factory.mktemp("published")
     for number, (kind, (settings, largest)) in enumerate(KINDS.items()):
@@ -60,4 +61,5 @@ def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
                 else:
                     parameter.normal_(0, 0.7 * parameter.shape[1] ** -0.5)
         model.save_pretrained(root / kind, max_shard_size=largest)
+        tokenizers.write(root / kind, "<s>", "</s>")
     return root

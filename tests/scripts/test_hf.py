@@ -107,7 +107,7 @@ def _tied(draw: Callable[..., Tensor], model: llama.Llama, tensor: Tensor, seed:
 def test_sixteen_bits_stay_sixteen_bits_and_a_dtype_that_is_asked_for_is_made(published: Path, transformers: Any):
     model = transformers.AutoModelForCausalLM.from_pretrained(published / "grouped", dtype=torch.bfloat16)
     model.save_pretrained("half")
-    assert run("import", "half", "ours") == 0
+    assert run("import", "half", "ours", "--tokenizer", "") == 0
     weights = saved(Path("ours/checkpoint/step-0"))
     assert {value.dtype for name, value in weights.items() if "freqs" not in name} == {torch.bfloat16}
     assert run("export", "ours", "back") == 0

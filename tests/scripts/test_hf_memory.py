@@ -44,7 +44,7 @@ def both_ways(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes
     """(bytes of the largest file, the peaks of import and export). The weights that come back are those that went in."""
     largest = publish(folder / "source", config, vocab_size=vocab_size, file_bytes=file_bytes)
     peaks = [
-        peak_bytes("scripts.hf", "import", folder / "source", folder / "ours"),
+        peak_bytes("scripts.hf", "import", folder / "source", folder / "ours", "--tokenizer", ""),
         peak_bytes("scripts.hf", "export", folder / "ours", folder / "back", "--shard-gb", file_bytes / 1e9),
     ]
     for file in (folder / "source").glob("*.safetensors"):

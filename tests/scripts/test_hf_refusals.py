@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import models
+from configs.load import load
 from contrib.interchange.files import Weights, landing
 from contrib.interchange.hf import TensorByTensor
 from scripts import make_seed_checkpoint
@@ -220,7 +221,6 @@ def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
     said = capsys.readouterr().out
     assert "rotary_emb.inv_freq is not read: it is computed from rope_theta" in said
     assert "source/config.json: unknown for a Llama, here and in transformers; ignored: unsloth_fixed" in said
-    assert "source: no tokenizer.json: set model.tokenizer_path in out/config.toml before training" in said
 
 
 def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str]):
@@ -265,12 +265,30 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
 
 def test_a_lost_tokenizer_is_told_and_the_weights_go_out(published: Path, capsys: pytest.CaptureFixture[str]):
     assert run("import", published / "grouped", "ours") == 0
+    Path("ours/tokenizer/tokenizer.json").unlink()
     assert run("export", "ours", "theirs") == 0
     said = capsys.readouterr().out
     assert 'model.tokenizer_path = "ours/tokenizer": no such file, so theirs has no tokenizer.json' in said
     assert not Path("theirs/tokenizer.json").exists()
     # by the model's own generation_config.json
     assert json.loads(Path("theirs/config.json").read_text())["eos_token_id"] == 2
+
+
+def test_an_import_without_a_tokenizer_needs_one(published: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree(published / "grouped", "source")
+    own = Path("source/tokenizer.json").rename("own.json")
+    assert refusal(capsys, "import", "source", "out") == (
+        'hf: source: has no tokenizer.json; name one, or its folder, with --tokenizer PATH; --tokenizer "" takes bytes as tokens'
+    )
+    for path in ("nowhere", "source"):
+        said = refusal(capsys, "import", "source", "out", "--tokenizer", path)
+        assert said == f"hf: --tokenizer {path}: there is no such file, or no tokenizer.json in that folder"
+    assert run("import", "source", "out", "--tokenizer", own) == 0
+    assert load(["out/config.toml"]).model.tokenizer_path == "out/tokenizer"
+    assert Path("out/tokenizer/tokenizer.json").read_bytes() == own.read_bytes()
+    assert json.loads(Path("out/tokenizer/generation_config.json").read_text())["eos_token_id"] == 2
+    assert run("import", "source", "bytes", "--tokenizer", "") == 0
+    assert load(["bytes/config.toml"]).model.tokenizer_path == "" and not Path("bytes/tokenizer").exists()
 
 
 def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -27,6 +27,7 @@ case "$1 $2 $3" in
 esac
 echo "$*" >>"$MACHINE/calls"
 case "$*" in
+  *"--check"*) [ ! -e "$MACHINE/refuses" ] || { cat "$MACHINE/refuses" >&2; exit 2; } ;;
   *missing.py*) exec "$REAL_PYTHON" -I -S "$@" ;;
   *"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
   *"index versions"*"-i "*) [ ! -e "$MACHINE/indexed" ] || cat "$MACHINE/indexed" ;;
@@ -129,7 +130,7 @@ def test_help_needs_nothing(machine: Machine):
     names = "PYTHON PHAROS_VENV TORCH_INDEX PHAROS_NO_INSTALL NPROC NGPU NNODES NODE_RANK RDZV_ENDPOINT LOG_RANK MAX_RESTARTS"
     for name in names.split():
         assert name in out
-    assert "train.py --help [section]" in out
+    assert "./scripts/run_train.sh [CONFIG] --help SECTION" in out
 
 
 def test_first_start_installs_and_second_does_not(machine: Machine):
@@ -232,9 +233,26 @@ def test_no_ensurepip(machine: Machine):
     assert_one_line(machine.run(), 1, "apt install python3.12-venv")
 
 
-def test_a_missing_config_costs_no_installation(machine: Machine):
-    assert_one_line(machine.run("lama.toml"), 2, "lama.toml: no such file; nothing was installed")
+@pytest.mark.parametrize("script", ["run_train.sh", "run_replicas.sh"])
+def test_a_missing_config_costs_no_installation(machine: Machine, script: str):
+    assert_one_line(machine.run("lama.toml", script=script), 2, "lama.toml: no such file; nothing was installed")
     assert not machine.calls()
+
+
+def test_settings_that_groups_cannot_have_cost_no_installation(machine: Machine):
+    assert machine.run()[0] == 0
+    machine.forget()
+    machine.tell("refuses", "pharos: --groups 0: must be at least 1\n")
+    result = machine.run("job.toml", "--groups", "0", script="run_replicas.sh")
+    assert_one_line(result, 2, "--groups 0: must be at least 1")
+    [call] = machine.calls()
+    assert call.endswith("scripts/replicas.py --check job.toml --groups 0")
+
+
+def test_the_keys_of_a_section_are_listed_by_the_launcher(machine: Machine):
+    for words in (("job.toml", "--help", "model"), ("--help", "model"), ("job.toml", "-h", "model")):
+        assert machine.run(*words)[0] == 0
+        assert machine.calls()[-1].endswith(f"scripts/launch.py {' '.join(words)}")
 
 
 # which torch

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 
+import models
 import models.llama
 from configs.errors import ConfigError
 from configs.help import COLUMNS, help_text
@@ -35,8 +37,32 @@ def test_every_key_has_its_line() -> None:
             assert " ".join(key.help.split()) in words
 
 
-def test_a_config_file_is_no_section() -> None:
-    assert help_text("configs/llama.toml") == help_text()
+def test_a_configuration_has_the_keys_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = "configs/llama.toml"
+    assert help_text(llama) == help_text(llama, "--help") == help_text("--help", llama) == help_text()
+    assert help_text(llama, "--help", "model") == help_text("--help", llama, "model") == help_text("model", "-h")
+    fork = """
+from dataclasses import dataclass
+from typing import Annotated
+from models import llama
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    power: Annotated[int, "exponent of the activation", ">= 1"] = 2
+
+build = llama.build
+"""
+    (tmp_path / "relu_n.py").write_text(fork)
+    (tmp_path / "mine.toml").write_text('[model]\nname = "relu_n"\n')
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    mine, key = str(tmp_path / "mine.toml"), "\n  power = 2 "
+    assert key in help_text(mine, "--help", "model") and key not in help_text("model")
+    assert key in help_text(llama, "--model.name", "relu_n", "--help", "model")
+    assert key in help_text(mine)
+    with pytest.raises(ConfigError, match=r"there is no models/relu_m.py; there are: llama"):
+        help_text(mine, "--model.name=relu_m", "--help", "model")
+    with pytest.raises(ConfigError, match=r"lama.toml: no such file; did you mean configs/llama.toml"):
+        help_text("configs/lama.toml", "--help", "model")
 
 
 def test_lines_fit() -> None:
