@@ -101,7 +101,7 @@ def test_what_makes_another_run_is_refused(tmp_path: Path, changed: str, differe
     save(configure(tmp_path), tmp_path / "run")
     key = changed.split("=")[0]
     name = key.removeprefix("--")
-    branches = name.startswith(("optimizer.", "lr_scheduler.")) or name == "training.max_norm"
+    branches = not name.startswith("model.") and name != "training.dtype"
     assert refusal(configure(tmp_path, changed)) == [f"{key}: {difference}", *([cure(name)] if branches else [])]
 
 
@@ -129,9 +129,9 @@ def test_what_resume_allow_names_may_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("allow", "message"),
     [
-        ("model.dim", "model.dim: cannot change in a run; legal: training.max_norm, optimizer.lr, "),
-        ("optimizer.name", "optimizer.name: cannot change in a run; legal: training.max_norm, optimizer.lr, "),
-        ("optimizer.l", "optimizer.l: no such key; legal: training.max_norm, optimizer.lr, "),
+        ("model.dim", "model.dim: cannot change in a run; legal: training.dataset, training.dataset_path, "),
+        ("optimizer.name", "optimizer.name: cannot change in a run; legal: training.dataset, training.dataset_path, "),
+        ("optimizer.l", "optimizer.l: no such key; legal: training.dataset, training.dataset_path, "),
     ],
 )
 def test_what_may_never_change(tmp_path: Path, allow: str, message: str) -> None:
@@ -188,11 +188,21 @@ def test_all_differences_with_their_lines(tmp_path: Path) -> None:
     assert refusal(changed) == [
         f"{tmp_path}/run.toml:2: optimizer.lr: saved 0.003, now 1.0",
         "--training.seed: saved 0, now 1",
-        cure("optimizer.lr"),
+        cure("training.seed", "optimizer.lr"),
     ]
     assert refusal(configure(tmp_path, toml="")) == [
         f"{tmp_path}/run.toml: optimizer.lr: saved 0.003, now 0.0008",
         cure("optimizer.lr"),
+    ]
+
+
+def test_a_stream_continues_no_other_data(tmp_path: Path) -> None:
+    save(configure(tmp_path), tmp_path / "run")
+    stream = ("--training.dataset=huggingface", "--training.dataset_path=a/b")
+    allow = "--resume.allow=training.dataset,training.dataset_path"
+    assert refusal(configure(tmp_path, *stream, allow)) == [
+        '--training.dataset: saved "stdlib", now "huggingface"',
+        '--training.dataset_path: saved "", now "a/b"',
     ]
 
 

@@ -169,7 +169,8 @@ class _OrderedData(_Data, ABC):
 
     def _set(self, segments: list[Segment]) -> None:
         same, self._segments = segments == self.segments, segments
-        if not same and self._order is not None and self._loader is not None:
+        continues = segments[-1].settings == Segment.of(self._config, self.digest).settings  # else `resume_at` adds one
+        if continues and not same and self._order is not None and self._loader is not None:
             self._order.set(self._orders())
             self._loader.renew()
 
