@@ -117,6 +117,11 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     assert [segment.first for segment in back.segments] == [0, 7, 60]
     assert first_ids(back, [60]) != first_ids(first, [0])
     assert first_ids(back, [3]) == first_ids(first, [3])
+    (tmp_path / "elsewhere").mkdir()
+    there = shutil.copy(path, tmp_path / "elsewhere")
+    moved = open_it(replace(config, dataset_path=str(there), seq_len=20, seed=6), tmp_path / "cache")
+    assert resumed(moved, longer.state_dict(), 50) == ""  # the same text elsewhere
+    assert first_ids(moved, [7, 8]) == first_ids(longer, [7, 8])
     earlier = open_it(replace(config, seed=9), tmp_path / "cache")  # from a checkpoint before the second branch
     assert "sequence 7" in resumed(earlier, first.state_dict(), 7)
     assert [segment.first for segment in earlier.segments] == [0, 7]

@@ -47,6 +47,18 @@ class Segment:
         }
         return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources]})
 
+    def continues(self, other: Segment) -> bool:
+        """Returns True if the order is the same: the text may lie elsewhere, and a setting that a later version adds has its default."""
+        mine, theirs = (
+            {
+                **each.settings,
+                "dataset_path": "",
+                "sources": [{**source, "path": "", "name": ""} for source in each.settings["sources"]],
+            }
+            for each in (self, other)
+        )
+        return self.digest == other.digest and all(mine[key] == theirs[key] for key in mine.keys() & theirs.keys())
+
     def config(self, config: TrainingConfig) -> TrainingConfig:
         """Returns `config` with the settings of this segment."""
         sources = tuple(SourceConfig(**source) for source in self.settings["sources"])
@@ -146,7 +158,7 @@ class _OrderedData(_Data, ABC):
                 f"{keys[0]}: this run's checkpoint is of a version that did not save it; resume once with the saved settings, until a "
                 "checkpoint is written"
             )
-        if before[-1].settings != own.settings:
+        if not before[-1].continues(own):
             self._set([*(each for each in before if each.first < position), replace(own, first=position)])
             earlier = self._open(len(before) - 1, before[-1])
             left = earlier.left_over(position - before[-1].first) if earlier else 0
@@ -169,7 +181,7 @@ class _OrderedData(_Data, ABC):
 
     def _set(self, segments: list[Segment]) -> None:
         same, self._segments = segments == self.segments, segments
-        continues = segments[-1].settings == Segment.of(self._config, self.digest).settings  # else `resume_at` adds one
+        continues = segments[-1].continues(Segment.of(self._config, self.digest))  # else `resume_at` adds one
         if continues and not same and self._order is not None and self._loader is not None:
             self._order.set(self._orders())
             self._loader.renew()
@@ -182,7 +194,7 @@ class _OrderedData(_Data, ABC):
         config = segment.config(self._config)
         # other sequences first than in the segments before, also with the same seed, which is below 2^32
         seed = config.seed + (number << 32)
-        if segment.settings == Segment.of(self._config, self.digest).settings:
+        if segment.continues(Segment.of(self._config, self.digest)):
             return self.order(seed=seed, seq_len=config.seq_len)
         try:
             data = self.reopened(config)
