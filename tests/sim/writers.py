@@ -15,12 +15,12 @@ import random
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +224,8 @@ class Manager:
     def close(self) -> None:
         self._job.leaves(self._group, clean=self.may_exit and self.saved is not False, finished=self.saved is True)
 
+    loaded_ledger: Mapping[str, Any] = MappingProxyType({})
+
     def state_dict(self) -> dict[str, Any]:
         return {"history": json.dumps(self.history)}
 
@@ -345,7 +347,8 @@ class Trainer(train.Run):
             clock=clock,
             rows_kept=plan.rows_kept,
         )
-        self.inner_steps = 1
+        self.inner_steps = self.slot_size = 1
+        self.changes, self.data = {}, SimpleNamespace(resume_at=lambda *given: "")  # type: ignore[assignment]
         self.metrics_processor = Figures(job, self.relay)  # type: ignore[assignment]
         self.values = Weights(group.manager)
         states = {"model": self.values, "ledger": group.manager, METRICS_STATE: self.relay}
