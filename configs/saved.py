@@ -107,9 +107,8 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
         raise ConfigError(f"{error}; an earlier launch of this run wrote it: restore it, or remove it") from None
     differences = list(_differences(config, before, world_size))
     kinds = (config.training.dataset, before.get("training", {}).get("dataset"))
-    fixed = (
-        _ORDER if "huggingface" in kinds else ()
-    )  # a stream has one order, and no position that another data set could continue
+    # a stream has one order, and no position that another data set could continue
+    fixed = _ORDER if "huggingface" in kinds else ()
     refused = [each for each in differences if each[0] not in config.resume.keys or each[0].startswith(fixed)]
     problems = [f"{config.origin.place(key)}: saved {old}, now {new}" for key, old, new in refused]
     if problems:

@@ -96,9 +96,8 @@ class Ledger:
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         self.skipped: list[int] = []  # slots that were UNABLE too often, and are never trained on
-        self.passed: tuple[
-            tuple[int, int], ...
-        ] = ()  # ranges of positions that the newest commit left out for good, by `skip`
+        # ranges of positions that the newest commit left out for good, by `skip`
+        self.passed: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
 

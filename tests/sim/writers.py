@@ -153,6 +153,8 @@ class Part:
 class Manager:
     """The manager of one group, with the interface of ft.seam.Seam; state that all groups share is in Job."""
 
+    loaded_ledger: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(self, job: Job, group: Group) -> None:
         self._job, self._group = job, group
         self.history: list[str] | None = None  # commits; None: it holds nothing
@@ -223,8 +225,6 @@ class Manager:
 
     def close(self) -> None:
         self._job.leaves(self._group, clean=self.may_exit and self.saved is not False, finished=self.saved is True)
-
-    loaded_ledger: Mapping[str, Any] = MappingProxyType({})
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": json.dumps(self.history)}

@@ -13,7 +13,7 @@ import pytest
 from scripts import prepare_data
 from tests.unit.data_corpus import files_config, write_jsonl
 from tests.unit.fakes import Lines
-from training.config import SourceConfig, TrainingConfig, ValidationConfig
+from training.config import DataloaderConfig, SourceConfig, TrainingConfig, ValidationConfig
 from training.data.dataset import CachedData, StoredData, open_data, short
 from training.data.loader import MicrobatchSampler
 from training.loss import IGNORED
@@ -125,6 +125,19 @@ def test_each_branch_of_a_corpus_begins_a_segment(tmp_path: Path) -> None:
     earlier = open_it(replace(config, seed=9), tmp_path / "cache")  # from a checkpoint before the second branch
     assert "sequence 7" in resumed(earlier, first.state_dict(), 7)
     assert [segment.first for segment in earlier.segments] == [0, 7]
+
+
+def test_worker_processes_read_the_new_order(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(200)])
+    config = files_config(path, seq_len=16, dataloader=DataloaderConfig(num_workers=1))
+    first = open_it(replace(config, seed=4), tmp_path / "cache")
+    data = open_it(replace(config, seed=5), tmp_path / "cache")
+    with closing(data.loader(MicrobatchSampler(1, 1, 0, 1))) as loader:
+        next(loader.load([0]))  # starts the worker, with the order of now
+        resumed(data, first.state_dict(), 7)
+        rows = [batch.inputs[0].tolist() for batch in loader.load([3, 7])]
+    orders = (first.order(seed=4, seq_len=16).sequence(3), data.order(seed=5 + (1 << 32), seq_len=16).sequence(0))
+    assert rows == [order[:-1].tolist() for order in orders]
 
 
 def test_a_checkpoint_before_segments(tmp_path: Path) -> None:

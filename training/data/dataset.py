@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,7 @@ from training.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Segment:
+class DataSegment:
     """The data of a run from position `first` on: until the next segment, all that its sequences depend on."""
 
     first: int
@@ -41,13 +42,13 @@ class Segment:
     settings: dict[str, Any]  # seed, seq_len, sources and dataset* of TrainingConfig
 
     @classmethod
-    def of(cls, config: TrainingConfig, digest: str) -> Segment:
+    def of(cls, config: TrainingConfig, digest: str) -> DataSegment:
         settings = {
             key: value for key, value in asdict(config).items() if key.startswith(("dataset", "seed", "seq_len"))
         }
         return cls(0, digest, {**settings, "sources": [asdict(source) for source in config.sources]})
 
-    def continues(self, other: Segment) -> bool:
+    def continues(self, other: DataSegment) -> bool:
         """Returns True if the order is the same: the text may lie elsewhere, and a setting that a later version adds has its default."""
         mine, theirs = (
             {
@@ -113,7 +114,7 @@ class _OrderedData(_Data, ABC):
 
     def __init__(self, config: TrainingConfig, further: Sequence[tuple[str, Store]]) -> None:
         super().__init__(config, further)
-        self._segments = list[Segment]()  # empty until a state is loaded or saved: only the present one
+        self._segments = list[DataSegment]()  # empty until a state is loaded or saved: only the present one
         self._is_old = False  # True: the loaded state is of a version without segments
         self._order: SegmentedOrder | None = None
         self._loader: BatchSource | None = None
@@ -133,26 +134,29 @@ class _OrderedData(_Data, ABC):
         return self._loader
 
     @property
-    def segments(self) -> list[Segment]:
-        return self._segments or [Segment.of(self._config, self.digest)]
+    def segments(self) -> list[DataSegment]:
+        return self._segments or [self._own]
+
+    @cached_property
+    def _own(self) -> DataSegment:
+        """The segment that this launch's settings describe."""
+        return DataSegment.of(self._config, self.digest)
 
     def state_dict(self) -> dict[str, str]:
         return {"digest": json.dumps([asdict(segment) for segment in self.segments])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        own = Segment.of(self._config, self.digest)
         self._is_old = not state["digest"].startswith("[")
         if self._is_old:
-            segments = [replace(own, digest=state["digest"])]
+            segments = [replace(self._own, digest=state["digest"])]
         else:
-            segments = [Segment(**segment) for segment in json.loads(state["digest"])]
-        if segments[-1].settings == own.settings:
+            segments = [DataSegment(**segment) for segment in json.loads(state["digest"])]
+        if segments[-1].settings == self._own.settings:
             self.check_digest(segments[-1].digest)
         self._set(segments)
 
     def resume_at(self, position: int, holes: Sequence[int], changed: Collection[str], sequences: int) -> str:
-        own, before = Segment.of(self._config, self.digest), self.segments
-        text = ""
+        own, before, text = self._own, self.segments, ""
         if self._is_old and (keys := [key for key in changed if key.removeprefix("training.") in own.settings]):
             raise ValueError(
                 f"{keys[0]}: this run's checkpoint is of a version that did not save it; resume once with the saved settings, until a "
@@ -179,9 +183,9 @@ class _OrderedData(_Data, ABC):
             )
         return text
 
-    def _set(self, segments: list[Segment]) -> None:
+    def _set(self, segments: list[DataSegment]) -> None:
         same, self._segments = segments == self.segments, segments
-        continues = segments[-1].continues(Segment.of(self._config, self.digest))  # else `resume_at` adds one
+        continues = segments[-1].continues(self._own)  # else `resume_at` adds one
         if continues and not same and self._order is not None and self._loader is not None:
             self._order.set(self._orders())
             self._loader.renew()
@@ -189,12 +193,12 @@ class _OrderedData(_Data, ABC):
     def _orders(self) -> list[tuple[int, Order | None]]:
         return [(segment.first, self._open(number, segment)) for number, segment in enumerate(self.segments)]
 
-    def _open(self, number: int, segment: Segment) -> StoreOrder | DocumentOrder | Mixture | None:
+    def _open(self, number: int, segment: DataSegment) -> StoreOrder | DocumentOrder | Mixture | None:
         """Returns the order of segment `number`; None: it is an earlier one, whose data is gone."""
         config = segment.config(self._config)
         # other sequences first than in the segments before, also with the same seed, which is below 2^32
         seed = config.seed + (number << 32)
-        if segment.continues(Segment.of(self._config, self.digest)):
+        if segment.continues(self._own):
             return self.order(seed=seed, seq_len=config.seq_len)
         try:
             data = self.reopened(config)

@@ -344,7 +344,9 @@ class SegmentedOrder:
         first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
         assert order is not None, f"position {position} is of an earlier segment of the data, which cannot be opened"
         tokens, length = order.sequence(position - first), self.seq_len + 1
-        return np.pad(tokens[:length], (0, max(0, length - len(tokens))), constant_values=NO_TOKEN)
+        if len(tokens) < length:
+            tokens = np.pad(tokens, (0, length - len(tokens)), constant_values=NO_TOKEN)
+        return tokens[:length]
 
     def left_over(self, position: int) -> int:
         return self._order.left_over(position - self._segments[-1][0])
