@@ -1,8 +1,8 @@
 """Whole jobs that are killed, stopped, cut off and come back, judged by the drill's own rules (bench/drill.py): survivors lose no step,
 replicas are bitwise equal, the ledger is exact. One job bears all its faults, for to start one costs more than a fault.
 
-`make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all, as in CI, groups of four ranks get one of each kind that
-needs neither a network nor a third group, and those of two ranks are killed.
+`make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all, as in CI, groups of four ranks get two kinds, and of two
+ranks those with FSDP or TP are killed: a pipeline that is killed is in test_semi_sync.py, and CP differs within a group only.
 """
 
 from __future__ import annotations
@@ -139,9 +139,8 @@ def test_with_little_of_something(tmp_path: Path, what: str):
 
 
 def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
-    """Two groups, for a while a third: seed 28 has the one that comes go again before the next fault, as twelve ranks are slow."""
-    kinds = [*QUICK] if ALL else ["kill", "kill_rank", "stop", "lighthouse", "drain", "add"]
-    how = [] if ALL else ["--brief", "--seed=28", "--validation.freq=10"]
+    kinds = [*QUICK] if ALL else ["kill_rank", "drain"]
+    how = [] if ALL else ["--brief", "--validation.freq=10"]
     said = drill(tmp_path, 3 if ALL else 2, kinds, TP, HOLES, *how, ranks=4)
     assert ALL or injected(said) == {next(iter(KINDS[kind].variants)) for kind in kinds}
 
@@ -151,8 +150,12 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
     [
         pytest.param([], id="fsdp"),
         pytest.param([TP], id="tp"),
-        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp"),
-        pytest.param(["--parallelism.context_parallel_degree=2"], id="cp"),
+        pytest.param(
+            ["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.skipif(not ALL, reason="make e2e")
+        ),
+        pytest.param(
+            ["--parallelism.context_parallel_degree=2"], id="cp", marks=pytest.mark.skipif(not ALL, reason="make e2e")
+        ),
     ],
 )
 def test_two_ranks_a_group(tmp_path: Path, layout: list[str]):
