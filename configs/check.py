@@ -1,15 +1,16 @@
 """Checks of the configuration before any process or device is used: each section, sections against each other, and the files.
 
-scripts/launch.py (once, before any rank) and train.py (each rank) call `check`. Each section has its own check(); errors that only
-tokenising can find are raised by `open_data`."""
+scripts/launch.py (once, before any rank) and train.py (each rank) call `check`, and only launch.py `check_resume`. Each section has its own
+check(); errors that only tokenising can find are raised by `open_data`."""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
 import torch
@@ -22,6 +23,7 @@ from models.contract import nearest
 from parallelisms.device import local_device_type
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
+from training.checkpoint import beginning, progress_in
 from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
@@ -36,6 +38,7 @@ Rule = Callable[[], Iterable[str] | None]  # a check; raises ValueError or yield
 def check(config: RunConfig, *, world_size: int, device_type: str | None = None) -> None:
     """Checks each section, then across sections, then files. The first pass with errors raises ConfigError. `device_type` None: found."""
     check_settings(config, world_size=world_size, device_type=device_type)
+    _gather(config, [lambda: _check_writable(config)])
     _gather(config, [lambda: _check_model(config, world_size), config.checkpoint.check_files])
 
 
@@ -56,6 +59,33 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _check_rounds(config),
     ]
     _gather(config, rules)
+
+
+def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int) -> None:
+    """Checks the data of a run that continues a checkpoint, such as the budgets of its mixture, which count from its last branch point.
+    `changed`: keys that differ from the saved ones. Reads two small entries of the checkpoint, unverified: what cannot be read is left to
+    the ranks, as is text that is tokenised at the start. Raises ConfigError."""
+    training, path = config.training, beginning(config.checkpoint, config.run_folder)
+    if path is None or training.dataset != "store":
+        return
+    from training.checkpoint_dcp import read_values  # the import takes a second
+
+    try:
+        (step, ledger), segments = progress_in(path), read_values(path, "data")
+    except Exception:  # noqa: BLE001 (it may be damaged in any way)
+        return
+
+    def rule() -> None:
+        tokenizer = build_tokenizer(config.model.tokenizer_path)
+        silent, vocab_size = Log(stream=io.StringIO()), config.model.vocab_size
+        data = open_data(training, config.validation, tokenizer, "", log=silent, vocab_size=vocab_size)
+        if "data" not in config.checkpoint.exclude_from_loading or path.is_relative_to(config.run_folder):
+            data.load_state_dict(segments)
+        batch = max(0, training.global_batch_size)
+        batch = batch or training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
+        data.resume_at(ledger["position"], ledger["holes"], changed, (training.steps - step) * batch)
+
+    _gather(config, [rule])
 
 
 def _gather(config: RunConfig, rules: Iterable[Rule]) -> None:
@@ -211,6 +241,15 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         yield f'job.dump_folder = "{config.job.dump_folder}": {there} is a file, not a folder'
 
 
+def _check_writable(config: RunConfig) -> None:
+    """The run's folder, or the one in which it will be made, must be writable."""
+    there = next((folder for folder in (config.run_folder, *config.run_folder.parents) if folder.exists()), None)
+    if there and not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f'job.dump_folder = "{config.job.dump_folder}": this user may not write {there}; nearest: a folder that it may write'
+        )
+
+
 def _check_replica_groups(config: RunConfig, device_type: str) -> Iterator[str]:
     """The data, the rendezvous and the process group must be usable with several replica groups."""
     if not config.fault_tolerance.enable:
@@ -301,8 +340,9 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         silent = Log(stream=io.StringIO())  # the run logs the same lines
         with suppress(OSError), tempfile.TemporaryDirectory() as cache:  # TMPDIR may be full: the run checks again
             data = open_data(training, config.validation, tokenizer, cache, log=silent, vocab_size=vocab_size)
-            # an earlier run's budgets may have begun at a branch point: it checks them where it resumes
-            order_is_new = not (config.run_folder / FILE_NAME).exists()
+            # those of a run that continues a checkpoint may have begun at a branch point: see check_resume
+            continues = config.checkpoint.initial_load_path and not config.checkpoint.initial_load_model_only
+            order_is_new = not continues and not (config.run_folder / FILE_NAME).exists()
             if not isinstance(data, StreamedData) and order_is_new:
                 _check_budgets(config, data.order(seed=training.seed, seq_len=training.seq_len), world_size)
             if config.validation.enable:

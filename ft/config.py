@@ -131,8 +131,9 @@ class FaultTolerance:
     ] = 30.0
     stall_s: Annotated[
         float,
-        "seconds that any member may wait for a reduction or a quorum before the stalled members, those that do not wait, count as lost; "
-        "if most members wait, the longer of ten seconds and five median steps; the lighthouse's --stall_s",
+        "seconds that any member may wait for a reduction or a quorum before the stalled members, those that do not wait, count as lost, "
+        "or five median steps if these are longer; if most members wait, ten seconds or five median steps, whichever is longer; the "
+        "lighthouse's --stall_s",
         "> 0",
     ] = 60.0
     collective_s: Annotated[float, "seconds after which a reduction fails, whatever the reason", "> 0"] = 600.0

@@ -104,7 +104,7 @@ class Manager:
     each step at the group server. `phase_timer`, `on_event`: receive durations and events (telemetry.py). `observer`: receives every event
     of the machine with its effects. `connect`: connects to the group server. `machine`, `client` and `closed` may be read from any thread.
 
-    Raises RuntimeError if the group server does not start."""
+    Raises OSError if the group server does not start."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ class Membership:
 
 
 def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
-    """Starts the group server on rank 0, or reads its address from `store`, the group's own, on any other rank. Raises RuntimeError if the
+    """Starts the group server on rank 0, or reads its address from `store`, the group's own, on any other rank. Raises OSError if the
     server does not start, ValueError if the lighthouse lacks a feature or refuses the token, ConnectionError if there is no lighthouse."""
     key = f"ft/{config.restart_count}"
     if config.group_rank == 0:
@@ -73,7 +73,7 @@ def join(config: ReplicaGroupConfig, store: Store | None) -> Membership:
         own.wait(["group"], timedelta(seconds=limit_s))
         return Membership(**json.loads(own.get("group")))
     except RuntimeError as error:
-        raise RuntimeError(f"rank 0 did not start the group's server within {limit_s:g} s: {error}") from None
+        raise TimeoutError(f"rank 0 did not start the group's server within {limit_s:g} s: {error}") from None
 
 
 def _start(config: ReplicaGroupConfig) -> Membership:

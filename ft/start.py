@@ -103,7 +103,7 @@ def open_manager(
     """Makes the Seam of a run. `slot_size`: sequences of a group's batch. `skip`: see Ledger. `folder`, `store`: the replica group's own.
     `device_type`: its gradients'. `fingerprint`: digests by name, equal in all groups. `agreement`: of this group's ranks, if there are
     several. `long_phase_s`: see ManagerTelemetry. `restore`: loads the newest valid checkpoint, and the manager's state. `phase_timer`,
-    `on_event`: see telemetry.py. Raises ValueError (settings, token), ConnectionError (no lighthouse), RuntimeError (no group server)."""
+    `on_event`: see telemetry.py. Raises ValueError (settings, token), OSError (no lighthouse, no group server)."""
     if not settings.enable:
         return SoloManager(slot_size, skip)
     # imported here, because training without groups needs neither grpc nor threads

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
 
@@ -22,9 +24,21 @@ from models.contract import Model
 from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
-from training.checkpoint_files import Damaged, Manifest, Removed, list_steps, read_verified, step_folder
+from training.checkpoint_files import (
+    CheckpointFailed,
+    Damaged,
+    Manifest,
+    Removed,
+    is_same,
+    list_steps,
+    read_verified,
+    step_folder,
+)
 from training.sampling import SampleConfig, generate
 from training.tokenizer import Tokenizer, build_tokenizer
+
+ATTEMPTS = 5  # to read a checkpoint of a run that goes on, and removes old ones
+T = TypeVar("T")
 
 
 def main(argv: list[str]) -> int:
@@ -32,14 +46,24 @@ def main(argv: list[str]) -> int:
     given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
-        path, _ = checkpoint_of(options.run / config.checkpoint.folder, options.step)
-        tokenizer = build_tokenizer(config.model.tokenizer_path)
-    except (ValueError, Damaged) as error:
+        tokenizer, sample = build_tokenizer(config.model.tokenizer_path), config.sample
+        prompt = tokenizer.encode(sample.prompt, bos=True)
+
+        def read() -> tuple[Path, Model]:
+            path, manifest = checkpoint_of(options.run / config.checkpoint.folder, options.step)
+            try:
+                return path, load_model(
+                    config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype
+                )
+            finally:
+                if not is_same(path, manifest):  # the read failed, or has parts of two checkpoints
+                    raise Removed(path)
+
+        cure = "without --step the newest is read" if options.step >= 0 else ""
+        path, model = lasting(read, cure, lambda text: print(f"generate: {text}", file=sys.stderr))
+    except (ValueError, Damaged, CheckpointFailed) as error:
         print(f"generate: {error}", file=sys.stderr)
-        return 2
-    sample = config.sample
-    prompt = tokenizer.encode(sample.prompt, bos=True)
-    model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
+        return 1 if isinstance(error, CheckpointFailed) else 2
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
     ids, printed = list[int](), ""
@@ -68,6 +92,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name, key in keys_of(SampleConfig).items():
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=f"{key.help}; default: the run's own")
     return parser.parse_args(argv)
+
+
+def lasting(read: Callable[[], T], named: str, warn: Callable[[str], object], attempt: int = 1) -> T:
+    """Returns `read()`, which finds and reads the newest checkpoint; begins again, after a warning, when a run that goes on has removed it.
+    `named` not "": a certain checkpoint is read, and no other in its place; the text is the cure. Raises CheckpointFailed."""
+    try:
+        return read()
+    except Removed as removed:
+        if named:
+            raise CheckpointFailed(f"{removed}; {named}") from None
+        if attempt == ATTEMPTS:
+            cure = "a larger checkpoint.keep_latest_k or interval keeps checkpoints for longer"
+            raise CheckpointFailed(f"{removed}, {attempt} times in a row; {cure}") from None
+        warn(f"{removed}; beginning again with the newest")
+    return lasting(read, named, warn, attempt + 1)
 
 
 def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> tuple[Path, Manifest]:

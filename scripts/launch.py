@@ -71,12 +71,13 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, *, world_size: int, environ: Mapping[str, str] = os.environ) -> None:
     """Checks the settings and the saved config. Raises ValueError. With one rank in this process train.py does the same."""
-    from configs.check import check
+    from configs.check import check, check_resume
     from configs.saved import check_saved
     from ft.config import Environment
 
     check(config, world_size=world_size)
-    check_saved(config, config.run_folder, world_size=world_size)
+    changed = check_saved(config, config.run_folder, world_size=world_size)
+    check_resume(config, changed, world_size=world_size)
     Environment.read(environ).check(config.fault_tolerance)
 
 

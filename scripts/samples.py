@@ -6,7 +6,8 @@
 Standard library only. Reads <run>/samples.jsonl, which has a line per committed step: its slots, each with the replica id of the group that
 contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that training.skip left out. A
 slot is `slot_size` sequences, named by its first position in the data order, which counts sequences and continues over epochs. With
-semi-synchronous training a line is a committed sync and covers `steps` steps.
+semi-synchronous training a line is a committed sync and covers `steps` steps. The first line of a run that continues the data of another
+run's checkpoint (checkpoint.initial_load_path) has where it begins.
 
 Exit code: 0 exactly once (or the given step or position was found); 1 otherwise; 2 bad input.
 """
@@ -37,6 +38,13 @@ class Range(NamedTuple):
         return f"{self.first}-{self.end - 1}" if self.end - self.first > 1 else str(self.first)
 
 
+class Begin(NamedTuple):
+    """Where a run continues the data of another: positions below `position` are the other's, except its `holes`."""
+
+    position: int = 0
+    holes: tuple[Range, ...] = ()
+
+
 @dataclass(frozen=True)
 class SampleRow:
     """A line of samples.jsonl: one step, or `count` steps between two syncs, of which `step` is the last."""
@@ -48,6 +56,7 @@ class SampleRow:
     count: int = 1
     skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip)
     branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
+    begin: Begin | None = None  # in the first row of a run that continues another
 
     @property
     def steps(self) -> Range:
@@ -73,8 +82,8 @@ class TableRow:
 
 @dataclass(frozen=True)
 class SampleProof:
-    """Result of the exactly-once check: every position below the highest was trained on once, except `open` and
-    `skipped`."""
+    """Result of the exactly-once check: every position from the beginning of the run to the highest was trained on once, except `open` and
+    `skipped`, and those holes that the run took over."""
 
     steps: int
     sequences: int
@@ -129,7 +138,11 @@ def read(path: Path) -> list[SampleRow]:
             branch = {str(key): str(change) for key, change in row.get("branch", {}).items()}
             skipped = tuple(Range(int(first), int(end)) for first, end in row.get("skipped", ()))
             size, steps = int(row["slot_size"]), int(row.get("steps", 1))
-            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch))
+            begin = None
+            if "begin" in row:
+                taken_over = tuple(Range(int(first), int(end)) for first, end in row["begin"]["holes"])
+                begin = Begin(int(row["begin"]["position"]), taken_over)
+            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -139,8 +152,10 @@ def read(path: Path) -> list[SampleRow]:
 
 def prove(rows: Sequence[SampleRow]) -> SampleProof:
     """Checks all positions, holes and step numbers. `rows` must not be empty."""
-    last = rows[-1]
-    trained = sorted((row.range_of(slot), row.step) for row in rows for slot in row.slots)
+    last, begin = rows[-1], rows[0].begin or Begin()
+    before = Range(0, rows[0].steps.first if rows[0].begin else 1)  # the steps of the other run, or step 0
+    theirs = [(span, before.end - 1) for span in without([Range(0, begin.position)], join(begin.holes))]
+    trained = sorted([*theirs, *((row.range_of(slot), row.step) for row in rows for slot in row.slots)])
     holes = join(last.range_of(slot) for slot in last.holes)
     gaps, doubled, wrong = list[Range](), list[Range](), list[str]()
     reach, reached_by = 0, 0  # end of the positions so far, and the step that reached it
@@ -160,7 +175,7 @@ def prove(rows: Sequence[SampleRow]) -> SampleProof:
     wrong += [f"positions {hole} are holes of the last step, but were trained on" for hole in filled]
     untrue = without(skipped, list(without(skipped, join(span for span, _ in trained))))
     wrong += [f"positions {span} were skipped, but trained on" for span in untrue]
-    steps = pairwise([Range(0, 1), *(row.steps for row in rows)])
+    steps = pairwise([before, *(row.steps for row in rows)])
     wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
     return SampleProof(sum(row.count for row in rows), sequences, missing, join(doubled), holes, skipped, wrong)
@@ -229,11 +244,16 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
         for row in rows
         if row.branch
     ]
+    if begin := rows[0].begin:
+        holes = f", and with its holes {listed(begin.holes)}" if begin.holes else ""
+        at = f"from position {begin.position} on{holes}"
+        branches.insert(0, f"begin: step {rows[0].steps.first} continues the data of another run's checkpoint {at}")
     if found.exact:
         end = max(span.end for row in rows for span in row.positions)
         but = f", except the open holes {listed(found.open)}, which the next step gets first" if found.open else ""
         but += f", except {listed(found.skipped)}, which training.skip leaves out" if found.skipped else ""
-        return [f"exact: {what}; every position from 0 to {end - 1} was trained on once{but}", *branches]
+        first = rows[0].begin.position if rows[0].begin else 0
+        return [f"exact: {what}; every position from {first} to {end - 1} was trained on once{but}", *branches]
     more = [f"and {len(found.wrong) - SHOWN} more"] if len(found.wrong) > SHOWN else []
     return [f"NOT exact: {what}", *(f"  {each}" for each in [*found.wrong[:SHOWN], *more]), *branches]
 
@@ -250,6 +270,8 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
     ]
     if as_json:
         print(json.dumps(found))
+    elif not found and position is not None and (begin := rows[0].begin) and position < begin.position:
+        print(f"position {position} was not trained on here: this run continues another's data at {begin.position}")
     elif not found:
         print(f"step {step} is not in {FILE_NAME}" if step is not None else f"position {position} was not trained on")
     else:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ft.optim_state import init_optim_state
+from ft.seam import from_checkpoint
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
@@ -520,6 +521,29 @@ class RankCollectives:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
+
+
+def beginning(config: CheckpointConfig, run_folder: Path) -> Path | None:
+    """Returns the full checkpoint from which a launch continues data and step: the run's own, else initial_load_path, if its step and
+    position are loaded; None: it begins at step 0. Raises ValueError if initial_load_path is none."""
+    if not config.enable:
+        return None
+    folder = run_folder / config.folder
+    step = config.load_step if config.load_step >= 0 else files.newest(folder)
+    if step is not None or files.list_steps(folder):
+        return None if step is None else files.step_folder(folder, step)
+    excluded = any("ledger".startswith(name) for name in config.exclude_from_loading)
+    if not config.initial_load_path or config.initial_load_model_only or excluded:
+        return None
+    return initial_folder(config.initial_load_path)
+
+
+def progress_in(path: Path) -> tuple[int, dict[str, Any]]:
+    """Returns step and ledger of a checkpoint, unverified. May raise anything."""
+    from training import checkpoint_dcp as dcp
+
+    state = from_checkpoint(dcp.read_values(path, "ledger"))
+    return state["step"], state["ledger"]
 
 
 def manifest_or_problem(path: Path) -> Manifest | str:

@@ -29,7 +29,13 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -89,6 +95,17 @@ def read(
 def read_metadata(path: Path) -> Metadata:
     """Returns names, sizes and dtypes of a checkpoint's tensors. Unpickles, so verify the file's digest first."""
     return FileSystemReader(path).read_metadata()
+
+
+def read_values(path: Path, state: str) -> dict[str, Any]:
+    """Returns the values of one state that are not tensors, such as those of "ledger", and reads nothing else. Verifies no digest: what it
+    unpickles may raise anything."""
+    _ignore_no_dist_warning()
+    saved, prefix = read_metadata(path).state_dict_metadata, f"{state}."
+    names = [name for name, kind in saved.items() if name.startswith(prefix) and isinstance(kind, BytesStorageMetadata)]
+    values = dict.fromkeys(names)
+    load(values, storage_reader=FileSystemReader(path), no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in values.items()}
 
 
 def fit(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,15 @@ from parallelisms.mesh import build_mesh, degrees
 from parallelisms.parallelize import parallelize
 from training.appended import RunLock
 from training.background_writer import BackgroundWriter, Events
-from training.checkpoint import METRICS_STATE, Checkpointer, ModelState, OptimizerState, plain_name
+from training.checkpoint import (
+    METRICS_STATE,
+    Checkpointer,
+    ModelState,
+    OptimizerState,
+    beginning,
+    plain_name,
+    progress_in,
+)
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.drill import FaultInjector
@@ -40,7 +50,7 @@ from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
 from training.signals import Signals
-from training.sinks import Sinks
+from training.sinks import SAMPLES, Sinks, last_rows
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
@@ -228,26 +238,42 @@ class Components:
         # a finished run may have exported its weights only
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
-        newest = self.checkpointer.newest_step()
-        self.metrics_processor.branch_step = newest + self.inner_steps
+        newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
+        self.metrics_processor.branch_step = (newest if named < 0 else named) + self.inner_steps
+        if is_rank0 and not newest and (path := beginning(config.checkpoint, folder)):
+            self.begin_record(path)
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
         if is_rank0:
-            save_config = partial(save, config, folder, batch=self.slot_size)
-            if self.changes:  # config.toml has the new settings once a step was made with them
-                self.begin_branch(save_config)
-            else:
-                save_config()
+            self.begin_branch(partial(save, config, folder, batch=self.slot_size))
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
+
+    def begin_record(self, path: Path) -> None:
+        """Prepares the first row of samples.jsonl for a run that continues the data of another run's checkpoint."""
+        try:
+            step, ledger = progress_in(path)
+        except Exception as error:  # noqa: BLE001 (unverified, so it can raise anything; `load` reports damage)
+            return self.log.warning("%s: its position cannot be read: %s", path, error)
+        holes = [[hole, hole + ledger["slot_size"]] for hole in ledger["holes"]]
+        self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}
+        self.metrics_processor.branch_step = step + self.inner_steps
 
     def begin_branch(self, save_config: Callable[[], None]) -> None:
         """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
-        text = "; ".join(f"{key} {change}" for key, change in self.changes.items())
-        self.log.warning("branch: from the next step on %s", text)
-        self.events("branch", self.log.step or 0, words=text)
-        self.manager.announce("branch", text)
-        self.metrics_processor.begin_branch(self.changes, save_config)
+        changes = dict[str, str]()  # in rows that this launch removes, to make their steps again
+        for row in reversed(
+            last_rows(self.config.run_folder / SAMPLES, since=self.metrics_processor.branch_step, until=sys.maxsize)
+        ):
+            changes = merged(changes, row.get("branch", {}))
+        if self.changes:  # config.toml has the new settings once a step was made with them
+            text = "; ".join(f"{key} {change}" for key, change in self.changes.items())
+            self.log.warning("branch: from the next step on %s", text)
+            self.events("branch", self.log.step or 0, words=text)
+            self.manager.announce("branch", text)
+        else:
+            save_config()
+        self.metrics_processor.begin_branch(merged(changes, self.changes), save_config)
 
     def weights(self) -> dict[str, Stateful]:
         """Returns the model's entries among the states of a checkpoint."""
@@ -261,6 +287,8 @@ class Components:
     def load(self) -> None:
         """Loads the newest checkpoint, if there is one, and continues its data. Raises CheckpointFailed, ValueError."""
         self.checkpointer.load()
+        # not the newest where that is damaged, or load_step names another
+        self.metrics_processor.branch_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         text = self.data.resume_at(
             ledger.get("position", 0), ledger.get("holes", ()), self.changes, left * self.slot_size
@@ -275,8 +303,6 @@ class Components:
                 self.load()
             except ValueError as error:
                 raise BadInput(self.config.origin.explain(str(error))) from None
-        # the newest checkpoint may be damaged
-        self.metrics_processor.branch_step = self.manager.step + self.inner_steps
 
     def report_storage(self, message: str) -> None:
         """Reports a storage failure, or its end: log, events, dashboard. Called mostly in the background writer's thread."""
@@ -311,3 +337,9 @@ class Components:
         self.metrics_processor.print_summary(
             self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
         )
+
+
+def merged(earlier: Mapping[str, str], later: Mapping[str, str]) -> dict[str, str]:
+    """Returns the changes of two branch points, key -> "old -> new", as those of one."""
+    old = {key: earlier.get(key, change).partition(" -> ")[0] for key, change in later.items()}
+    return {**earlier, **{key: f"{old[key]} -> {change.rpartition(' -> ')[2]}" for key, change in later.items()}}

@@ -88,6 +88,7 @@ class MetricsProcessor:
         self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
         self._branch: dict[str, str] = {}  # those settings, in the rows of that step
         self.branch_step = 0  # the step after the checkpoint from which the job resumes
+        self.begin: dict[str, Any] = {}  # in the record of `branch_step`: where in the data this run continues another
         self._save_config: Callable[[], None] = lambda: None
         self._group_s = dict.fromkeys(GROUP_PHASES, 0.0)  # at the last logging step
 
@@ -211,6 +212,7 @@ class MetricsProcessor:
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
         more: dict[str, object] = {"steps": steps} if steps > 1 else {}
         more |= {"branch": self._branch} if self._branch else {}
+        more |= {"begin": self.begin} if self.begin and step == self.branch_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         self._write("records", step, row | more)
         if self._changes:

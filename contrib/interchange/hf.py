@@ -31,7 +31,7 @@ from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models import llama, llama_hf
 from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
-from scripts.generate import checkpoint_of
+from scripts.generate import checkpoint_of, lasting
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import StreamingPlanner
@@ -41,7 +41,6 @@ from training.tokenizer import ByteTokenizer, build_tokenizer
 
 FREQUENCIES = "freqs_cis"  # the model's only buffer; computed, not read
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
-ATTEMPTS = 5  # to read a checkpoint of a run that goes on, and removes old ones
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -220,25 +219,20 @@ def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str,
     """Writes OUT, whole or not at all. `dtype` "": as saved; `max_positions` 0: training.seq_len. A run that goes on may remove the
     checkpoint that is read: then the next newest is taken. Raises ValueError, Damaged, OSError, CheckpointFailed."""
     files.refuse(out)
-    named = step >= 0 or (run / ".metadata").is_file()
-    for attempt in range(1, ATTEMPTS + 1):
+
+    def export() -> None:
         log.info("export    verifying the digests of %s", run)
+        path, manifest, config = find_checkpoint(run, step=step)
         try:
-            path, manifest, config = find_checkpoint(run, step=step)
-            try:
-                checkpoint = check_checkpoint(path, manifest, config, dtype=dtype)
-                return _write(checkpoint, out, shard_bytes, dtype, max_positions or config.training.seq_len, log)
-            except (OSError, ValueError):
-                if not is_same(path, manifest):
-                    raise Removed(path) from None
-                raise
-        except Removed as removed:
-            if named:
-                raise CheckpointFailed(f"{removed}; name the run's folder to export its newest checkpoint") from None
-            if attempt == ATTEMPTS:
-                cure = "a larger checkpoint.keep_latest_k or interval keeps checkpoints for longer"
-                raise CheckpointFailed(f"{removed}, {attempt} times in a row; {cure}") from None
-            log.warning("%s; beginning again with the newest", removed)
+            checkpoint = check_checkpoint(path, manifest, config, dtype=dtype)
+            _write(checkpoint, out, shard_bytes, dtype, max_positions or config.training.seq_len, log)
+        except (OSError, ValueError):
+            if not is_same(path, manifest):
+                raise Removed(path) from None
+            raise
+
+    named = step >= 0 or (run / ".metadata").is_file()
+    lasting(export, "name the run's folder to export its newest checkpoint" if named else "", log.warning)
 
 
 def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:

@@ -61,9 +61,9 @@ class Stale(RuntimeError):
 
 
 class GroupServerProcess:
-    """A group's server as a child of this process, the group's rank 0. Raises RuntimeError if it cannot start. It ends when this process
-    dies, by two means: the pipe to its stdin, which no other process has, and, if the main thread started it, the kernel's parent-death
-    signal (sent when the *thread* that started the child ends, so no other thread may use it)."""
+    """A group's server as a child of this process, the group's rank 0. Raises ChildProcessError if it cannot start. It ends when this
+    process dies, by two means: the pipe to its stdin, which no other process has, and, if the main thread started it, the kernel's
+    parent-death signal (sent when the *thread* that started the child ends, so no other thread may use it)."""
 
     def __init__(self, settings: Settings) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -87,7 +87,7 @@ class GroupServerProcess:
         if not line:
             self._process.kill()
             code = self._process.wait()
-            raise RuntimeError(
+            raise ChildProcessError(
                 f"the group server did not start in {START_S:g} s (exit code {code}); its output is on stderr"
             )
         self.address = str(json.loads(line)["address"])

@@ -396,6 +396,17 @@ def test_an_operators_orders():
     assert asyncio.run(story()) == ([signal.SIGTERM], "killed by an operator: r", "a:1")
 
 
+def test_a_server_that_cannot_start_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nread settings\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("ft.rpc.clients.sys.executable", str(python))
+    with pytest.raises(
+        ChildProcessError, match=r"^the group server did not start in 30 s \(exit code -?\d+\); its out"
+    ):
+        GroupServerProcess(Settings("a:1", 1, "http://127.0.0.1:1", "a:29500"))
+
+
 def test_the_server_dies_with_whoever_started_it(lighthouse: LighthouseServer):
     """Once by the kernel's signal (started from the main thread, and a forked worker holds the pipe open), once by the pipe's end."""
     program = f"""

@@ -1,4 +1,5 @@
-"""scripts/hf.py export beside a run that removes and replaces checkpoints: the export is whole, of one checkpoint, or absent."""
+"""scripts/hf.py export and generate.py beside a run that removes and replaces checkpoints: what is read is of one checkpoint, whole, or
+nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from contrib.interchange import hf as interchange
-from scripts import make_seed_checkpoint
+from scripts import generate, make_seed_checkpoint
 from tests.scripts.hf_world import run, same, tensors
 from tests.scripts.tiny_job import python
 from training import checkpoint_files as files
@@ -134,7 +134,7 @@ def test_it_gives_up_after_some_attempts_and_leaves_nothing(opens: Opens, capsys
 
     assert export(opens, opens.count, always) == 1
     said = capsys.readouterr()
-    assert said.out.count("beginning again") == interchange.ATTEMPTS - 1
+    assert said.out.count("beginning again") == generate.ATTEMPTS - 1
     assert "5 times in a row; a larger checkpoint.keep_latest_k or interval keeps checkpoints" in said.err
     assert not Path("out").exists() and not Path("out.partial").exists()
 
@@ -143,6 +143,37 @@ def test_a_named_step_that_is_removed_is_not_exchanged_for_another(opens: Opens,
     assert export(opens, opens.count, lambda: prune(2), "--step", "2") == 1
     assert "step-2 was removed or replaced while it was read; name the run's folder" in capsys.readouterr().err
     assert not Path("out").exists() and not Path("out.partial").exists()
+
+
+def drawn(capsys: pytest.CaptureFixture[str], opens: Opens, at: int, then: Callable[[], None], *more: str) -> str:
+    """What generate.py says, with exit code 0; before the `at`-th opened file of step 2 `then` is called."""
+    opens.count, opens.at, opens.then = 0, at, then
+    capsys.readouterr()
+    assert generate.main([str(RUN), "--tokens=8", "--temperature=0", *more]) == 0
+    said = capsys.readouterr()
+    return said.err + said.out
+
+
+def test_a_text_is_of_one_checkpoint(opens: Opens, capsys: pytest.CaptureFixture[str]):
+    texts = {2: drawn(capsys, opens, -1, lambda: None).splitlines()[1:]}
+    files_opened = opens.count
+    for at in range(1, files_opened + 1):
+        said = drawn(capsys, opens, at, lambda: prune(2))
+        assert (
+            "step-2 was removed or replaced while it was read; beginning again" in said and "step-1: 8 tokens" in said
+        )
+        publish(2)
+    publish(3)
+    texts[3] = drawn(capsys, opens, -1, lambda: None).splitlines()[1:]
+    prune(3)
+    assert texts[2] != texts[3]
+    for at in range(2, files_opened + 1):  # the first is its manifest
+        said = drawn(capsys, opens, at, lambda: publish(3, under=2))
+        assert said.splitlines()[2:] == texts[3], at
+        publish(2, under=2)
+    opens.count, opens.at, opens.then = 0, files_opened, lambda: prune(2)
+    assert generate.main([str(RUN), "--step=2"]) == 1
+    assert "step-2 was removed or replaced while it was read; without --step the newest" in capsys.readouterr().err
 
 
 KILL = """

@@ -60,6 +60,9 @@ CHECK = """\
 def check(config, *, world_size):
     if world_size == 3:
         raise ValueError("training.global_batch_size = 8: must be a multiple of 3")
+
+def check_resume(config, changed, *, world_size):
+    pass
 """
 TORCH = """\
 import types
@@ -88,7 +91,7 @@ def tree(tmp_path: Path) -> Path:
         "configs/__init__.py": "",
         "configs/load.py": LOAD,
         "configs/check.py": CHECK,
-        "configs/saved.py": "def check_saved(config, folder, **ranks): pass\n",
+        "configs/saved.py": "def check_saved(config, folder, **ranks): return {}\n",
     }.items():
         (tmp_path / name).write_text(text)
     return tmp_path

@@ -26,6 +26,11 @@ def three_groups(steps: int) -> list[dict[str, Any]]:
     return [row(n + 1, {12 * n: A, 12 * n + 4: B, 12 * n + 8: C}) for n in range(steps)]
 
 
+def begun(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of a run that continues another's step 3, whose groups left the slot of B to the next step."""
+    return [{**rows[0], "begin": {"position": 36, "holes": [[28, 32]]}}, *rows[1:]]
+
+
 B_DIES = [  # in step 4; its slot is the first of the next assignment
     *three_groups(3),
     row(4, {36: A, 44: C}, 40),
@@ -90,15 +95,37 @@ def test_what_is_skipped_is_not_missing(tmp_path: Path):
         ([row(1, {0: A}), row(3, {4: A})], ["step 3 comes after step 1"]),
         ([row(1, {0: A}), row(1, {4: A})], ["step 1 comes after step 1"]),
         ([row(1, {4: A})], [MISSING.format("0-3")]),
+        (begun(row(4, {36: A})), [MISSING.format("28-31")]),
+        (begun(row(4, {24: B, 28: A})), [DOUBLED.format("24-27", 3, 4)]),
+        (begun(row(4, {28: A, 40: B})), [MISSING.format("36-39")]),
+        (begun(row(4, {28: A, 36: B}), row(6, {40: A})), ["step 6 comes after step 4"]),
     ],
-    ids=["skipped", "skipped in part", "missing", "doubled", "overlap", "hole", "step", "twice", "first"],
+    ids=[
+        *("skipped", "skipped in part", "missing", "doubled", "overlap", "hole", "step", "twice", "first"),
+        *("begun: hole", "begun: doubled", "begun: gap", "begun: step"),
+    ],
 )
 def test_what_is_not_exact_is_named(tmp_path: Path, rows: list[dict[str, Any]], wrong: list[str]):
     code, out, _ = samples(tmp_path, rows)
     assert code == 1
-    assert out.partition("NOT exact: ")[2].splitlines()[1:] == [f"  {each}" for each in wrong]
+    lines = out.partition("NOT exact: ")[2].splitlines()[1:]
+    assert [line for line in lines if not line.startswith("begin: ")] == [f"  {each}" for each in wrong]
     code, out, _ = samples(tmp_path, rows, "--json")
     assert code == 1 and json.loads(out)["wrong"] == wrong
+
+
+def test_a_run_that_continues_the_data_of_another(tmp_path: Path):
+    rows = begun(row(4, {28: A, 36: C}), row(5, {40: A, 44: C}))
+    code, out, _ = samples(tmp_path, rows)
+    assert code == 0 and out.splitlines()[-2:] == [
+        "exact: 16 sequences in 2 steps by 2 groups; every position from 36 to 47 was trained on once",
+        "begin: step 4 continues the data of another run's checkpoint from position 36 on, and with its holes 28-31",
+    ]
+    assert samples(tmp_path, rows, "--position", "3")[:2] == (
+        1,
+        "position 3 was not trained on here: this run continues another's data at 36\n",
+    )
+    assert "once, except the open holes 28-31" in samples(tmp_path, begun(row(4, {36: A, 40: C}, 28)))[1]
 
 
 def test_for_programs(tmp_path: Path):

@@ -56,6 +56,14 @@ def test_a_good_config_has_no_complaints_and_leaves_nothing(folder: Path) -> Non
     assert [file.name for file in folder.iterdir()] == ["run.toml"]
 
 
+def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("configs.check.os.access", lambda path, mode: False)  # root may write everything
+    (folder / "outputs").mkdir()
+    assert complaints(folder) == [
+        '--job.dump_folder = "outputs": this user may not write outputs; nearest: a folder that it may write'
+    ]
+
+
 @pytest.mark.parametrize("global_batch_size", ["-1", "8", "80"])
 def test_whole_microbatches(folder: Path, global_batch_size: str) -> None:
     assert complaints(folder, f"--training.global_batch_size={global_batch_size}", world_size=2) == []

@@ -151,10 +151,21 @@ def test_the_standard_library_leaves_out_what_is_not_utf8(tmp_path: Path) -> Non
     assert log.infos == ["stdlib: left out, not UTF-8: b.txt"]
 
 
-def test_a_cache_that_cannot_be_written_is_the_machines_fault(tmp_path: Path, corpus_file: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_refused_or_the_machines_fault(
+    tmp_path: Path, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").write_text("a file stands where the folder should be")
-    with pytest.raises(RuntimeError, match=r"^the data cache .*/cache cannot be written: "):
+    with pytest.raises(
+        ValueError, match=r"^job\.dump_folder: the data cache .*/cache cannot be written: .*; set it to"
+    ):
         open_small(files_config(corpus_file), tmp_path / "cache")
+
+    def full(path: Path, **given: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match=r"^the data cache .*/other cannot be written: No space left on device$"):
+        open_small(files_config(corpus_file), tmp_path / "other")
 
 
 class TestTokens:
@@ -296,5 +307,5 @@ def test_a_builder_that_stands_still_is_reported(tmp_path: Path, corpus_file: Pa
     cache.mkdir()
     with (cache / "lock").open("w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match=r"^the process that holds .*/cache/lock has shown no progress for "):
+        with pytest.raises(TimeoutError, match=r"^the process that holds .*/cache/lock has shown no progress for "):
             open_small(files_config(corpus_file), cache, limits={"STUCK_S": -1})

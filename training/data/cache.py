@@ -13,6 +13,7 @@ concurrent launches both build, and the second to finish uses the folder of the 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -43,6 +44,8 @@ SCAN_IDS = 1 << 22  # token ids scanned at a time
 PIECE_IDS = 1 << 16  # ids per document of a token file without BOS and EOS
 STUCK_S = 1800.0  # a builder without progress for this long is reported
 MIN_AGE_NS = 2_000_000_000  # younger files may change without a new time stamp (resolution of the file system's clock)
+# a restart does not help
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 FOREIGN_LEFTOVER_S = 3600.0  # age from which a different host's temporary folder counts as left over by a kill
 
 
@@ -88,13 +91,18 @@ class Corpus:
 
 def open_corpus(source: Source, tokenizer: Tokenizer, folder: Path, *, log: Log, vocab_size: int = 0) -> Corpus:
     """Maps the cache of `source` under `folder` and builds it if missing; processes may call it concurrently. `vocab_size`: the model's.
-    Raises ValueError (bad input, beginning with the setting) or RuntimeError (folder not writable, or a builder without progress)."""
+    Raises ValueError (bad input, beginning with the setting) or OSError (no room, or a builder without progress)."""
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     cache = _Cache(source, tokenizer, folder, log, vocab_size)
     try:
         corpus = cache.find() or cache.make()
+    except TimeoutError:
+        raise
     except OSError as error:
-        raise RuntimeError(f"the data cache {folder} cannot be written: {error.strerror or error}") from error
+        why = f"the data cache {folder} cannot be written: {error.strerror or error}"
+        if error.errno in _REFUSED:
+            raise ValueError(f"job.dump_folder: {why}; set it to a folder that this user may write") from None
+        raise OSError(why) from error
     if corpus.meta.skipped:
         log.info("%s: left out, not UTF-8: %s", source.kind, ", ".join(corpus.meta.skipped))
     if isinstance(source, TokenSource) and corpus.meta.largest_id >= vocab_size:
@@ -305,7 +313,7 @@ class _BuildLock:
         self.bar = Bar(0, "", log=log)
 
     def wait(self, until: Callable[[], object]) -> None:
-        """Waits until this process may build, or until `until()` is true. Raises RuntimeError after STUCK_S without progress."""
+        """Waits until this process may build, or until `until()` is true. Raises TimeoutError after STUCK_S without progress."""
         progress, changed_s = b"", time.monotonic()
         while (is_locked := try_lock(self._descriptor)) is False and not until():
             before, progress = progress, os.pread(self._descriptor, PROGRESS_BYTES, 0)
@@ -313,7 +321,7 @@ class _BuildLock:
             if progress:
                 self.bar.show(progress.decode().rstrip())
             if time.monotonic() - changed_s > STUCK_S:
-                raise RuntimeError(f"the process that holds {self._path} has shown no progress for {STUCK_S:.0f} s")
+                raise TimeoutError(f"the process that holds {self._path} has shown no progress for {STUCK_S:.0f} s")
             time.sleep(POLL_S)
         self.held = bool(is_locked)
         if self.held:

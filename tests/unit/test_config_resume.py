@@ -1,0 +1,95 @@
+"""What only the checkpoint knows is checked before the start, too: where budgets began, and the text that was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.check import check, check_resume
+from configs.errors import ConfigError
+from configs.load import load
+from configs.saved import save
+from configs.schema import RunConfig
+from ft.seam import to_checkpoint
+from scripts import prepare_data
+from tests.unit.data_corpus import write_jsonl
+from tests.unit.fakes import Lines
+from training import checkpoint_dcp as dcp
+from training import checkpoint_files as files
+from training.data.dataset import open_data
+from training.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+TOML = """\
+[training]
+dataset = "store"
+seq_len = 16
+local_batch_size = 2
+sources = [{path = "a", epochs = 1.0}]
+
+[lr_scheduler]
+warmup_steps = 2
+"""
+STEP, POSITION = 10, 40
+SEED = "--training.seed=7"
+
+
+def configured(*argv: str) -> RunConfig:
+    return load(["run.toml", *argv])
+
+
+def save_run(name: str) -> tuple[Path, int]:
+    """Writes a run's settings and its checkpoint of two ranks. Returns that, and the sequences until the budget ends."""
+    config = configured(f"--job.name={name}")
+    data = open_data(config.training, config.validation, ByteTokenizer(), "", log=Lines())
+    order = data.order(seed=0, seq_len=16)
+    ledger = {"slot_size": 4, "position": POSITION, "holes": [], "unable": [], "skipped": [], "pending": []}
+    step = {"step": STEP, "commit_id": "", "commit_quorum_id": 0, "ledger": ledger}
+    states = {"ledger": to_checkpoint(step), "data": data.state_dict()}
+    folder = config.run_folder / "checkpoint"
+    records = tuple(dcp.write(states, files.begin(folder, STEP), group=None))
+    files.publish(folder, files.Manifest(STEP, "full", tuple(states), 1, torch.__version__, "", records))
+    save(config, config.run_folder)
+    return files.step_folder(folder, STEP), order.end
+
+
+def refused(*argv: str, changed: Collection[str] = ()) -> str:
+    """The refusal of two ranks, or ""."""
+    try:
+        check(config := configured(*argv), world_size=2, device_type="cpu")
+        check_resume(config, changed, world_size=2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_budgets_end_where_the_checkpoint_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(TOML)
+    write_jsonl(tmp_path / "a.jsonl", [f"{number} " * 9 for number in range(200)])
+    assert prepare_data.main(["a.jsonl", "--out", "a", "--processes=1", "--held-out=0"]) == 0
+    path, end = save_run("old")
+    last = end // 4
+
+    own = ["--job.name=old", f"--training.steps={last}"]
+    assert refused(*own) == ""
+    assert refused(*own[:1], f"--training.steps={last + 1}") == (
+        f"--training.steps: {(last + 1 - STEP) * 4} sequences are needed from 40 on, but the budgets of training.sources end after "
+        f"{end - 40}; set fewer steps, or larger budgets"
+    )
+    # with another seed the budget begins at the branch point
+    later = f"--training.steps={last + STEP}"
+    assert refused(own[0], later, SEED, changed=["training.seed"]) == ""
+    assert "budgets" in refused(own[0], f"--training.steps={last + STEP + 1}", SEED, changed=["training.seed"])
+
+    new = ("--job.name=new", f"--checkpoint.initial_load_path={path}", "--checkpoint.initial_load_model_only=false")
+    assert refused(*new, f"--training.steps={last}") == refused(*new, later, SEED) == ""
+    assert "sequences are needed from 40 on" in refused(*new, f"--training.steps={last + 1}")
+    without = (*new, later, "--checkpoint.exclude_from_loading=['data']")
+    assert "sequences are needed from 40 on" in refused(*without), "the order begins at 0, the position does not"
+
+    (path / ".metadata").write_bytes(b"damaged")
+    assert refused(*own[:1], f"--training.steps={last + 1}") == "", "the ranks tell"
