@@ -28,7 +28,7 @@ from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
-from ft.seam import BadInput, DataAssignment, GroupEnded, GroupReleased, Stopped
+from ft.seam import BadInput, Commit, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
 from parallelisms.device import local_device_type
 from parallelisms.distributed import gather_texts, launched_rank, launched_world_size, process_group
@@ -38,6 +38,8 @@ from training.components import TRACES, Components
 from training.data.loader import Batch
 from training.log import Log, end_process
 from training.loss import IGNORED, NonFinite, describe_nonfinite
+from training.optimizer import Update
+from training.progress import spans
 from training.sampling import generate
 from training.signals import SAVE, STOP, Signals
 from training.watchdog import flight_recorder_env
@@ -97,14 +99,19 @@ def main(argv: Sequence[str]) -> int:
 
 class LocalStep(NamedTuple):
     """Results of a step within this replica group: sums over all its ranks. `step`: steps before this one. `losses`: each batch of this
-    rank with its loss. `own_update`: gradient norm and learning rate of the group's own optimizer step, with a semi_sync_method."""
+    rank with its loss. `own_update`: the group's own optimizer step, with a semi_sync_method."""
 
     tokens_per_slot: list[float]  # valid tokens
     loss_sum: float  # nats
     finite: bool
     step: int
     losses: list[tuple[Batch, Tensor]]
-    own_update: tuple[float, float] | None = None
+    own_update: Update | None = None
+
+
+def named_data(commit: Commit, slot_size: int) -> str:
+    """Names the positions in the data of a step."""
+    return spans("position", sorted(slot + place for slot, _ in commit.slots for place in range(slot_size)))
 
 
 class Run(Components):
@@ -157,31 +164,65 @@ class Run(Components):
         if assignment.step >= self.config.training.steps:
             return False  # a checkpoint of the last step was restored
         local = self.compute_step(assignment)
+        skips = self.config.training.on_spike == "skip"
         with self.progress.phase("reduce"):
             try:
-                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, local.finite))
+                # to be skipped in all groups, NaN is summed: then all have it
+                finite = local.finite or skips
+                commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, finite))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
         if commit is None:  # ft/gradients.py keeps this group's own gradients for the retry
             self.optimizer.zero_grad()
             return False
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
-        grad_norm, lr = local.own_update or self.optimizer_step.step(step - 1, commit.divisor)
-        if not math.isfinite(grad_norm):
+        grad_norm, lr, spike = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
+        if spike and skips:
+            self.skip_step(step, commit, spike)
+        elif not math.isfinite(grad_norm):
             raise self.nonfinite(local)
+        elif spike:
+            raise Stopped(f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}")
         self.progress.commit()
         self.log.step = step
         quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
         groups = {**quorum, "heals": self.events.heals} if self.config.fault_tolerance.enable else {}
-        tokens, steps = round(commit.divisor), self.inner_steps
+        steps = self.inner_steps
         self.metrics_processor.step(
-            step, loss=commit.mean_loss, grad_norm=grad_norm, lr=lr, tokens=tokens, groups=groups, steps=steps
+            step,
+            loss=commit.mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=0 if spike else round(commit.divisor),
+            groups=groups,
+            steps=steps,
+            spike=spike,
         )
         size = self.slot_size * steps
         self.metrics_processor.trained_slots(
-            step, slot_size=size, slots=commit.slots, holes=commit.holes, skipped=commit.skipped, steps=steps
+            step,
+            slot_size=size,
+            slots=commit.slots,
+            holes=commit.holes,
+            skipped=commit.skipped,
+            steps=steps,
+            spike=spike,
         )
         return True
+
+    def skip_step(self, step: int, commit: Commit, spike: str) -> None:
+        """Leaves out for good the data of a step that no group has applied. Raises Stopped if there were too many such steps in a row."""
+        assert self.spikes is not None
+        self.optimizer.zero_grad()
+        text = f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}"
+        if self.spikes.in_a_row > (allowed := self.config.training.spike_max_skips):
+            raise Stopped(f"{text}; training.spike_max_skips allows {allowed} such steps in a row")
+        self.manager.skip([slot for slot, _ in commit.slots])
+        if self.world.global_rank == 0:
+            self.log.warning("spike: %s are left out", text)
+            self.events("spike", step, words=text)
+            if self.manager.writer_quorum:  # once for all groups
+                self.manager.announce("commit", text)
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
         """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of a slot. Then one
@@ -274,7 +315,7 @@ class SemiSyncRun(Run):
 
     HEALED_STATES = ()  # the manager transfers the weights; the optimizer state is each group's own
     manager: SemiSyncManager
-    own_update = 0.0, 0.0  # gradient norm and lr of the last inner step; a healing group makes none
+    own_update = Update(0.0, 0.0)  # of the last inner step; a healing group makes none
 
     def weights(self) -> dict[str, Stateful]:
         return dict(self.manager.checkpoint_state(ModelState(self.model.parts)))
@@ -288,7 +329,7 @@ class SemiSyncRun(Run):
             [tokens] = local.tokens_per_slot
             own_update = self.optimizer_step.step(step, tokens if local.finite else 0)
             window = window._replace(step=step, losses=local.losses)
-            if not (local.finite and math.isfinite(own_update[0])):
+            if not (local.finite and math.isfinite(own_update.grad_norm)):
                 window = window._replace(finite=False)
                 break  # on all ranks of the group: the window is not used
             self.own_update = own_update if tokens else self.own_update

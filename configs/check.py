@@ -17,6 +17,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from configs.errors import raise_problems
+from configs.keys import to_text
 from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
 from models.contract import nearest
@@ -290,6 +291,13 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
         from ft.semi_sync import split
 
         split(list(config.meta_model(max(1, config.model.vocab_size)).named_parameters()), tolerance.num_fragments)
+    if tolerance.semi_sync_method != "none":
+        for key, default in (("on_spike", "stop"), ("spike_window", 0)):
+            if (value := getattr(config.training, key)) != default:
+                yield (
+                    f"training.{key} = {to_text(value)}: between two synchronisations each group makes other steps, so no step is a spike "
+                    f'in all of them; nearest: {to_text(default)}, or fault_tolerance.semi_sync_method = "none"'
+                )
     if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:

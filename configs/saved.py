@@ -32,6 +32,8 @@ _IDENTITY = (
     "training.seq_len",
     "training.global_batch_size",
     "training.max_norm",
+    "training.on_spike",
+    "training.spike_",
     "training.seed",
     "training.dtype",
     "fault_tolerance.semi_sync_method",
@@ -46,7 +48,16 @@ _MAY_CHANGE = (
 )
 _GONE = "no such key"
 # May change at a branch point: read in every step, and not part of the state
-_UPDATE_RULE = ("optimizer.", "lr_scheduler.", "training.max_norm", "training.skip", BATCH, "training.local_batch_size")
+_UPDATE_RULE = (
+    "optimizer.",
+    "lr_scheduler.",
+    "training.max_norm",
+    "training.on_spike",
+    "training.spike_",
+    "training.skip",
+    BATCH,
+    "training.local_batch_size",
+)
 # May change at a branch point where data has random access, which then begins anew (training/data/dataset.py)
 _ORDER = ("training.dataset", "training.sources", "training.seq_len", "training.seed")
 _LAYOUT = ("parallelism.", "fault_tolerance.", "training.steps")  # may change between launches, but not between groups

@@ -307,6 +307,9 @@ class Manager:
             effect.skipped,
         )
 
+    def skip(self, slots: Sequence[int]) -> None:
+        self._feed(m.Skipped(tuple(slots)))
+
     def state_dict(self) -> dict[str, Any]:
         return to_checkpoint(self.machine.state_dict())
 

@@ -122,6 +122,9 @@ class Seam(Protocol):
         `totals`: the result of `reduce`; only SoloManager uses it; a Manager decides by the reduced tail, on which its ranks vote. Raises
         Stopped, GroupEnded and GroupReleased, as `reduce` and `begin_step` do."""
 
+    def skip(self, slots: Sequence[int]) -> None:
+        """Records that the newest commit was not applied, as all groups have decided alike: `slots`, its own, are skipped for good."""
+
     def announce(self, lane: str, text: str) -> None:
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""
 

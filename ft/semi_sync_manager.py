@@ -111,6 +111,7 @@ class SemiSyncManager:
         self._manager, self._gradients = manager, manager.gradients
         # register_state is only for state that is equal in all groups between two rounds, not for the model or the inner optimizer
         self.register_state, self.announce, self.finish = manager.register_state, manager.announce, manager.finish
+        self.skip = manager.skip  # of a round; configs/check.py refuses to skip steps inside one
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps

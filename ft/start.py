@@ -60,6 +60,9 @@ class SoloManager:
         mean_loss, skipped = totals.loss_sum / divisor, self._ledger.passed
         return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=holes, skipped=skipped)
 
+    def skip(self, slots: Sequence[int]) -> None:
+        self._ledger.skipped += slots
+
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
         return to_checkpoint({**state, "ledger": self._ledger.state_dict()})

@@ -4,9 +4,10 @@
     scripts/samples.py RUN [--step N | --position N] [--json]
 
 Standard library only. Reads <run>/samples.jsonl, which has a line per committed step: its slots, each with the replica id of the group that
-contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that training.skip left out. A
-slot is `slot_size` sequences, named by its first position in the data order, which counts sequences and continues over epochs. With
-semi-synchronous training a line is a committed sync and covers `steps` steps. The first line of a run that continues the data of another
+contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that are left out: by
+training.skip, or by training.on_spike = "skip", which leaves out all slots of a step. A slot is `slot_size` sequences, named by its first
+position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed sync and
+covers `steps` steps. The first line of a run that continues the data of another
 run's checkpoint (checkpoint.initial_load_path) has where it begins.
 
 Exit code: 0 exactly once (or the given step or position was found); 1 otherwise; 2 bad input.
@@ -54,9 +55,10 @@ class SampleRow:
     slots: dict[int, str]  # first position -> replica id
     holes: tuple[int, ...]
     count: int = 1
-    skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip)
+    skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip, training.on_spike)
     branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
     begin: Begin | None = None  # in the first row of a run that continues another
+    spike: str = ""  # why the step was not applied; "": it was
 
     @property
     def steps(self) -> Range:
@@ -90,7 +92,7 @@ class SampleProof:
     missing: list[Range] = field(default_factory=list)
     doubled: list[Range] = field(default_factory=list)
     open: list[Range] = field(default_factory=list)  # holes of the last step; the next step gets them first
-    skipped: list[Range] = field(default_factory=list)  # left out by training.skip
+    skipped: list[Range] = field(default_factory=list)  # left out by training.skip or training.on_spike
     wrong: list[str] = field(default_factory=list)  # all violations as messages, those above included
 
     @property
@@ -132,7 +134,8 @@ def read(path: Path) -> list[SampleRow]:
         try:
             row = json.loads(line)
             slots = {int(slot): str(owner) for slot, owner in row["slots"].items()}
-            if not slots:
+            spike = str(row.get("spike", ""))
+            if not slots and not (spike and row["skipped"]):
                 raise ValueError("a step without a slot")
             holes = tuple(map(int, row["holes"]))
             branch = {str(key): str(change) for key, change in row.get("branch", {}).items()}
@@ -142,7 +145,7 @@ def read(path: Path) -> list[SampleRow]:
             if "begin" in row:
                 taken_over = tuple(Range(int(first), int(end)) for first, end in row["begin"]["holes"])
                 begin = Begin(int(row["begin"]["position"]), taken_over)
-            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin))
+            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin, spike))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -248,10 +251,12 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
         holes = f", and with its holes {listed(begin.holes)}" if begin.holes else ""
         at = f"from position {begin.position} on{holes}"
         branches.insert(0, f"begin: step {rows[0].steps.first} continues the data of another run's checkpoint {at}")
+    branches += [f"spike: step {row.steps} was not applied: {row.spike}" for row in rows if row.spike]
     if found.exact:
-        end = max(span.end for row in rows for span in row.positions)
+        end = max(span.end for row in rows for span in (*row.positions, *row.skipped))
         but = f", except the open holes {listed(found.open)}, which the next step gets first" if found.open else ""
-        but += f", except {listed(found.skipped)}, which training.skip leaves out" if found.skipped else ""
+        why = "training.skip or a spike" if any(row.spike for row in rows) else "training.skip"
+        but += f", except {listed(found.skipped)}, which {why} leaves out" if found.skipped else ""
         first = rows[0].begin.position if rows[0].begin else 0
         return [f"exact: {what}; every position from {first} to {end - 1} was trained on once{but}", *branches]
     more = [f"and {len(found.wrong) - SHOWN} more"] if len(found.wrong) > SHOWN else []
@@ -268,12 +273,19 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
         if (step is not None and row.steps.first <= step < row.steps.end)
         or (position is not None and slot <= position < slot + row.slot_size)
     ]
+    left_out = [
+        f"step {row.step}: positions {listed(row.skipped)} left out{f': {row.spike}' * bool(row.spike)}"
+        for row in rows
+        if (row.spike and step == row.step)
+        or (position is not None and any(first <= position < end for first, end in row.skipped))
+    ]
     if as_json:
         print(json.dumps(found))
     elif not found and position is not None and (begin := rows[0].begin) and position < begin.position:
         print(f"position {position} was not trained on here: this run continues another's data at {begin.position}")
     elif not found:
-        print(f"step {step} is not in {FILE_NAME}" if step is not None else f"position {position} was not trained on")
+        none = f"step {step} is not in {FILE_NAME}" if step is not None else f"position {position} was not trained on"
+        print("\n".join(left_out or [none]))
     else:
         for each in found:
             print(f"step {each.get('steps', each['step'])}: positions {each['positions']}, by {each['by']}")

@@ -38,6 +38,7 @@ from training.checkpoint import (
     plain_name,
     progress_in,
 )
+from training.checkpoint_files import SPIKES_STATE
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.drill import FaultInjector
@@ -51,6 +52,7 @@ from training.progress import Progress
 from training.saver import Saver
 from training.signals import Signals
 from training.sinks import SAMPLES, Sinks, last_rows
+from training.spikes import SpikeRule
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
@@ -142,8 +144,9 @@ class Components:
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        self.spikes = SpikeRule(training) if training.on_spike == "skip" or training.spike_window else None
         self.optimizer_step = OptimizerStep(
-            self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress
+            self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress, self.spikes
         )
         return [
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
@@ -202,6 +205,8 @@ class Components:
             "data": self.data,
             "loader": self.loader,
         }
+        if self.spikes is not None:
+            states[SPIKES_STATE] = self.spikes
         metrics = config.metrics
         sinks = partial(
             Sinks,
@@ -213,7 +218,8 @@ class Components:
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
-        for name in (*self.HEALED_STATES, "meter", "data", *([METRICS_STATE] if shared else [])):
+        more = [name for name in (SPIKES_STATE, METRICS_STATE) if name in states]
+        for name in (*self.HEALED_STATES, "meter", "data", *more):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}

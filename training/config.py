@@ -82,6 +82,20 @@ class TrainingConfig:
     global_batch_size: Annotated[int, "sequences per step; -1: local x data-parallel ranks", ">= -1", "!= 0"] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
+    on_spike: Annotated[
+        Literal["stop", "skip"],
+        "a step with a loss or gradient norm of NaN or Inf, or a spike: ends the run; or is not applied, and its data left out",
+    ] = "stop"
+    spike_window: Annotated[
+        int,
+        "steps with whose mean a step's loss and gradient norm are compared; 0: none; 1 has no deviation",
+        ">= 0",
+        "!= 1",
+    ] = 0
+    spike_factor: Annotated[float, "standard deviations from that mean to a spike", "> 0"] = 6.0
+    spike_max_skips: Annotated[int, "steps in a row that on_spike = skip leaves out; one more ends the run", ">= 1"] = (
+        10
+    )
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
     seed: Annotated[int, "seed of initial weights, data order and random numbers", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False

@@ -102,9 +102,11 @@ class MetricsProcessor:
         tokens: int,
         groups: Mapping[str, float] | None = None,
         steps: int = 1,
+        spike: str = "",
     ) -> None:
         """Reports committed step `step`, with `steps` - 1 unreported ones before it. Loss (nats per token) and valid `tokens`: over all
-        ranks. `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and whenever they change."""
+        ranks. `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and whenever they change. `spike`: why the
+        step was not applied; "": it was."""
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
@@ -132,7 +134,10 @@ class MetricsProcessor:
             checkpoint_s=checkpoint_s,
             **(groups or {}),
             **({"branch": self._branch} if self._branch else {}),
+            **({"spike": spike} if spike else {}),
         )
+        if spike:
+            self._write("charts", step, {"spike/skipped": 1, "spike/loss": loss})
         group_scalars = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
         if not logging_step and group_scalars != self._group_scalars:
             self._write("charts", step, group_scalars)
@@ -205,15 +210,19 @@ class MetricsProcessor:
         holes: Sequence[int],
         skipped: Sequence[tuple[int, int]] = (),
         steps: int = 1,
+        spike: str = "",
     ) -> None:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
         whose gradients were used. `holes`: slots that were assigned but not yet trained on. `skipped`: positions that this step leaves
-        out for good. See scripts/samples.py."""
+        out for good. `spike`: why the step was not applied: it leaves out all of its slots. See scripts/samples.py."""
+        if spike:
+            skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
         more: dict[str, object] = {"steps": steps} if steps > 1 else {}
         more |= {"branch": self._branch} if self._branch else {}
         more |= {"begin": self.begin} if self.begin and step == self.branch_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
+        more |= {"spike": spike} if spike else {}
         self._write("records", step, row | more)
         if self._changes:
             self._changes = self._branch = {}

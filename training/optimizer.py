@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from training.config import TrainingConfig
 from training.progress import Progress
+from training.spikes import SpikeRule
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,10 @@ def learning_rate_factor(config: LRSchedulerConfig, *, step: int, total_steps: i
     return config.min_lr_factor + (1 - config.min_lr_factor) * shapes[config.decay_type]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], loss: float | None = None) -> Tensor:
     """Returns the L2 norm of the whole gradient, an fp32 scalar on the device, the same on every rank, without a host sync. Each rank adds
-    the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once."""
+    the squares of its shards; of ranks with the same shard only the first one does, so that each element counts once. With `loss`, whose
+    last bits may differ between ranks, it returns [norm, the loss of rank 0]."""
     parameters = [p for p in parameters if p.grad is not None]
     norms = torch._foreach_norm([cast(DTensor, p.grad).to_local() for p in parameters], 2, dtype=torch.float32)
     owned, device = [], "cpu"  # device type of the mesh, whose backend all-reduces
@@ -152,9 +154,20 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             owned.append(norm)
     square = torch.stack(owned).square().sum() if owned else torch.zeros(())
     square = square.to(device)  # offloaded shards are on the CPU
+    sums = square
+    if loss is not None:
+        sums = torch.stack((square, torch.full_like(square, loss if dist.get_rank() == 0 else 0.0)))
     if dist.get_world_size() > 1:
-        dist.all_reduce(square)
-    return square.sqrt()
+        dist.all_reduce(sums)
+    return sums.sqrt() if loss is None else torch.stack((sums[0].sqrt(), sums[1]))
+
+
+class Update(NamedTuple):
+    """The result of an optimizer step. `lr`: 0 if nothing was applied. `spike`: why the step is one (SpikeRule), if there is a rule."""
+
+    grad_norm: float  # of the mean; of the sum, if it was not applied
+    lr: float
+    spike: str = ""
 
 
 @dataclass(eq=False)
@@ -167,39 +180,43 @@ class OptimizerStep:
     schedule: LRSchedulerConfig
     training: TrainingConfig
     progress: Progress
+    spikes: SpikeRule | None = None  # None: only a norm that is not finite is not applied
 
     def __post_init__(self) -> None:
         self._total_steps = self.schedule.total_steps or self.training.steps
         self._decay_steps = self.schedule.decay_length(self.training.steps)
 
-    def step(self, step: int, divisor: float) -> tuple[float, float]:
-        """Applies the optimizer step that follows `step` others to gradients that are sums over `divisor` tokens. Returns the norm of their
-        mean and the learning rate. Changes nothing if the norm is not finite or `divisor` is 0."""
-        fused = self.config.implementation == "fused"
+    def step(self, step: int, divisor: float, loss: float = 0.0) -> Update:
+        """Applies the optimizer step that follows `step` others to gradients that are sums over `divisor` tokens, of mean `loss`. Changes
+        nothing if the norm is not finite, `divisor` is 0, or the step is a spike."""
+        fused, spikes = self.config.implementation == "fused", self.spikes
         with self.progress.phase("reduce"):
-            norm = gradient_norm(self.parameters)
+            values = gradient_norm(self.parameters, None if spikes is None else loss).reshape(-1)  # norm, loss
             if not fused or self.training.enable_cpu_offload:  # a kernel on the CPU reads the values at once
-                norm = norm.cpu()
-        if not (divisor and (fused or norm.isfinite())):
-            return norm.item(), 0.0
-        with self.progress.phase("optimizer"):
-            lr = self.config.lr * learning_rate_factor(
-                self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
-            )
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * group["lr_factor"]
-            max_norm = self.training.max_norm * divisor  # bound for the norm of the sums
-            grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
-            if fused:  # the kernel divides by grad_scale and skips the update if found_inf is set: no host sync
-                kernel: Any = self.optimizer
-                kernel.grad_scale, kernel.found_inf = grad_scale, norm.isfinite().logical_not().float()
-            else:
-                gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
-                torch._foreach_div_(gradients, grad_scale.item())
-            self.optimizer.step()
+                values = values.cpu()
+            norm = values[0]
+            applies = norm.isfinite() if spikes is None else spikes.accepts(norm, values[1], divisor)
+        is_tried, lr = bool(divisor and (fused or applies)), 0.0
+        if is_tried:
+            with self.progress.phase("optimizer"):
+                lr = self.config.lr * learning_rate_factor(
+                    self.schedule, step=step, total_steps=self._total_steps, decay_steps=self._decay_steps
+                )
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr * group["lr_factor"]
+                max_norm = self.training.max_norm * divisor  # bound for the norm of the sums
+                grad_scale = divisor * ((norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm))
+                if fused:  # the kernel divides by grad_scale and skips the update if found_inf is set: no host sync
+                    kernel: Any = self.optimizer
+                    kernel.grad_scale, kernel.found_inf = grad_scale, applies.logical_not().float()
+                else:
+                    gradients = [cast(DTensor, p.grad).to_local() for p in self.parameters if p.grad is not None]
+                    torch._foreach_div_(gradients, grad_scale.item())
+                self.optimizer.step()
         with self.progress.phase("reduce"):
-            grad_norm = norm.item()
-        if not math.isfinite(grad_norm):
-            return grad_norm, 0.0
+            grad_norm, *losses = values.tolist()
+        spike = "" if spikes is None else spikes.judge(grad_norm, losses[0], divisor)
+        if spike or not (is_tried and math.isfinite(grad_norm)):
+            return Update(grad_norm, 0.0, spike)
         self.optimizer.zero_grad()
-        return grad_norm / divisor, lr
+        return Update(grad_norm / divisor, lr)

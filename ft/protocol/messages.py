@@ -635,6 +635,12 @@ class Leaving(Event):
     after: int | None = None
 
 
+class Skipped(Event):
+    """The trainer has not applied the newest commit, and no group has: its slots were not trained on. Fed before the next Begin."""
+
+    slots: tuple[int, ...]
+
+
 class AskQuorum(Effect):
     """Send the request to the group server. Feed back the QuorumResult, QuorumFailed or RestoreRequired."""
 

@@ -95,7 +95,8 @@ class Ledger:
         self.position = 0  # all sequences before this one are committed, except those in holes
         self.holes: list[int] = []  # sorted
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
-        self.skipped: list[int] = []  # slots that were UNABLE too often, and are never trained on
+        # slots that are never trained on: UNABLE too often, or of a step that no group has applied
+        self.skipped: list[int] = []
         # ranges of positions that the newest commit left out for good, by `skip`
         self.passed: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
@@ -338,6 +339,9 @@ class StepMachine:
                 self._on_notice(event, now_s)
             case m.HealEnded():
                 self._on_heal_ended(event)
+            case m.Skipped(slots):
+                self.ledger.skipped += slots
+                self.reason = "the step is not applied: its slots are skipped"
             case m.Leaving(None):
                 self._leaving, self.reason = True, "leaves after the next commit"
             case m.Leaving(step):

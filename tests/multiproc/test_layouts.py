@@ -99,6 +99,9 @@ def step(case: Case) -> dict[str, Any]:
     for value in (loss, seen):
         dist.all_reduce(value)
     norm = gradient_norm(model.parameters())
+    beside, first_loss = gradient_norm(model.parameters(), 7.25 + dist.get_rank())
+    torch.testing.assert_close(beside, norm)
+    assert first_loss.item() == 7.25
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return {"initial": initial, "loss": loss, "seen": seen, "norm": norm, "gradients": gradients, "held": held}
 

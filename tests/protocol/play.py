@@ -457,7 +457,13 @@ class RankPlayer(Player):
         machine, ledger = self.machine, self.machine.ledger
         slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in ledger.assignment.items())
         held = "void" if machine.void else f"step {machine.step}"
-        return machine.phase.name.lower(), held, f"slots {slots or 'none'}", f"holes {ledger.holes or 'none'}"
+        return (
+            machine.phase.name.lower(),
+            held,
+            f"slots {slots or 'none'}",
+            f"holes {ledger.holes or 'none'}",
+            f"skipped {ledger.skipped or 'none'}",
+        )
 
 
 def source_state(step: int = 5, *, pending: int = 1) -> dict[str, Any]:

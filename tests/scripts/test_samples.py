@@ -148,6 +148,25 @@ def test_one_step_and_one_position(tmp_path: Path):
     ]
 
 
+def test_a_step_that_was_not_applied(tmp_path: Path):
+    spike = {**row(2, {}), "skipped": [[8, 16]], "spike": "loss nan"}
+    rows = [row(1, {0: A, 4: B}), spike, row(3, {16: A, 20: B})]
+    code, out, _ = samples(tmp_path, rows)
+    assert code == 0 and "2                     " not in out.splitlines()[1]
+    assert out.endswith(
+        "every position from 0 to 23 was trained on once, except 8-15, which training.skip or a spike leaves out\n"
+        "spike: step 2 was not applied: loss nan\n"
+    )
+    assert samples(tmp_path, rows, "--position", "9")[:2] == (1, "step 2: positions 8-15 left out: loss nan\n")
+    assert samples(tmp_path, rows, "--step", "2")[:2] == (1, "step 2: positions 8-15 left out: loss nan\n")
+    assert samples(tmp_path, rows[1:2])[0] == 1  # step 1 is missing
+    first = {**row(1, {}), "skipped": [[0, 8]], "spike": "loss nan"}
+    assert samples(tmp_path, [first])[0] == 0
+    code, out, _ = samples(tmp_path, [*rows, row(4, {12: A, 24: B})])
+    assert code == 1 and "positions 12-15 were skipped, but trained on" in out
+    assert samples(tmp_path, [rows[0], row(2, {}), rows[2]])[0] == 2  # no slot, and no reason
+
+
 def test_a_group_with_several_slots_is_named_once(tmp_path: Path):
     out = samples(tmp_path, [row(1, {0: A, 4: B, 8: A})])[1]
     assert f"0-11       {A} x 2 {B}" in out

@@ -87,6 +87,8 @@ def test_a_new_run_has_nothing_to_compare_with(tmp_path: Path) -> None:
         ("--training.local_batch_size=4", "saved 8, now 4"),
         ("--training.global_batch_size=8", "saved -1, now 8"),
         ("--training.max_norm=2", "saved 1.0, now 2.0"),
+        ("--training.on_spike=skip", 'saved "stop", now "skip"'),
+        ("--training.spike_window=128", "saved 0, now 128"),
         ("--training.seed=7", "saved 0, now 7"),
         ("--training.dtype=bfloat16", 'saved "float32", now "bfloat16"'),
         ("--optimizer.weight_decay=0", "saved 0.1, now 0.0"),

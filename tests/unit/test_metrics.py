@@ -51,7 +51,7 @@ class Run:
     def __init__(self, *, steps: int = 100, device: Any = None, **options: Any) -> None:
         config = MetricsConfig(**{key: options.pop(key) for key in ("log_freq", "peak_tflops") if key in options})
         self.clock, self.sink, self.out = Clock(50.0), Sink(), io.StringIO()
-        self.journal, self.chart = self.sink.kinds["journals"], self.sink.kinds["charts"]
+        self.journal, self.chart, self.record = self.sink.kinds.values()
         self.progress = Progress(self.clock)
         self.metrics_processor = MetricsProcessor(
             config,
@@ -265,6 +265,25 @@ def test_a_branch_is_in_the_next_rows_and_then_saved() -> None:
     assert commit(4) is None and saved == [1]
     run.metrics_processor.begin_branch(changed, lambda: saved.append(2))
     assert commit(5) is None and saved == [1, 2], "it has joined after the step"
+
+
+def test_a_step_that_is_not_applied_leaves_its_data_out() -> None:
+    run = Run()
+    run.metrics_processor.step(1, loss=9.5, grad_norm=3.0, lr=0.0, tokens=0, spike="loss 9.5")
+    run.metrics_processor.trained_slots(
+        1, slot_size=4, slots=[(0, "0:a"), (8, "1:b")], holes=[4], skipped=[(12, 20)], spike="loss 9.5"
+    )
+    ((_, row),) = run.journal.rows
+    assert row["spike"] == "loss 9.5" and row["tokens"] == 0
+    assert (1, {"spike/skipped": 1, "spike/loss": 9.5}) in run.chart.rows
+    ((_, record),) = run.record.rows
+    assert record == {
+        "slot_size": 4,
+        "slots": {},
+        "holes": [4],
+        "skipped": [[12, 20], [0, 4], [8, 12]],
+        "spike": "loss 9.5",
+    }
 
 
 SUMMARY = dict(verb="finished", saved="step-200", next_command="sample", groups="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from training.optimizer import (
     OptimizerConfig,
     OptimizerStep,
     ParameterGroup,
+    Update,
     build_optimizer,
     check_patterns,
 )
 from training.progress import Progress
+from training.spikes import SpikeRule
 
 
 def model() -> nn.Module:
@@ -68,7 +71,7 @@ def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
     before, count = [p.full_tensor().clone() for p in parameters], sum(p.numel() for p in parameters)
     optimizer = build_optimizer(config, [part])
     step = OptimizerStep(optimizer, parameters, config, schedule, TrainingConfig(max_norm=0.5), Progress())
-    grad_norm, lr = step.step(0, divisor)
+    grad_norm, lr, _ = step.step(0, divisor)
     assert grad_norm == pytest.approx(scale * count**0.5 / (divisor if moves else 1))
     assert lr == pytest.approx(0.1 if moves else 0.0)
     assert [torch.equal(p.full_tensor(), old) for p, old in zip(parameters, before, strict=True)] == [not moves] * 3
@@ -82,6 +85,44 @@ def test_a_step_divides_clips_and_sets_the_rate_times_each_groups_factor(
             torch.equal(p.grad.full_tensor(), torch.full_like(old, scale))
             for p, old in zip(parameters, before, strict=True)
         )
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_a_spike_is_not_applied_and_not_in_the_window(ranks, implementation: Any):
+    part = distribute_module(model(), ranks)
+    parameters, training = list(part.parameters()), TrainingConfig(spike_window=4, spike_factor=3.0)
+    config = OptimizerConfig(lr=0.4, implementation=implementation)
+    optimizer, rule = build_optimizer(config, [part]), SpikeRule(training)
+    step = OptimizerStep(optimizer, parameters, config, LRSchedulerConfig(), training, Progress(), rule)
+
+    def train(number: int, loss: float, scale: float) -> Update:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, scale)
+        return step.step(number, 2.0, loss)
+
+    updates = [train(number, 5.0 - number, 1.0 + number / 8) for number in range(4)]
+    assert all(update.lr > 0 and not update.spike for update in updates)
+    state = torch.cat([p.full_tensor().flatten() for p in parameters]).clone()
+    moments = [optimizer.state[p]["exp_avg"].full_tensor().clone() for p in parameters]
+    window = rule.state_dict()
+    nan = float("nan")
+    for in_a_row, (loss, scale, spike) in enumerate(
+        [
+            (8.0, 1.0, "loss 8 above "),
+            (3.0, 9.0, "gradient norm "),
+            (nan, 1.0, "loss nan"),
+            (3.0, nan, "gradient norm nan"),
+        ],
+        1,
+    ):
+        update = train(4, loss, scale)
+        assert update.lr == 0 and update.spike.startswith(spike) and rule.in_a_row == in_a_row
+    assert torch.equal(torch.cat([p.full_tensor().flatten() for p in parameters]), state)
+    for parameter, moment in zip(parameters, moments, strict=True):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"].full_tensor(), moment)
+        assert optimizer.state[parameter]["step"].item() == 4
+    assert json.loads(rule.state_dict()["window"])["values"] == json.loads(window["window"])["values"]
+    assert train(5, 3.0, 1.0).lr > 0 and rule.in_a_row == 0
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 
@@ -101,6 +103,21 @@ def test_the_ledger_survives_a_restart(manager: Seam, make: Make, slot_size: int
     resumed = make(slot_size)
     resumed.load_state_dict(state)
     assert resumed.step == 3 and resumed.begin_step().slots == (24,)
+
+
+def test_a_step_that_is_not_applied_is_skipped_in_the_ledger(manager: Seam, make: Make):
+    manager.attach([])
+    committed(manager)
+    commit = committed(manager, loss_sum=math.nan)  # summed, as the trainer says that it may be
+    assert commit is not None and commit.slots[0][0] == 8 and math.isnan(commit.mean_loss)
+    manager.skip([slot for slot, _ in commit.slots])
+    assert committed(manager).slots[0][0] == 16
+    state = manager.state_dict()
+    assert json.loads(state["ledger"])["skipped"] == [8] and state["step"] == 3
+    resumed = make(8)
+    resumed.load_state_dict(state)
+    assert resumed.begin_step().slots == (24,)
+    assert json.loads(resumed.state_dict()["ledger"])["skipped"] == [8]
 
 
 def test_a_run_goes_on_under_another_manager(make: Make):
