@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
         config = load([str(options.run / "config.toml"), *given])
-        path, _ = checkpoint_of(options.run / config.checkpoint.folder, options.step)
+        path, _ = checkpoint_of(options.run / config.checkpoint.local_folder, options.step)
         tokenizer = build_tokenizer(config.model.tokenizer_path)
     except (ValueError, Damaged) as error:
         print(f"generate: {error}", file=sys.stderr)
