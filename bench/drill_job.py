@@ -63,7 +63,7 @@ class DrillJob(AbstractContextManager["DrillJob"]):
         self.ranks = ranks or ranks_here(LaunchSettings.read(os.environ))
         self.network, self.disk, self._under = network, disk, list(under)
         self.run = self.config.run_folder
-        self.folder, self.checkpoints = self.run / "groups", self.run / self.config.checkpoint.folder
+        self.folder, self.checkpoints = self.run / "groups", self.run / self.config.checkpoint.local_folder
         self.folder.mkdir(parents=True, exist_ok=True)
         self._env = {**environment(self.run, groups), "PHAROS_DRILL": str(int(drilled))}
         if disk:

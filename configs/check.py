@@ -29,6 +29,7 @@ from training.data.dataset import StreamedData, open_data
 from training.data.order import Mixture, Order
 from training.data.sources import check_sources, find_source
 from training.log import Log
+from training.object_store import check_url, is_url
 from training.optimizer import check_patterns
 from training.tokenizer import build_tokenizer
 
@@ -221,7 +222,7 @@ def _check_sets(config: RunConfig) -> Iterator[str]:
 
 
 def _check_folders(config: RunConfig) -> Iterator[str]:
-    """Paths must be folders. A URL would be taken for one: s3://bucket would be "bucket" in "s3:"."""
+    """Paths must be folders, and those of checkpoints folders or URLs. A URL would be taken for a folder: "bucket" in "s3:"."""
     for key, value, legal in (
         ("job.dump_folder", config.job.dump_folder, "./outputs"),
         ("checkpoint.folder", config.checkpoint.folder, "checkpoint"),
@@ -230,10 +231,17 @@ def _check_folders(config: RunConfig) -> Iterator[str]:
         ("profiling.save_traces_folder", config.profiling.save_traces_folder, "profile_traces"),
         ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder, "memory_snapshot"),
     ):
-        if url := re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value):
+        url = re.match(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://", value)
+        if url and key.startswith("checkpoint.") and is_url(value) and url[1].lower() != "file":
+            try:
+                check_url(key, value)
+            except ValueError as error:
+                yield str(error)
+        elif url:
             local = "/" + value.partition(":")[2].lstrip("/") if url[1].lower() == "file" else legal
             yield (
-                f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; '
+                f'{key} = "{value}": a URL; must be a folder of a mounted file system, local or shared: of a run, only '
+                "checkpoint.folder may be an object store; "
                 f'nearest: "{local}"'
             )
     # Nothing is created yet; an existing file is the user's

@@ -131,7 +131,7 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
             )
         problems.append(
             f"{folder} has a run with the saved settings: restore them, or start a new run with --job.name NAME "
-            f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.folder}/step-N)"
+            f"(from these weights: add --checkpoint.initial_load_path {folder / config.checkpoint.local_folder}/step-N)"
         )
     raise_problems(problems, config.origin.file)
     return {key: f"{old} -> {new}" for key, old, new in differences}

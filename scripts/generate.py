@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         prompt = tokenizer.encode(sample.prompt, bos=True)
 
         def read() -> tuple[Path, Model]:
-            path, manifest = checkpoint_of(options.run / config.checkpoint.folder, options.step)
+            path, manifest = checkpoint_of(options.run / config.checkpoint.local_folder, options.step)
             try:
                 return path, load_model(
                     config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype

@@ -31,7 +31,7 @@ from models.init import draw
 from training.appended import RunLock
 from training.checkpoint import Checkpointer, CheckpointFailed, ModelState
 from training.checkpoint_dcp import CHUNK_BYTES, StreamingPlanner
-from training.checkpoint_files import list_steps, step_folder
+from training.checkpoint_files import list_steps
 from training.log import Log
 from training.progress import duration
 from training.tokenizer import build_tokenizer
@@ -79,8 +79,7 @@ def make_seed(config: RunConfig, log: Log, *, chunk_bytes: int = CHUNK_BYTES, dr
     ):
         checkpointer.load()  # raises if the run has begun; removes leftovers of a killed process
         if list_steps(checkpointer.folder):
-            path = step_folder(checkpointer.folder, 0)
-            raise ValueError(f"job.name: {path} exists; remove it, or set a different job.name")
+            raise ValueError(f"job.name: {checkpointer.place}/step-0 exists; remove it, or set a different job.name")
         check_room(checkpointer.folder, total)
         save(config, config.run_folder)
         weights = sum(parameter.numel() for parameter in model.parameters())

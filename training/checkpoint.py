@@ -1,7 +1,8 @@
 """Checkpoints: when the run is saved, and which checkpoint it resumes from; model and optimizer states as flat dictionaries by full name.
 
 Flow: components.py calls `load` and `close`, saver.py calls `save` when `due` returns True. checkpoint_dcp.py writes and reads the states,
-checkpoint_files.py publishes the files of a checkpoint atomically."""
+checkpoint_files.py publishes the files of a checkpoint atomically; object_store.py copies it into an object store, if checkpoint.folder is
+one."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from ft.seam import from_checkpoint
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
+from training.object_store import ObjectStore, Uploader, is_url
 from training.progress import Clock
 from training.writer_lease import UncheckedLease, WriterLease
 
@@ -51,7 +53,11 @@ class CheckpointConfig:
     """[checkpoint]: saving and resuming."""
 
     enable: Annotated[bool, "save, and resume from the newest checkpoint; false: start at step 0, save none"] = True
-    folder: Annotated[str, "folder of the checkpoints inside the run's folder"] = "checkpoint"
+    folder: Annotated[
+        str,
+        "folder of the checkpoints inside the run's folder; or a URL (s3://, gs://), where they are put below the job's name, with a local "
+        'copy in "checkpoint"',
+    ] = "checkpoint"
     interval: Annotated[int, "steps between checkpoints", ">= 1"] = 500
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"],
@@ -73,7 +79,7 @@ class CheckpointConfig:
         Literal["float32", "bfloat16", "float16"], "dtype of the weights with last_save_model_only"
     ] = "float32"
     initial_load_path: Annotated[
-        str, 'checkpoint (".../step-N") to start from if the run has none of its own; "": none'
+        str, 'checkpoint (".../step-N", also a URL) to start from if the run has none of its own; "": none'
     ] = ""
     initial_load_model_only: Annotated[
         bool, "load only the weights from initial_load_path; false: also optimizer, step and data position"
@@ -105,9 +111,14 @@ class CheckpointConfig:
             shown = ", ".join(f'"{name}"' for name in self.exclude_from_loading)
             raise ValueError(f"checkpoint.exclude_from_loading = [{shown}]: needs checkpoint.initial_load_path")
 
+    @property
+    def local_folder(self) -> str:
+        """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
+        return "checkpoint" if is_url(self.folder) else self.folder
+
     def check_files(self) -> None:
-        """Raises ValueError if initial_load_path is not a checkpoint. Opens no file."""
-        if self.initial_load_path:
+        """Raises ValueError if initial_load_path is not a checkpoint. Opens no file, and connects to no store."""
+        if self.initial_load_path and not is_url(self.initial_load_path):
             initial_folder(self.initial_load_path)
 
 
@@ -129,11 +140,14 @@ class Checkpointer:
         clock: Clock = time.monotonic,
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
         that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
-        before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0)."""
-        self.folder = run_folder / config.folder
+        before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
+        store fails or recovers; None: `log` does."""
+        self.folder = run_folder / config.local_folder
+        self.place = f"{config.folder.rstrip('/')}/{run_folder.name}" if is_url(config.folder) else str(self.folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
         self._computed, self._lease = computed, lease or UncheckedLease()
@@ -152,6 +166,12 @@ class Checkpointer:
         self._failed_at: float | None = None  # time of the last save, if it failed; set on all ranks
         self._had_role = False  # the writer role at the last `overdue`; rank 0 only
         self._found_step: int | None = None  # newest step in the folder, read when this group became the writer
+        self._uploader: Uploader | None = None  # of rank 0, if the folder is a URL
+        if is_url(config.folder) and self._ranks.rank == 0:
+            store, keep = ObjectStore(self.place), config.keep_latest_k
+            self._uploader = Uploader(
+                store, self.folder, keep, lease=self._lease, log=log, report=report or log.warning, clock=clock
+            )
 
     def due(self, step: int) -> bool:
         """Returns True if the configuration requires a checkpoint after `step`."""
@@ -178,8 +198,20 @@ class Checkpointer:
         return max(step // self._config.interval * self._config.interval, int(first)) > max(found, self._loaded_step)
 
     def last_save_exists(self, step: int) -> bool:
-        """Returns True if any group has saved `step`, the last of the run, or if saving is disabled. Called on one rank."""
-        return not self._saves_enabled or step == self._saved_step or self._newest() >= step
+        """Returns True if any group has saved `step`, the last of the run, also into the object store if the folder is one, or if saving is
+        disabled. Called on one rank."""
+        if not self._saves_enabled or self._uploader is None:
+            return not self._saves_enabled or step == self._saved_step or self._newest() >= step
+        if step in self._uploader.done:
+            return True
+        try:
+            return not self.is_putting(step) and max({0, *self._uploader.store.steps()} - self._stale) >= step
+        except OSError:
+            return False
+
+    def is_putting(self, step: int) -> bool:
+        """Returns True if the object store does not have a save of this group yet. Called on one rank."""
+        return self._uploader is not None and step in self._uploader.in_use
 
     def agree(self, decide: Callable[[bool], T], request: bool) -> T:
         """Returns on all ranks `decide(any rank's request)`, evaluated on rank 0. Collective."""
@@ -215,6 +247,8 @@ class Checkpointer:
         self.wait()
         self._lease = UncheckedLease()  # no quorum is needed to write it
         self._write(0, "model", {"model": self._states["model"].state_dict()}, planner)
+        while not self.wait_stored():
+            pass
 
     def load(self) -> int | None:
         """Restores this run from its own checkpoints, else from initial_load_path. Called once, before any save. Returns the restored step;
@@ -223,6 +257,8 @@ class Checkpointer:
             return None
         with suppress(CheckpointFailed, OSError):
             self.wait()
+        if is_url(self._config.folder):
+            self._ranks.on_rank0(self._fetch)
         if not self._config.load_only and not self._lease.shared:
             self._ranks.on_rank0(self._tidy)
         steps = self._ranks.on_rank0(self._own_steps)
@@ -238,15 +274,61 @@ class Checkpointer:
         else:
             step = self._load_initial() if self._config.initial_load_path else None
         self._loaded_step = step or 0
-        self._stale = {newer for newer in steps if newer > self._loaded_step}
+        stored = self._uploader.replaceable if self._uploader else ()
+        self._stale = {newer for newer in (*steps, *stored) if newer > self._loaded_step}
+        if step is not None:
+            self.put(step)  # an earlier launch was killed before it was put there
         if self._saves_enabled and self._config.async_mode != "disabled":
             self._prepare_background()  # slower than a copy, as it allocates memory: now rather than in the first save
         return step
 
+    def _fetch(self) -> None:
+        """Copies the newest checkpoint out of the object store, or that of load_step, unless the folder has a newer one. Raises
+        CheckpointFailed if the store does not answer."""
+        assert self._uploader
+        wanted, own, stored = self._config.load_step, files.newest(self.folder), self._stored()
+        self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
+        if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
+            phrase = steps_phrase([*stored], wanted)
+            raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
+        damaged = []
+        for step in sorted(stored, key=lambda step: (stored[step] != "model", step), reverse=True):
+            is_useful = own is None or (stored[step] != "model" and step >= own)
+            if step == wanted or (wanted < 0 and is_useful):
+                try:
+                    self._uploader.store.fetch(step, self.folder)
+                    break
+                except Damaged as damage:
+                    damaged.append(f"step {step}: {damage}")
+                    self._log.warning("checkpoint: step %d in %s is damaged and not used: %s", step, self.place, damage)
+                except OSError as error:
+                    raise self._unreadable(error) from None
+        else:
+            if damaged and not files.list_steps(self.folder):
+                raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
+        if self._saves_enabled:
+            self._uploader.tidy()
+
+    def _stored(self) -> dict[int, str]:
+        """Returns the kinds of the steps in the object store, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
+        try:
+            return self._uploader.store.kinds() if self._uploader else {}
+        except OSError as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> CheckpointFailed:
+        why = f"checkpoint: {self.place} cannot be read: {files.reason(error)}"
+        return CheckpointFailed(f"{why}; refusing to start without what it may have")
+
     def newest_step(self, kind: str = "full") -> int:
         """Returns the step that `load` would try first; 0: none, or the seed. Reads no contents. `kind` "model": of exported weights."""
         self.wait()
-        return self._ranks.on_rank0(lambda: files.newest(self.folder, kind=kind)) or 0
+
+        def newest() -> int:
+            stored = (step for step, found in self._stored().items() if found == kind)
+            return max(files.newest(self.folder, kind=kind) or 0, *stored, 0)
+
+        return self._ranks.on_rank0(newest)
 
     def wait(self) -> None:
         """Waits, without a timeout, until the save in the background has ended. Raises its failure, once."""
@@ -254,13 +336,41 @@ class Checkpointer:
             saving, self.saving = self.saving, None
             saving.result()
 
+    def put(self, step: int) -> None:
+        """Asks for an upload of a local checkpoint into the object store, if the folder is one and does not have it. Returns at once."""
+        uploader = self._uploader
+        if (
+            uploader is not None
+            and self._saves_enabled
+            and step in {*files.list_steps(self.folder)} - uploader.replaceable
+        ):
+            uploader.offer(step)
+
+    def wait_stored(self, timeout_s: float = 1.0) -> bool:
+        """Returns True once the object store has the newest save, or if the folder is none; False after `timeout_s`. Collective. Raises
+        CheckpointFailed if the store has refused it since `retry_stored`."""
+        if not is_url(self._config.folder):
+            return True
+        self.wait()
+        return self._ranks.on_rank0(lambda: self._uploader is None or self._uploader.wait(timeout_s))
+
+    def retry_stored(self) -> None:
+        """Tries at once what the object store has refused."""
+        if self._uploader is not None:
+            self._uploader.retry()
+
     def close(self) -> None:
-        """Waits as `wait` does; nothing can be saved afterwards. May be called twice."""
+        """Waits as `wait` does, and for the object store; nothing can be saved afterwards. May be called twice."""
         try:
             self.wait()
         finally:
             if self._background is not None:
                 self._background.shutdown()
+            if self._uploader is not None:
+                try:
+                    self._uploader.close()
+                except CheckpointFailed as failure:  # the run ends for another reason
+                    self._log.warning("%s", failure)
 
     def _live_states(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: values for name in names if (values := self._states[name].state_dict())}
@@ -317,6 +427,8 @@ class Checkpointer:
         if kind == "full":
             self._saved_full_step = step
         self._damaged.pop(step, None)
+        if self._uploader is not None:
+            self._uploader.offer(step)
         label = ", weights only," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, label, size_bytes / 1e6, seconds)
@@ -348,7 +460,8 @@ class Checkpointer:
             rest = "there is no earlier one" if good is None else f"step {good} is the last good one"
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
         try:
-            files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=self._damaged.keys() - {step})
+            in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
+            files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=damaged, in_use=in_use)
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:
@@ -421,7 +534,7 @@ class Checkpointer:
         setting = f'checkpoint.initial_load_path = "{config.initial_load_path}"'
 
         def find() -> tuple[Path, Manifest | str | None]:
-            path = initial_folder(config.initial_load_path)
+            path = self._initial_folder()
             return path, manifest_or_problem(path) if (path / files.MANIFEST).exists() else None
 
         path, found = self._ranks.on_rank0(find)
@@ -436,6 +549,24 @@ class Checkpointer:
         if problem := self._restore(path, found, names, initial=setting):
             raise CheckpointFailed(f"{setting}: damaged: {problem}")
         return found.step if isinstance(found, Manifest) and not config.initial_load_model_only else None
+
+    def _initial_folder(self) -> Path:
+        """Returns the checkpoint that initial_load_path names, copied out of an object store if it is a URL."""
+        name = self._config.initial_load_path
+        if not is_url(name):
+            return initial_folder(name)
+        parent, _, last = name.rstrip("/").rpartition("/")
+        store, setting = ObjectStore(parent), f'checkpoint.initial_load_path = "{name}"'
+        try:
+            steps = store.steps()
+            for step in steps:
+                if last == f"step-{step}":
+                    return store.fetch(step, self.folder.with_name("initial"))
+        except OSError as error:
+            raise CheckpointFailed(f"{setting}: cannot be read: {files.reason(error)}") from None
+        except Damaged as damage:
+            raise CheckpointFailed(f"{setting}: damaged: {damage}") from None
+        raise ValueError(f"{setting}: not a checkpoint; {steps_phrase(steps, -1)}")
 
     def _restore(self, path: Path, found: Manifest | str | None, names: Sequence[str], *, initial: str = "") -> str:
         """Verifies a checkpoint and reads the states `names`, by name and size. `found`: see manifest_or_problem; None: no manifest.

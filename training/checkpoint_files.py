@@ -20,7 +20,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -290,19 +290,26 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
     return notes
 
 
-def prune(folder: Path, keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
-    """Removes checkpoints older than the `keep` newest intact full ones (0: none; steps in `damaged` are not intact). Returns the removed
-    steps. Keeps `written` (just published), newer ones, those without a manifest, and those of kind "model". Raises OSError."""
+def prune(
+    folder: Path, keep: int, *, written: int, damaged: Collection[int] = (), in_use: Collection[int] = ()
+) -> list[int]:
+    """Removes `outdated` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
     if keep == 0:
         return []
-    kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder)}
-    intact = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
-    oldest_kept = min([*intact[-keep:], written])
-    outdated = [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
-    for step in outdated:  # renamed first, so that no incomplete folder has the final name
+    kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder) if step not in in_use}
+    steps = outdated(kinds, keep, written=written, damaged=damaged)
+    for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
-    return outdated
+    return steps
+
+
+def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Collection[int] = ()) -> list[int]:
+    """Returns the steps older than the `keep` newest intact full ones (0: none; those in `damaged` are not intact). Keeps `written` (just
+    published), newer ones, those without a manifest, and those of kind "model". `kinds`: by step, ascending."""
+    intact = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
+    oldest_kept = min([*intact[-keep:], written]) if keep else -1
+    return [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
 
 
 def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:

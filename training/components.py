@@ -227,7 +227,13 @@ class Components:
         self.checkpointer = self.cleanup.enter_context(
             closing(
                 Checkpointer(
-                    config.checkpoint, folder, checkpointed, computed=self.computed_buffers(), log=self.log, lease=lease
+                    config.checkpoint,
+                    folder,
+                    checkpointed,
+                    computed=self.computed_buffers(),
+                    log=self.log,
+                    lease=lease,
+                    report=self.report_storage,
                 )
             )
         )
@@ -251,6 +257,8 @@ class Components:
         manager_restores = shared and not seed and newest < config.training.steps
         if not (finished or manager_restores):  # else another group sends the state, or the manager calls `restore`
             self.load()
+        if finished:
+            self.checkpointer.put(self.exported_step)
         if is_rank0:
             self.begin_branch(partial(save, config, folder, batch=self.slot_size))
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
@@ -339,7 +347,7 @@ class Components:
         return watchdog, profiler, garbage, FaultInjector(folder, rank, self.parameters, enabled=drill, log=self.log)
 
     def print_summary(self, verb: str, next_command: str) -> None:
-        saved, groups = str(self.checkpointer.folder), self.events.summary()
+        saved, groups = self.checkpointer.place, self.events.summary()
         self.metrics_processor.print_summary(
             self.manager.step, verb=verb, saved=saved, next_command=next_command, groups=groups
         )

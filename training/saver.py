@@ -21,7 +21,8 @@ PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
-Action = Literal["finish", "save", "regroup", "wait", "stop"]
+# put, leave: the step is saved, and an object store does not have it yet; leave: nor is it tried again, as a stop was requested
+Action = Literal["finish", "save", "put", "leave", "regroup", "wait", "stop"]
 
 
 @dataclass(eq=False)
@@ -62,6 +63,8 @@ class Saver:
             if self._failed:
                 self.report(f"checkpoint: step {manager.step} is saved; earlier saves had failed")
             self._failed = False
+        if manager.may_exit:
+            self.wait_stored()
 
     def save_last(self, stop_requested: Callable[[], bool]) -> None:
         """Returns when the checkpoint of the last step exists, from any group. `stop_requested`: returns True if a stop was requested on
@@ -75,7 +78,18 @@ class Saver:
                 action = self.checkpointer.agree(lambda stop_on_any: self._next_action(step, stop_on_any), requested)
                 if action == "finish":
                     return self.manager.finish(saved=True)
-                if action == "save":
+                if action in ("put", "leave"):
+                    try:
+                        self.checkpointer.wait_stored()
+                    except CheckpointFailed as failure:
+                        if action == "leave":
+                            self.manager.finish(saved=False)
+                            raise
+                        if self._failure is None:
+                            self.report(f"{failure}; this is the last step: tried again until SIGTERM")
+                        self._failure = failure
+                        self.sleep(POLL_S)
+                elif action == "save":
                     self._try_last()
                 elif action == "wait":
                     if not self._logged_wait and self._tried_at is None and self.clock() - since_s >= LOG_WAIT_S:
@@ -101,6 +115,14 @@ class Saver:
                 self.checkpointer.wait()
         self.checkpointer.save(self.manager.step, last=last, settled=settled)
 
+    def wait_stored(self) -> None:
+        """Returns once the object store has the newest save, if there is one. Raises CheckpointFailed if the store refuses it."""
+        self.checkpointer.retry_stored()
+        stored = False
+        while not stored:
+            with self.progress.phase("checkpoint"):  # one per iteration, since the watchdog limits its length
+                stored = self.checkpointer.wait_stored()
+
     def _next_action(self, step: int, stop_requested: bool) -> Action:
         """Returns the next action of all ranks; called on rank 0. `stop_requested`: on any of them."""
         manager, now_s = self.manager, self.clock()
@@ -111,6 +133,8 @@ class Saver:
         if manager.writer_quorum is not None:
             if self._tried_at is None:
                 return "save"
+            if self.checkpointer.is_putting(step):
+                return "leave" if stop_requested else "put"
             if stop_requested:
                 return "stop"
             return "save" if now_s - self._tried_at >= PAUSE_S else "wait"

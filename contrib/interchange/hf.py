@@ -90,7 +90,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
             (partial / "tokenizer").mkdir()
             for name, file in source.tokenizer.items():
                 shutil.copyfile(file, partial / "tokenizer" / name)
-        checkpoints = partial / config.checkpoint.folder
+        checkpoints = partial / config.checkpoint.local_folder
         step_0 = checkpoint_files.begin(checkpoints, 0)
         try:
             planner = StreamingPlanner(make, written=progress.add)
@@ -168,7 +168,7 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
         name += "-run"  # the run's folder must differ from OUT
     checkpoint = replace(
         base.checkpoint,
-        initial_load_path=str(step_folder(out / base.checkpoint.folder, 0)),
+        initial_load_path=str(step_folder(out / base.checkpoint.local_folder, 0)),
         exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that training.seq_len can be changed
         create_seed_checkpoint=False,  # OUT has one
     )
@@ -297,7 +297,7 @@ def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]
         raise ValueError(f'{settings}: model.name = "{config.model.name}": must be "llama"')
     if is_checkpoint:
         return run, read_verified(run), config
-    return *checkpoint_of(run / config.checkpoint.folder, step, who="hf"), config
+    return *checkpoint_of(run / config.checkpoint.local_folder, step, who="hf"), config
 
 
 def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype: str) -> Checkpoint:

@@ -204,7 +204,7 @@ def saved(config: RunConfig) -> int:
     """Returns the step of the newest checkpoint, or 0."""
     from training.checkpoint_files import newest
 
-    return newest(config.run_folder / config.checkpoint.folder) or 0
+    return newest(config.run_folder / config.checkpoint.local_folder) or 0
 
 
 def finished(config: RunConfig) -> bool:

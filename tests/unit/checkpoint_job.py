@@ -57,6 +57,7 @@ class Job(Trains):
         self,
         folder: Path,
         *,
+        url: str = "checkpoint",
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         lease: WriterLease | None = None,
@@ -80,7 +81,7 @@ class Job(Trains):
             "optimizer": OptimizerState([self.model], self.optimizer),
             "ledger": self.ledger,
         }
-        config = CheckpointConfig(**settings)
+        config = CheckpointConfig(folder=url, **settings)
         self.at: dict[str, Callable[[], object]] = {}
         self.checkpointer = Checkpointer(
             config,

@@ -1,0 +1,121 @@
+"""A job whose checkpoints are in an object store is killed, its disk is lost, and another machine's launch goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bench.resume import checkpoint_digests
+from tests.e2e.kill_while_putting import PART_BYTES
+from tests.s3_server import BUCKET, S3Server, use
+from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, python, write_job
+from tests.unit.test_object_store import checkpoint
+from training.checkpoint_files import read_verified
+from training.object_store import ObjectStore
+
+pytestmark = pytest.mark.timeout(3 * WAIT_S)
+COMMAND = [str(ROOT / "scripts" / "run_train.sh"), "tiny.toml", f"--checkpoint.folder=s3://{BUCKET}/runs"]
+RUN = Path("outputs/tiny")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    # one schedule, however many steps a launch makes
+    write_job(tmp_path, CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000"))
+    monkeypatch.chdir(tmp_path)
+    with closing(S3Server()) as server:
+        use(server, monkeypatch)
+        yield server
+
+
+def train(*arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [*COMMAND, *arguments], env={**os.environ, **ENV}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+
+
+def samples(run: Path) -> list[str]:
+    return (run / "samples.jsonl").read_text().splitlines()
+
+
+def test_a_run_outlives_its_machine(server: S3Server):
+    store = ObjectStore(f"s3://{BUCKET}/runs/tiny")
+    with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
+        job.until("a checkpoint in the store", lambda text: "step 10 put into s3://bucket/runs/tiny" in text)
+        job.process.send_signal(signal.SIGKILL)
+        job.kill()
+    newest = store.steps()[-1]
+    shutil.rmtree(RUN)
+    end = newest + 15
+    said = train(f"--training.steps={end}")
+    assert f"outputs/tiny/checkpoint/step-{newest}" in said and "checkpoint: s3://bucket/runs/tiny" in said
+    assert store.steps()[-1] == end
+    fetched = store.fetch(end, Path("fetched"))
+
+    train(f"--training.steps={end}", "--job.name=calm")
+    calm = Path("outputs/calm")
+    assert checkpoint_digests(fetched) == checkpoint_digests(calm / "checkpoint" / f"step-{end}")
+    assert samples(RUN) == samples(calm)[newest:]
+    assert losses(RUN) == {step: loss for step, loss in losses(calm).items() if step > newest}
+
+
+def test_a_run_ends_only_when_the_store_has_its_last_step(server: S3Server):
+    """It trains to its end while the store refuses everything new; then it retries."""
+    server.fault = "full"
+    with closing(Started([*COMMAND, "--training.steps=20"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
+        job.until(
+            "the last step", lambda text: "step 20/20" in text and "this is the last step: tried again until" in text
+        )
+        assert "storage: checkpoint: step 10 is not in s3://bucket/runs/tiny yet: " in job.text
+        server.fault = ""
+        assert job.end() == 0
+    assert ObjectStore(f"s3://{BUCKET}/runs/tiny").steps() == [20]
+
+
+def test_a_stop_says_what_the_store_lacks(server: S3Server):
+    """The exit code is 1, and the same command puts it there."""
+    server.fault = "denied"
+    assert "cannot be read: " in train("--training.steps=20", code=1)
+    server.fault = "full"
+    with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
+        job.until("a step", lambda text: "step 3/" in text)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 1
+        assert "; it is in outputs/tiny/checkpoint/step-" in job.text
+    server.fault = ""
+    [step] = [int(path.name.removeprefix("step-")) for path in (RUN / "checkpoint").iterdir()]
+    train(f"--training.steps={step + 1}")
+    assert ObjectStore(f"s3://{BUCKET}/runs/tiny").steps()[-1] == step + 1
+
+
+def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """SIGKILL of a process that puts step 6 and removes step 4, also between the parts of an upload."""
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+    checkpoint(tmp_path / "here", 4)
+    checkpoint(tmp_path / "here", 6, size_bytes=2 * PART_BYTES)
+    url = f"s3://{BUCKET}/kills"
+    kills = python(Path(__file__).with_name("kill_while_putting.py"), tmp_path / "here", url)
+    found, unfinished = [], 0
+    for instant in range(1, int(kills) + 2):
+        store, there = ObjectStore(f"{url}/{instant}"), tmp_path / str(instant)
+        found.append(max(read_verified(store.fetch(step, there)).step for step in store.steps()))
+        unfinished += len(store.unfinished())
+        store.tidy()  # of the next start
+        assert store.unfinished() == [] and sorted(store.objects()) == store.steps()
+    assert unfinished and found == sorted(found) and {*found} == {4, 6}

@@ -1,0 +1,233 @@
+"""A run whose checkpoints are in an object store: it goes on from there on another machine, and a store that fails ends nothing."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.unit.checkpoint_job import Job, same, steps_in
+from tests.unit.test_checkpoint_groups import Group
+from tests.unit.test_saver import End
+from training.checkpoint import CheckpointConfig, CheckpointFailed
+from training.checkpoint_files import MANIFEST
+from training.object_store import ObjectStore
+
+URL = "memory://checkpoints"
+WAIT_S = 50.0
+STORE = ObjectStore(f"{URL}/run")
+
+
+@pytest.fixture(autouse=True)
+def empty_store() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def start(machine: Path, **settings: Any) -> Job:
+    """A launch of the run on a machine with a disk of its own."""
+    return Job(machine / "run", url=URL, **settings)
+
+
+def stored(job: Job) -> None:
+    """Waits until the store has the newest save, or refuses it."""
+    job.checkpointer.retry_stored()
+    assert job.checkpointer.wait_stored(WAIT_S)
+
+
+def saved(machine: Path, *steps: int, **settings: Any) -> Job:
+    """Each save is in the store before the next one."""
+    job = start(machine, **settings)
+    assert job.checkpointer.load() is None
+    for step in steps:
+        job.step_and_save(step)
+        stored(job)
+    return job
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_another_machine_goes_on_from_the_store(tmp_path: Path, async_mode: str):
+    job = saved(tmp_path / "1", 2, 4, 6, keep_latest_k=2, async_mode=async_mode)
+    job.checkpointer.close()
+    assert steps_in(tmp_path / "1" / "run") == STORE.steps() == [4, 6]
+    other = start(tmp_path / "2", seed=1, keep_latest_k=2)
+    assert other.checkpointer.newest_step() == other.checkpointer.load() == 6
+    assert same(other.everything(), job.everything()) and other.log.warnings == []
+    assert other.train(1) == job.train(1)
+    other.checkpointer.save(7)
+    other.checkpointer.close()
+    assert STORE.steps() == [6, 7]
+    assert start(tmp_path / "1", seed=2).checkpointer.load() == 7
+
+
+def test_damage_in_the_store_costs_one_checkpoint(tmp_path: Path):
+    job = saved(tmp_path / "1", 2, 4)
+    file_system, root = STORE._place
+    name = next(name for name in STORE.objects()[4] if ".distcp" in name)
+    content = file_system.cat_file(f"{root}/step-4/{name}")
+    file_system.pipe_file(f"{root}/step-4/{name}", content[:-1] + bytes([content[-1] ^ 1]))
+    other = start(tmp_path / "2", seed=1)
+    assert other.checkpointer.load() == 2
+    [warning] = other.log.warnings
+    assert warning.startswith(
+        "checkpoint: step 4 in memory://checkpoints/run is damaged and not used: __0_0.distcp: bytes 0 to "
+    )
+    other.step_and_save(4)
+    other.checkpointer.close()
+    assert len(other.log.warnings) == 1
+    again = start(tmp_path / "3", seed=2)
+    assert again.checkpointer.load() == 4 and same(again.everything(), job.everything())
+
+
+def test_an_earlier_step_is_trained_again(tmp_path: Path):
+    """And its new successors take the places of the old ones."""
+    saved(tmp_path / "1", 2, 4, 6)
+    other = start(tmp_path / "2", load_step=2)
+    assert other.checkpointer.load() == 2 and steps_in(tmp_path / "2" / "run") == [2]
+    other.ledger.state["position"] = 100
+    other.step_and_save(4)
+    other.checkpointer.close()
+    assert other.log.warnings == []
+    again = start(tmp_path / "3", load_step=4)
+    assert again.checkpointer.load() == 4 and again.ledger.state["position"] == other.ledger.state["position"]
+
+
+def test_a_launch_puts_what_a_killed_one_could_not(tmp_path: Path):
+    saved(tmp_path / "1", 2, 4)
+    file_system, root = STORE._place
+    file_system.rm_file(f"{root}/step-4/{MANIFEST}")
+    job = start(tmp_path / "1")
+    assert job.checkpointer.load() == 4
+    job.checkpointer.close()
+    assert STORE.steps() == [2, 4]
+
+
+def test_a_store_that_refuses_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = saved(tmp_path / "1", 2)
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError("denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", denied)
+        job.step_and_save(4, 6)
+        with pytest.raises(
+            CheckpointFailed, match=r"^checkpoint: step 6 is not in memory://checkpoints/run: denied; it is in "
+        ):
+            stored(job)
+    stored(job)
+    assert STORE.steps() == [2, 6]
+    assert any(line.endswith("denied; retried every 30 s") for line in job.log.warnings)
+    assert job.log.warnings[-1].startswith("checkpoint: step 6 is in memory://checkpoints/run, after ")
+
+
+def test_no_answer_at_the_start_is_no_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def gone(*_: object, **__: object) -> None:
+        raise ValueError("no route")
+
+    monkeypatch.setattr(MemoryFileSystem, "find", gone)
+    with pytest.raises(CheckpointFailed, match=r"ValueError: no route; refusing to start without what it may have"):
+        start(tmp_path / "1").checkpointer.load()
+
+
+def test_a_run_starts_from_another_ones_checkpoint(tmp_path: Path):
+    job = saved(tmp_path / "1", 2, 4)
+    shutil.rmtree(tmp_path / "1")
+    other = Job(tmp_path / "2", seed=1, initial_load_path=f"{URL}/run/step-4", initial_load_model_only=False)
+    assert other.checkpointer.load() == 4 and same(other.everything(), job.everything())
+    wrong = Job(tmp_path / "3", initial_load_path=f"{URL}/run/step-3")
+    with pytest.raises(ValueError, match=r"run/step-3\": not a checkpoint; steps there: 2, 4; nearest: 4"):
+        wrong.checkpointer.load()
+
+
+def test_the_local_copy_has_a_folder_of_its_own():
+    assert CheckpointConfig(folder="s3://b/x").local_folder == CheckpointConfig().local_folder == "checkpoint"
+
+
+def test_groups_with_disks_of_their_own_share_a_store(tmp_path: Path):
+    """One that heals copies nothing."""
+    a = Group(tmp_path / "a" / "run", 1, url=URL)
+    a.step_and_save(2)
+    stored(a)
+    b = Group(tmp_path / "b" / "run", None, url=URL, seed=1)
+    assert b.checkpointer.newest_step() == 2 and steps_in(tmp_path / "b" / "run") == []
+    assert b.checkpointer.load() == 2 and same(a.everything(), b.everything())
+    b.quorum = 2
+    b.step_and_save(4)
+    b.checkpointer.close()
+    assert STORE.steps() == [2, 4]
+
+
+def test_a_group_that_is_passed_over_puts_nothing_in_its_successors_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    a, b = (Group(tmp_path / "run", quorum, url=URL, seed=quorum) for quorum in (1, 2))
+    put, first = MemoryFileSystem.pipe_file, threading.Event()
+
+    def passed_over(self: MemoryFileSystem, *arguments: Any, **options: Any) -> None:
+        if not first.is_set():
+            first.set()
+            b.step_and_save(2)
+            stored(b)
+        put(self, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", passed_over)
+    a.step_and_save(2)
+    stored(a)
+    a.checkpointer.close()
+    assert a.log.infos[-1] == f"checkpoint: step 2 not put into {URL}/run: another group has put it there"
+    other = start(tmp_path / "2", seed=3)
+    assert other.checkpointer.load() == 2 and same(other.everything(), b.everything())
+
+
+def test_the_last_step_is_put_until_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And the run is finished only when it is there."""
+    ends = [End(tmp_path / "run", 1, url=URL) for _ in range(2)]
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError("denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", denied)
+        ends[0].happens[100.0] = lambda: setattr(ends[0], "asked", True)
+        with pytest.raises(CheckpointFailed, match=r"^checkpoint: step 4 is not in memory://checkpoints/run: denied;"):
+            ends[0].make()
+        assert ends[0].manager.told == [False] and STORE.steps() == []
+        [told] = ends[0].told
+        assert told.endswith("; this is the last step: tried again until SIGTERM")
+
+        def works() -> None:
+            patch.undo()
+            ends[1].group.checkpointer.retry_stored()
+
+        ends[1].happens[5.0] = works
+        ends[1].make()
+    assert ends[1].manager.told == [True] and STORE.steps() == [4]
+
+
+def test_damage_everywhere_is_no_new_run(tmp_path: Path):
+    saved(tmp_path / "1", 2).checkpointer.close()
+    file_system, root = STORE._place
+    for name in STORE.objects()[2]:
+        file_system.pipe_file(f"{root}/step-2/{name}", b"damaged")
+    with pytest.raises(CheckpointFailed, match=r"^checkpoint: no checkpoint in memory://checkpoints/run is intact"):
+        start(tmp_path / "2").checkpointer.load()
+    with pytest.raises(ValueError, match=r"^checkpoint.load_step = 3: not in memory://.*; steps there: 2; nearest: 2"):
+        start(tmp_path / "2", load_step=3).checkpointer.load()
+
+
+def test_a_run_that_has_only_exported_weights_is_no_new_run(tmp_path: Path):
+    job = start(tmp_path / "1", last_save_model_only=True)
+    job.train(4)
+    job.checkpointer.save(4, last=True)
+    job.checkpointer.close()
+    other = start(tmp_path / "2")
+    assert other.checkpointer.newest_step("model") == 4
+    with pytest.raises(ValueError, match="has only the weights"):
+        other.checkpointer.load()

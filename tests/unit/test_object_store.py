@@ -1,0 +1,300 @@
+"""Checkpoints in an object store, without tensors: what exists after each operation, and what the uploader says of a failing store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.s3_server import BUCKET, S3Server, use
+from tests.unit.fakes import Lines
+from training import checkpoint_files as files
+from training.checkpoint_files import CheckpointFailed, Damaged, Digest, FileRecord, Manifest
+from training.object_store import ObjectStore, Uploader, check_url, object_name
+from training.writer_lease import UncheckedLease
+
+WAIT_S = 50.0
+
+
+class Killed(BaseException):
+    """The end of a process, which no handler sees."""
+
+
+class MortalStore(MemoryFileSystem):
+    """A store whose client is killed before its `left`th change."""
+
+    protocol = "mortal"
+    left: int | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return MemoryFileSystem._strip_protocol(str(path).removeprefix("mortal:/"))
+
+    def _change(self) -> None:
+        cls = type(self)
+        if cls.left is not None:
+            if cls.left == 0:
+                raise Killed
+            cls.left -= 1
+
+    def pipe_file(self, *arguments: Any, **options: Any) -> None:
+        self._change()
+        super().pipe_file(*arguments, **options)
+
+    def put_file(self, *arguments: Any, **options: Any) -> None:
+        self._change()
+        super().put_file(*arguments, **options)
+
+    def rm_file(self, path: str) -> None:
+        self._change()
+        super()._rm(path)
+
+
+fsspec.register_implementation("mortal", MortalStore, clobber=True)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    if request.param == "memory":
+        MemoryFileSystem.store.clear()
+        yield ObjectStore("memory://runs/a")
+    else:
+        use(request.getfixturevalue("server"), monkeypatch)
+        yield ObjectStore(f"s3://{BUCKET}/runs/a")
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+def checkpoint(
+    folder: Path, step: int, content: str = "", kind: str = "full", *, settled: bool = True, size_bytes: int = 999
+) -> Path:
+    """Saves two files on disk."""
+    partial, records = files.begin(folder, step), list[FileRecord]()
+    for name in ("__0_0.distcp", ".metadata"):
+        data, digest = f"{step} {content} {name}".ljust(size_bytes).encode(), Digest()
+        (partial / name).write_bytes(data)
+        digest.update(memoryview(data))
+        records.append(digest.record(name))
+    return files.publish(folder, Manifest(step, kind, ("model",), 1, "2", "", tuple(records), settled))
+
+
+def newest(store: ObjectStore, folder: Path) -> int:
+    """The newest step of the store, all of whose checkpoints read as they were written."""
+    return max(files.read_manifest(store.fetch(step, folder)).step for step in store.steps())
+
+
+def test_what_was_put_comes_back(store: ObjectStore, tmp_path: Path):
+    path = checkpoint(tmp_path / "here", 4)
+    assert store.steps() == []
+    store.put(path)
+    assert store.steps() == [4]
+    there = store.fetch(4, tmp_path / "there")
+    assert {file.name: file.read_bytes() for file in there.iterdir()} == {
+        file.name: file.read_bytes() for file in path.iterdir()
+    }
+    before = (there / ".metadata").stat().st_ino
+    assert store.fetch(4, tmp_path / "there") == there and (there / ".metadata").stat().st_ino == before
+
+
+def test_a_second_writer_is_refused(store: ObjectStore, tmp_path: Path):
+    first, second = checkpoint(tmp_path / "1", 4), checkpoint(tmp_path / "2", 4, "other")
+    manifest = store.put(first)
+    store.put(first)  # the answer to the first attempt was lost
+    with pytest.raises(OSError, match="another writer has put step 4 there"):
+        store.put(second)
+    store.tidy()
+    assert store.manifest(4) == manifest
+    assert files.read_manifest(store.fetch(4, tmp_path / "3")) == manifest
+    other = store.put(second, replaces=lambda found: found == manifest)
+    store.tidy()
+    assert files.read_manifest(store.fetch(4, tmp_path / "3")) == other
+    assert len(store.objects()[4]) == 3
+
+
+def test_damage_is_found(store: ObjectStore, tmp_path: Path):
+    manifest = store.put(checkpoint(tmp_path / "here", 4))
+    file_system, root = store._place
+    for damage in (b"x" * manifest.files[0].size_bytes, b"short", None):
+        path = f"{root}/step-4/{object_name(manifest.files[0])}"
+        file_system.rm_file(path) if damage is None else file_system.pipe_file(path, damage)
+        with pytest.raises(Damaged, match=r"__0_0\.distcp"):
+            store.fetch(4, tmp_path / "there")
+        assert list((tmp_path / "there").iterdir()) == []
+    store.put(checkpoint(tmp_path / "here", 4))  # sends what is missing
+    store.fetch(4, tmp_path / "there")
+    file_system.pipe_file(path, b"x" * manifest.files[0].size_bytes)
+    store.put(checkpoint(tmp_path / "here", 4), anew=True)
+    store.fetch(4, tmp_path / "elsewhere")
+
+
+def test_old_ones_are_removed(store: ObjectStore, tmp_path: Path):
+    for step, kind in ((1, "full"), (2, "model"), (3, "full"), (4, "full"), (5, "full")):
+        store.put(checkpoint(tmp_path, step, kind=kind))
+    store.prune(2, written=5)
+    store.tidy()
+    assert sorted(store.objects()) == store.steps() == [2, 4, 5]
+    store.prune(0, written=5)
+    assert store.steps() == [2, 4, 5]
+
+
+def test_unfinished_uploads_are_ended(server: S3Server, monkeypatch: pytest.MonkeyPatch):
+    file_system, store = use(server, monkeypatch), ObjectStore(f"s3://{BUCKET}/runs/a")
+    for key in ("runs/a/step-4/x", "runs/other/step-4/x"):
+        file_system.call_s3("create_multipart_upload", Bucket=BUCKET, Key=key)
+    file_system.pipe_file(f"{BUCKET}/runs/a/step-4/y", b"of no checkpoint")
+    store.tidy()
+    left = file_system.call_s3("list_multipart_uploads", Bucket=BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["runs/other/step-4/x"]
+    assert store.objects() == {}
+
+
+def test_a_kill_at_any_operation_leaves_the_newest_checkpoint(tmp_path: Path):
+    """Of an upload that follows two others, one of which it removes."""
+    paths = [checkpoint(tmp_path / "here", step) for step in (2, 4, 6)]
+    found, kills = [], 0
+    while True:
+        MemoryFileSystem.store.clear()
+        store = ObjectStore(f"mortal://runs/{kills}")
+        MortalStore.left = None
+        store.put(paths[0])
+        store.put(paths[1])
+        MortalStore.left = kills
+        try:
+            store.put(paths[2])
+            store.prune(2, written=6)
+            store.tidy()
+            break
+        except Killed:
+            MortalStore.left = None
+            step = newest(store, tmp_path / f"after{kills}")
+            found.append(step)
+            store.tidy()  # of the next start
+            assert store.objects().keys() == set(store.steps())
+            assert newest(store, tmp_path / f"again{kills}") == step
+            store.put(paths[2])
+            store.prune(2, written=6)
+            store.tidy()
+        finally:
+            MortalStore.left = None
+        assert store.steps() == sorted(store.objects()) == [4, 6]
+        kills += 1
+    assert found == [4, 4, 4, 6, 6, 6]  # two files and the manifest; then the old manifest and its files
+
+
+class Uploads:
+    """An uploader over the store of a server."""
+
+    def __init__(
+        self, server: S3Server, folder: Path, monkeypatch: pytest.MonkeyPatch, retry_s: float = 1000.0
+    ) -> None:
+        use(server, monkeypatch)
+        self.now_s, self.told, self.log, self.folder = 0.0, list[str](), Lines(), folder
+        self.store = ObjectStore(f"s3://{BUCKET}/runs/a")
+        self.uploader = Uploader(
+            self.store,
+            folder,
+            2,
+            lease=UncheckedLease(),
+            log=self.log,
+            report=self.told.append,
+            clock=lambda: self.now_s,
+            retry_s=retry_s,
+        )
+
+    def wait(self) -> None:
+        """Waits until the store has the newest save, or refuses it."""
+        self.uploader.retry()
+        assert self.uploader.wait(WAIT_S)
+
+    def save(self, step: int) -> None:
+        checkpoint(self.folder, step)
+        self.uploader.offer(step)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("full", "as the test wants it"), ("denied", "as the test wants it"), ("broken", "s3://bucket/runs/a: ")],
+)
+def test_a_store_that_fails_delays_no_save(
+    fault: str, reason: str, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    uploads = Uploads(server, tmp_path, monkeypatch)
+    server.fault = fault
+    uploads.save(2)
+    with pytest.raises(
+        CheckpointFailed, match=r"^checkpoint: step 2 is not in s3://bucket/runs/a: .*; it is in .*/step-2, and"
+    ) as failed:
+        uploads.wait()
+    assert reason in str(failed.value)
+    assert (
+        uploads.told[0].startswith("checkpoint: step 2 is not in s3://bucket/runs/a yet: ")
+        and reason in uploads.told[0]
+    )
+    assert uploads.told[0].endswith("; retried every 1000 s")
+    uploads.now_s = 50.0
+    uploads.save(4)
+    assert uploads.told[1].startswith("checkpoint: step 4 waits: s3://bucket/runs/a has not taken step 2 for 50 s: ")
+    server.fault = ""
+    uploads.wait()
+    assert uploads.store.steps() == [4]
+    assert uploads.told[2:] == ["checkpoint: step 4 is in s3://bucket/runs/a, after 50 s"]
+    uploads.save(6)
+    uploads.uploader.close()
+    uploads.uploader.close()
+    assert uploads.store.steps() == [4, 6] and len(uploads.told) == 3
+
+
+def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Saves go on; of those that wait the newest comes next."""
+    uploads = Uploads(server, tmp_path, monkeypatch)
+    uploads.save(2)
+    uploads.wait()
+    server.fault = "slow"
+    uploads.save(4)
+    assert server.met.wait(WAIT_S)
+    uploads.now_s = 40.0
+    uploads.save(6)
+    uploads.save(8)
+    assert uploads.told[0] == (
+        "checkpoint: step 6 waits: s3://bucket/runs/a has not taken step 4 for 40 s: no answer yet; training continues"
+    )
+    assert uploads.uploader.in_use == {4, 8}
+    server.fault = ""
+    server.lets_go.set()
+    uploads.uploader.close()
+    assert uploads.store.steps() == [4, 8]
+
+
+def test_a_failed_upload_is_retried_by_itself(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    uploads = Uploads(server, tmp_path, monkeypatch, retry_s=0.01)
+    stored = threading.Event()
+    uploads.uploader._report = lambda text: stored.set() if " is in " in text else None
+    server.fault = "denied"
+    uploads.save(2)
+    assert server.met.wait(WAIT_S)
+    server.fault = ""
+    assert stored.wait(WAIT_S) and uploads.store.steps() == [2]
+    uploads.uploader.close()
+
+
+def test_which_urls_are_legal(monkeypatch: pytest.MonkeyPatch):
+    check_url("checkpoint.folder", "memory://bucket/runs")
+    with pytest.raises(
+        ValueError, match=r'^k = "s4://b/x": no such store; legal: a folder, s3://, gs://; nearest: "s3://b/x"$'
+    ):
+        check_url("k", "s4://b/x")
+    with pytest.raises(ValueError, match=r'^k = "s3://": must name a bucket; nearest: "s3://BUCKET/checkpoints"$'):
+        check_url("k", "s3://")
+    monkeypatch.setattr("training.config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'^k = "gs://b/x": needs the package gcsfs, .* -m pip install "\.\[gcs\]"$'):
+        check_url("k", "gs://b/x")

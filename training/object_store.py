@@ -1,0 +1,374 @@
+"""Checkpoints in an object store (S3, Google Cloud Storage) through fsspec; the local folder keeps a copy (checkpoint_files.py).
+
+Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each save to Uploader, whose thread puts it into the store.
+
+    <checkpoint.folder>/<job.name>/step-40/__0_0.distcp.5d41402abc4b...    a file, under its name and digest
+    <checkpoint.folder>/<job.name>/step-40/manifest.json                   put last, unless there is one: now the checkpoint exists
+
+A store has no rename. A file's name has its digest, so that a repeated upload sends only what is missing, and a checkpoint that replaces
+one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import math
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from training import checkpoint_files as files
+from training.appended import sync_path
+from training.checkpoint_files import MANIFEST, CheckpointFailed, Damaged, FileRecord, Manifest
+from training.config import need
+from training.log import Log
+from training.progress import Clock, duration
+from training.writer_lease import WriterLease
+
+RETRY_S = 30.0  # from a failed upload to its retry
+SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for it
+# scheme -> package, extra of pyproject.toml. memory:// lasts as long as the process, for tests
+DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_OBJECT = re.compile(r"step-(\d+)/([^/]+)")
+
+
+def is_url(folder: str) -> bool:
+    return _URL.match(folder) is not None
+
+
+def check_url(key: str, url: str) -> None:
+    """Raises ValueError unless the URL names a place in a store whose driver is installed. Connects to nothing."""
+    match = _URL.fullmatch(url)
+    assert match
+    scheme, place = match.groups()
+    if scheme not in DRIVERS:
+        legal = [name for name in DRIVERS if name != "memory"]
+        near = difflib.get_close_matches(scheme.lower(), legal, n=1, cutoff=0) or legal
+        names = ", ".join(f"{name}://" for name in legal)
+        raise ValueError(f'{key} = "{url}": no such store; legal: a folder, {names}; nearest: "{near[0]}://{place}"')
+    if not place.strip("/"):
+        raise ValueError(f'{key} = "{url}": must name a bucket; nearest: "{scheme}://BUCKET/checkpoints"')
+    package, extra = DRIVERS[scheme]
+    need(package, extra=extra, setting=f'{key} = "{url}"')
+
+
+class ObjectStore:
+    """The checkpoints below `url`. Methods raise OSError, and Damaged where they read a manifest. Credentials and endpoint are those of
+    the driver's own environment variables."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @functools.cached_property
+    def _place(self) -> tuple[Any, str]:
+        """The file system and the path in it. Made by the first rank that needs it: the import of a driver takes a second."""
+        from fsspec.core import url_to_fs
+
+        file_system, path = url_to_fs(self.url, use_listings_cache=False)  # other processes write there
+        return file_system, str(path).rstrip("/")
+
+    def objects(self) -> dict[int, dict[str, int]]:
+        """Returns the bytes of each object of each step: {40: {"manifest.json": 912, ...}}, with and without a manifest."""
+        with _os_errors(self.url):
+            file_system, root = self._place
+            found: dict[int, dict[str, int]] = {}
+            for path, entry in file_system.find(root, detail=True).items():
+                if match := _OBJECT.fullmatch(path[len(root) + 1 :]):
+                    found.setdefault(int(match[1]), {})[match[2]] = entry["size"]
+            return found
+
+    def steps(self) -> list[int]:
+        """Returns the steps whose checkpoints exist, ascending."""
+        return sorted(step for step, objects in self.objects().items() if MANIFEST in objects)
+
+    def kinds(self) -> dict[int, str]:
+        """Returns the kind of each step, ascending: that of its manifest, or "damaged"."""
+
+        def kind(step: int) -> str:
+            try:
+                return self.manifest(step).kind
+            except Damaged:
+                return "damaged"
+
+        return {step: kind(step) for step in self.steps()}
+
+    def manifest(self, step: int) -> Manifest:
+        try:
+            return Manifest.from_json(self._call("cat_file", step, MANIFEST))
+        except FileNotFoundError:
+            raise Damaged(f"{MANIFEST}: missing") from None
+
+    def put(
+        self, path: Path, *, replaces: Callable[[Manifest | None], bool] = lambda found: False, anew: bool = False
+    ) -> Manifest:
+        """Copies the checkpoint in the folder `path` into the store; its manifest last, and only if the step has none, or an equal one, or
+        one that `replaces` accepts (None: damaged). `anew`: files that are there are sent again, as they may be damaged."""
+        manifest = files.read_manifest(path)
+        present = {} if anew else self.objects().get(manifest.step, {})
+        for file in manifest.files:
+            if present.get(object_name(file)) != file.size_bytes:
+                self._call("put_file", manifest.step, object_name(file), source=str(path / file.name))
+        present = self.objects().get(manifest.step, {})
+        if missing := [file.name for file in manifest.files if present.get(object_name(file)) != file.size_bytes]:
+            raise OSError(f"{missing[0]} was removed during the upload: has another launch of this run begun?")
+        text = manifest.to_json().encode()
+        try:
+            self._call("pipe_file", manifest.step, MANIFEST, text, mode="create")
+        except OSError as error:  # FileExistsError, but not every store with S3's interface tells why it refuses
+            if MANIFEST not in self.objects().get(manifest.step, {}):
+                raise error from None
+            found: Manifest | None = None
+            with suppress(Damaged):
+                found = self.manifest(manifest.step)
+            if found != manifest and not replaces(found):
+                why = f"another writer has put step {manifest.step} there: is this run trained twice?"
+                raise FileExistsError(why) from None
+            if found != manifest:
+                self._call("pipe_file", manifest.step, MANIFEST, text)
+        return manifest
+
+    def fetch(self, step: int, folder: Path) -> Path:
+        """Copies a checkpoint into `folder`, unless an equal one is there, verifies it, and returns its place. Raises Damaged."""
+        manifest, target = self.manifest(step), files.step_folder(folder, step)
+        with suppress(Damaged):
+            if files.read_manifest(target) == manifest:
+                return target
+        present, name = self.objects().get(step, {}), f"-fetch.{secrets.token_hex(4)}-0"  # groups may share the folder
+        partial = files.begin(folder, step, name)
+        try:
+            for file in manifest.files:
+                if object_name(file) not in present:
+                    raise Damaged(f"{object_name(file)}: missing")
+                self._call("get_file", step, object_name(file), str(partial / file.name))
+                sync_path(partial / file.name)
+            files.verify(partial, manifest)
+            return files.publish(folder, manifest, name)
+        finally:
+            files.discard(folder, step, name)
+
+    def prune(self, keep: int, *, written: int) -> None:
+        """Removes what files.prune would of a folder."""
+        for step in files.outdated(self.kinds() if keep else {}, keep, written=written):
+            self._call("rm_file", step, MANIFEST)  # the files are those of no checkpoint now: `tidy` removes them
+
+    def unfinished(self) -> list[tuple[int, str, str, str]]:
+        """Returns step, bucket, key and ID of each unfinished multipart upload: it takes space in S3, and is in no listing."""
+        with _os_errors(self.url):
+            file_system, root = self._place
+            if not hasattr(file_system, "call_s3"):
+                return []
+            bucket, prefix, _ = file_system.split_path(f"{root}/step-")
+            answer = file_system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            keys = ((upload["Key"], upload["UploadId"]) for upload in answer.get("Uploads", ()))
+            found = ((_OBJECT.fullmatch(key[len(prefix) - len("step-") :]), key, upload) for key, upload in keys)
+            return [(int(match[1]), bucket, key, upload) for match, key, upload in found if match]
+
+    def tidy(self, until: float = math.inf) -> None:
+        """Ends unfinished uploads, and removes the files that no manifest names, of steps up to `until`: no process may upload these."""
+        for step, *upload in self.unfinished():
+            if step <= until:
+                with _os_errors(self.url):
+                    self._place[0].abort_mpu(*upload)
+        for step, objects in self.objects().items():
+            if step > until:
+                continue
+            named = {MANIFEST}
+            if MANIFEST in objects:
+                try:
+                    named.update(object_name(file) for file in self.manifest(step).files)
+                except Damaged:
+                    continue
+            for name in objects.keys() - named:
+                self._call("rm_file", step, name)
+
+    def _call(self, method: str, step: int, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
+        """Calls a method of the file system for an object. `source`: a first argument, before the object's path."""
+        with _os_errors(self.url):
+            file_system, root = self._place
+            path = f"{root}/step-{step}/{name}"
+            first = (source, path) if source else (path,)
+            return getattr(file_system, method)(*first, *arguments, **options)
+
+
+class Uploader:
+    """A thread that puts the newest checkpoint of a folder into the store, so that a slow, full or broken store delays no step. A save that
+    comes meanwhile waits; of those that wait, only the newest is put. `lease`: see Checkpointer. `report`: called when the store fails, is
+    slow, or recovers."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: Path,
+        keep: int,
+        *,
+        lease: WriterLease,
+        log: Log,
+        report: Callable[[str], None],
+        clock: Clock = time.monotonic,
+        retry_s: float = RETRY_S,
+        slow_s: float = SLOW_S,
+    ) -> None:
+        self.store = store
+        self.done = set[int]()  # steps that this launch has put
+        self.replaceable = set[int]()  # steps of this run's own that it may put again
+        self._folder, self._keep, self._lease, self._log, self._report = folder, keep, lease, log, report
+        self._clock, self._retry_s, self._slow_s = clock, retry_s, slow_s
+        self._changed = threading.Condition()
+        self._busy: int | None = None  # step that is on its way
+        self._wanted: int | None = None  # newest step that is not in the store
+        self._since_s = 0.0  # when the oldest save that waits was offered
+        self._failure = ""  # of the newest try
+        self._refused = False  # a try has failed since the last `retry`
+        self._refusal_raised = False
+        self._retry_now = self._closed = self._slow_reported = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, step: int) -> None:
+        """Asks for an upload of a local checkpoint. Returns at once."""
+        with self._changed:
+            waited_s = self._clock() - self._since_s
+            if self._wanted is not None and (self._failure or waited_s >= self._slow_s):
+                self._report(f"checkpoint: step {step} waits: {self._waiting()}; training continues")
+            if self._wanted is None:
+                self._since_s = self._clock()
+            self._wanted = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-uploader", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    @property
+    def in_use(self) -> set[int]:
+        """Local steps that must not be removed yet."""
+        return {step for step in (self._busy, self._wanted) if step is not None}
+
+    def retry(self) -> None:
+        """Tries at once what has failed."""
+        with self._changed:
+            self._retry_now, self._refused, self._refusal_raised = self._busy is None, False, False
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns True once the store has the newest step that was offered, False after `timeout_s`; reports a long wait. Raises
+        CheckpointFailed if a try has failed since `retry`; the thread goes on trying."""
+        with self._changed:
+            if self._changed.wait_for(lambda: self._wanted is None or self._refused, timeout_s):
+                if self._wanted is not None:
+                    self._refusal_raised = True
+                    where = files.step_folder(self._folder, self._wanted)
+                    raise CheckpointFailed(
+                        f"checkpoint: step {self._wanted} is not in {self.store.url}: {self._failure}; it is in {where}, and the same "
+                        "command puts it there"
+                    )
+                return True
+            if not self._slow_reported and self._clock() - self._since_s >= self._slow_s:
+                self._slow_reported = True
+                self._report(f"checkpoint: the end of the run waits: {self._waiting()}")
+            return False
+
+    def _waiting(self) -> str:
+        waited = duration(self._clock() - self._since_s)
+        return f"{self.store.url} has not taken step {self._wanted} for {waited}: {self._failure or 'no answer yet'}"
+
+    def close(self) -> None:
+        """Waits for the upload of the newest step, and ends the thread. Raises CheckpointFailed, unless `wait` has. May be called twice."""
+        if self._thread is None or self._closed:
+            return
+        try:
+            while not self._refusal_raised and not self.wait(self._slow_s):
+                pass
+        finally:
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._failure:
+                    self._changed.wait_for(lambda: self._closed or self._retry_now, self._retry_s)
+                else:
+                    self._changed.wait_for(lambda: self._closed or self._wanted is not None)
+                if self._closed:
+                    return
+                self._busy, self._retry_now = self._wanted, False
+            failure = self._try(self._busy) if self._busy is not None else ""
+            with self._changed:
+                if failure and not self._failure:
+                    self._report(
+                        f"checkpoint: step {self._busy} is not in {self.store.url} yet: {failure}; "
+                        f"retried every {self._retry_s:g} s"
+                    )
+                elif self._failure and not failure:
+                    waited = duration(self._clock() - self._since_s)
+                    self._report(f"checkpoint: step {self._busy} is in {self.store.url}, after {waited}")
+                self._failure, self._refused = failure, bool(failure)
+                if not failure:
+                    self._since_s, self._slow_reported = self._clock(), False
+                    self._wanted = None if self._wanted == self._busy else self._wanted
+                self._busy = None
+                self._changed.notify_all()
+
+    def _try(self, step: int) -> str:
+        """Puts a step into the store and removes outdated ones there. Returns why it failed, or ""."""
+        began, lease = time.perf_counter(), self._lease
+
+        def replaces(found: Manifest | None) -> bool:
+            if found is None or not found.settled or step in self.replaceable:
+                return True
+            return lease.shared and manifest.settled and not lease.is_superseded()
+
+        try:
+            path, anew = files.step_folder(self._folder, step), step in self.replaceable
+            manifest = files.read_manifest(path)
+            self.store.put(path, replaces=replaces, anew=anew)
+        except (OSError, Damaged) as error:
+            if lease.shared and isinstance(error, FileExistsError):
+                self._log.info(
+                    "checkpoint: step %d not put into %s: another group has put it there", step, self.store.url
+                )
+                return ""
+            return files.reason(error) if isinstance(error, OSError) else str(error)
+        self.done.add(step)
+        self.replaceable.add(step)
+        size, seconds = manifest.size_bytes / 1e6, time.perf_counter() - began
+        self._log.info("checkpoint: step %d put into %s: %.1f MB in %.2f s", step, self.store.url, size, seconds)
+        self.tidy(written=step)
+        return ""
+
+    def tidy(self, *, written: int | None = None) -> None:
+        """Removes leftovers in the store, and outdated checkpoints if one was `written`. A store may forbid it, which is only reported."""
+        try:
+            if written is not None:
+                self.store.prune(self._keep, written=written)
+            if not self._lease.shared:
+                self.store.tidy()
+            elif written is not None and not self._lease.is_superseded():  # another group may be uploading a later one
+                self.store.tidy(until=written)
+        except OSError as error:
+            why = files.reason(error)
+            self._log.warning("checkpoint: what %s no longer needs could not be removed: %s", self.store.url, why)
+
+
+def object_name(file: FileRecord) -> str:
+    """Returns the name of a file in the store."""
+    return f"{file.name}.{hashlib.blake2b(''.join(file.digests).encode(), digest_size=16).hexdigest()}"
+
+
+@contextmanager
+def _os_errors(url: str) -> Iterator[None]:
+    """Turns what a driver raises into OSError: botocore and aiohttp have errors of their own for a lost connection."""
+    try:
+        yield
+    except (OSError, Damaged):
+        raise
+    except Exception as error:  # of an optional package, which may be missing
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
