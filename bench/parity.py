@@ -236,7 +236,9 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
                 model = build(task, case.vocab_size)
             if degrees.tp > 1:
                 check_plan(model, degrees)
-            check_pipeline(config, layers=list(model.layers), local_batch_size=size, compiled_blocks=False)
+            check_pipeline(
+                config, layers=list(model.layers), tied=model.tied, local_batch_size=size, compiled_blocks=False
+            )
             if degrees.pp > 1 and splits_backward(config) and case.layout.activation_checkpoint.mode != "none":
                 return False
     except ValueError:

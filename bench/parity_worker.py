@@ -220,9 +220,8 @@ class Rank:
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns (name in the unsharded model, parameter); a parameter that is present twice is listed twice."""
-        parts = self.parallel.parts
-        return [(plain_name(name), p) for part in parts for name, p in part.named_parameters(remove_duplicate=False)]
+        """Returns (name in the unsharded model, parameter): a tied one once, but each copy of two stages."""
+        return [(plain_name(name), p) for part in self.parallel.parts for name, p in part.named_parameters()]
 
 
 def scale_gradients(parameters: list[nn.Parameter], factor: float) -> None:

@@ -178,9 +178,11 @@ def _check_layouts(config: RunConfig, device_type: str) -> Iterator[str]:
 def _check_pipeline(config: RunConfig) -> None:
     if config.parallelism.pipeline_parallel_degree == 1:
         return
+    model = config.meta_model(max(1, config.model.vocab_size))
     check_pipeline(
         config.parallelism,
-        layers=list(config.meta_model(max(1, config.model.vocab_size)).layers),
+        layers=list(model.layers),
+        tied=model.tied,
         local_batch_size=config.training.local_batch_size,
         compiled_blocks=_compiled_blocks(config),
     )

@@ -4,6 +4,7 @@ models/<name>.py defines
     Config                                        a frozen dataclass that extends ModelConfig: the [model] section
     build(config, *, vocab_size, max_seq_len)     -> Model, which can be built under torch.device("meta")
 Tensor parallelism reads the model's `tp_plan`; a module-level TP_PLAN, as in models/llama.py, is only a convention.
+models/<name>_hf.py, if there is one, holds the model's `Format` for scripts/hf.py, as models/llama_hf.py does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from torch import Tensor, nn
 
@@ -40,6 +41,7 @@ class Model(nn.Module):
     norm: nn.Module | None
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
+    tied: bool = False  # embedding and head share one parameter, tok_embeddings.weight
 
     def forward(
         self, x: Tensor, cache: Any = None, *, labels: Tensor | None = None, positions: Tensor | None = None
@@ -54,6 +56,23 @@ class Model(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialises every parameter and buffer; the values depend only on (seed, name, block of rows): models/init.py."""
         raise NotImplementedError
+
+    def tie_weights(self) -> None:
+        """Gives the head the embedding's parameter, if `tied`: in __init__, and after each module's parameters have been replaced."""
+        if self.tied and self.output is not None and self.tok_embeddings is not None:
+            self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        super().to_empty(device=device, recurse=recurse)
+        self.tie_weights()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns parameters and persistent buffers, a tied parameter under the embedding's name only."""
+        state = super().state_dict(*args, **kwargs)
+        if self.tied:
+            del state[f"{kwargs.get('prefix', '')}output.weight"]
+        return state
 
     def flops_per_token(self, seq_len: int) -> int:
         """Returns the floating point operations per trained token, forward and backward."""

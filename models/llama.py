@@ -54,15 +54,14 @@ class Config(ModelConfig):
     rope_low_freq: Annotated[float, "wavelengths above rope_original_seq_len / this are scaled fully", "> 0"] = 1.0
     rope_high_freq: Annotated[float, "wavelengths below rope_original_seq_len / this are not scaled", "> 0"] = 4.0
     rope_original_seq_len: Annotated[int, "context length before scaling, tokens", ">= 1"] = 8192
+    enable_weight_tying: Annotated[bool, "embedding and output share one matrix, as in Llama 3.2 1B and 3B"] = False
+
+    @property
+    def head_dim(self) -> int:  # D
+        return self.dim // self.n_heads
 
     def check(self) -> None:
-        if self.dim % 2:
-            raise ValueError(f"model.dim = {self.dim}: must be even; nearest: {self.dim - 1 or 2} or {self.dim + 1}")
-        if (self.dim // 2) % self.n_heads:
-            raise ValueError(
-                f"model.n_heads = {self.n_heads}: must divide model.dim = {self.dim} into heads of an even width (rotary positions rotate "
-                f"pairs); nearest: {nearest_divisors(self.dim // 2, self.n_heads)}"
-            )
+        self.check_head_dim()
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_kv_heads = {self.n_kv_heads}: must divide model.n_heads = {self.n_heads}; "
@@ -72,6 +71,15 @@ class Config(ModelConfig):
             raise ValueError(
                 f"model.rope_high_freq = {self.rope_high_freq}: must be above model.rope_low_freq = {self.rope_low_freq}; "
                 "Llama 3.1 uses 4.0 and 1.0"
+            )
+
+    def check_head_dim(self) -> None:
+        if self.dim % 2:
+            raise ValueError(f"model.dim = {self.dim}: must be even; nearest: {self.dim - 1 or 2} or {self.dim + 1}")
+        if (self.dim // 2) % self.n_heads:
+            raise ValueError(
+                f"model.n_heads = {self.n_heads}: must divide model.dim = {self.dim} into heads of an even width (rotary positions rotate "
+                f"pairs); nearest: {nearest_divisors(self.dim // 2, self.n_heads)}"
             )
 
     def check_tensor_parallel(self, degree: int) -> None:
@@ -104,8 +112,11 @@ class Llama(Model):
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Head(config.dim, vocab_size, bias=False)
-        head_dim = config.dim // config.n_heads
-        self.register_buffer("freqs_cis", torch.empty(max_seq_len, head_dim // 2, 2), persistent=True)  # [T, D/2, 2]
+        self.tied = config.enable_weight_tying
+        self.tie_weights()
+        self.register_buffer(
+            "freqs_cis", torch.empty(max_seq_len, config.head_dim // 2, 2), persistent=True
+        )  # [T, D/2, 2]
 
     def forward(
         self, x: Tensor, cache: Cache | None = None, *, labels: Tensor | None = None, positions: Tensor | None = None
@@ -118,19 +129,19 @@ class Llama(Model):
         return self.output(h, labels=labels) if self.output is not None else h  # [B, T, V], or the loss
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        shape = (batch, length, self.config.n_kv_heads, self.config.dim // self.config.n_heads)  # [B, T, K, D]
+        shape = (batch, length, self.config.n_kv_heads, self.config.head_dim)  # [B, T, K, D]
         return {name: LayerCache(shape) for name in self.layers}
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Initialises as torchtitan does for Llama 3: embedding N(0, 1); projections N(0, 0.02), with wo, w2 and w3 scaled by depth;
-        head N(0, 1/C), truncated at 3 sigma; norms 1."""
+        head, also if it is the embedding, N(0, 1/C), truncated at 3 sigma; norms 1."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
-            elif name.startswith("tok_embeddings"):
+            elif name.startswith("tok_embeddings") and not self.tied:
                 normal_(parameter, name, seed, std=1.0)
-            elif name.startswith("output"):
+            elif not name.startswith("layers"):
                 normal_(parameter, name, seed, std=self.config.dim**-0.5, truncation=3.0)
             else:
                 layer, kind = int(name.split(".")[1]), name.split(".")[-2]
@@ -139,10 +150,11 @@ class Llama(Model):
         self.freqs_cis.copy_(rotary_table(self.config, self.max_seq_len))
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Returns 6 flops per weight (without the embedding, which is a lookup) plus 12 * L * H * D * T for the attention scores, without a
-        discount for the causal mask (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
-        weights = sum(p.numel() for name, p in self.named_parameters() if not name.startswith("tok_embeddings"))
-        return 6 * weights + 12 * len(self.layers) * self.config.dim * seq_len
+        """Returns 6 flops per weight (of the embedding, a lookup, only if it is also the head) plus 12 * L * H * D * T for the attention
+        scores, without a discount for the causal mask (the usual convention, PaLM appendix B, arXiv 2204.02311)."""
+        lookups = () if self.tied else ("tok_embeddings.weight",)
+        weights = sum(p.numel() for name, p in self.named_parameters() if name not in lookups)
+        return 6 * weights + 12 * len(self.layers) * self.config.n_heads * self.config.head_dim * seq_len
 
 
 class Block(nn.Module):
@@ -161,7 +173,7 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.head_dim = config.dim // config.n_heads
+        self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.n_kv_heads * self.head_dim, bias=False)
@@ -169,10 +181,7 @@ class Attention(nn.Module):
         self.attend = ops.causal_attention  # context parallelism replaces it
 
     def forward(self, x: Tensor, freqs_cis: Tensor, cache: LayerCache | None = None) -> Tensor:  # [B, T, C]
-        # -1, not H or K: under tensor parallelism a rank has only some of the heads
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
+        q, k, v = self.project(x)
         start = cache.length if cache is not None else 0
         freqs = freqs_cis[start : start + q.shape[1]]  # [T, D/2, 2]
         q, k = ops.rope(q, freqs), ops.rope(k, freqs)
@@ -180,6 +189,13 @@ class Attention(nn.Module):
             k, v = cache.append(k, v)  # [B, start + T, K, D]
         out = self.attend(q, k, v)  # [B, T, H, D]
         return self.wo(out.flatten(-2))  # [B, T, C]
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [B, T, C]
+        # -1, not H or K: under tensor parallelism a rank has only some of the heads
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, T, K, D]
+        return q, k, v
 
 
 class FeedForward(nn.Module):
@@ -226,9 +242,8 @@ Cache = dict[str, LayerCache]
 
 def rotary_table(config: Config, length: int) -> Tensor:
     """Returns cos and sin of position * frequency, fp32 [length, D/2, 2] (Su et al. 2021, arXiv 2104.09864; scaling as in Llama 3.1)."""
-    head_dim = config.dim // config.n_heads
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")  # [D/2]
-    freqs = config.rope_theta ** (-pairs / head_dim)
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu")  # [D/2]
+    freqs = config.rope_theta ** (-pairs / config.head_dim)
     if config.rope_scaling > 1:  # long wavelengths are scaled, short ones are not, those between are interpolated
         turns = config.rope_original_seq_len * freqs / (2 * math.pi)  # turns within the original context
         keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)

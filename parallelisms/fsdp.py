@@ -108,14 +108,16 @@ def shard_dim(shape: Sequence[int], *, tp: int, shards: int) -> int | None:
 
 def fsdp_param_groups(part: Model, blocks_per_group: int) -> Iterable[list[nn.Module]]:
     """Yields the modules whose parameters are gathered together, in the order of the forward pass: the embedding, every `blocks_per_group`
-    blocks, norm and output. The root module has the rest."""
-    if part.tok_embeddings is not None:
-        yield [part.tok_embeddings]
+    blocks, norm and output. An embedding that is also the head's weight is in one group with them. The root module has the rest."""
+    ends = [m for m in (part.tok_embeddings, part.norm, part.output) if m is not None]
+    first = len(ends) if part.tied else int(part.tok_embeddings is not None)
+    if first:
+        yield ends[:first]
     blocks = list(part.layers.values())
-    for first in range(0, len(blocks), blocks_per_group):
-        yield blocks[first : first + blocks_per_group]
-    if head := [m for m in (part.norm, part.output) if m is not None]:
-        yield head
+    for start in range(0, len(blocks), blocks_per_group):
+        yield blocks[start : start + blocks_per_group]
+    if ends[first:]:
+        yield ends[first:]
 
 
 class NoOpReduceScatter(ReduceScatter):

@@ -54,6 +54,7 @@ def parallelize(
         apply_float8(part, execution.float8)
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
+            part.tie_weights()
         if mesh[CP].size() > 1:
             shard_sequence = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
         apply_activation_checkpoint(part, execution.activation_checkpoint)

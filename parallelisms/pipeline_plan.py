@@ -90,9 +90,21 @@ def _shares(config: ParallelismConfig, n_layers: int) -> list[int]:
 
 
 def check_pipeline(
-    config: ParallelismConfig, *, layers: Sequence[str], local_batch_size: int, compiled_blocks: bool
+    config: ParallelismConfig,
+    *,
+    layers: Sequence[str],
+    local_batch_size: int,
+    compiled_blocks: bool,
+    tied: bool = False,
 ) -> None:
-    """Raises ValueError ("section.key = value: ...") for a pipeline that cannot run. `layers`: names, in order."""
+    """Raises ValueError ("section.key = value: ...") for a pipeline that cannot run. `layers`: names, in order; `tied`: see Model."""
+    if tied and config.pipeline_parallel_degree > 1:
+        # Gradients would have to be summed over both stages, and norm, checkpoint and groups to count one of the copies: for models that
+        # are small enough for other layouts.
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree = {config.pipeline_parallel_degree}: the embedding, in the first stage, and the output, "
+            "in the last, share one matrix by model.enable_weight_tying = true; nearest: 1, or model.enable_weight_tying = false"
+        )
     _check_microbatches(config, local_batch_size)
     if path := config.pipeline_parallel_schedule_csv:  # must be readable, complete, free of deadlocks
         n_microbatches = local_batch_size // config.pipeline_parallel_microbatch_size

@@ -5,6 +5,7 @@ component of a dotted name.
     kind        parameters                              inputs                              outputs
     embedding   nn.Embedding, sharded by rows           all tokens                          this rank's tokens [B, T/tp, C]
     sequence    replicated, such as a norm's            this rank's tokens                  this rank's tokens
+    heads       replicated, such as a norm's of queries this rank's heads [B, T, H/tp, D]        this rank's heads
     gather      none of its own                         this rank's tokens                  output of its children for all tokens
     column      nn.Linear, sharded by output features   all tokens, from a `gather`         all tokens, this rank's features
     row         nn.Linear, sharded by input features    all tokens, this rank's features    this rank's tokens
@@ -75,6 +76,7 @@ def _all_tokens(x: Tensor, mesh: DeviceMesh) -> DTensor:  # [B, T/tp, C] -> [B, 
 _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
     "embedding": (_Embedding(input_layouts=Replicate(), output_layouts=Shard(1)), nn.Embedding, 0),
     "sequence": (SequenceParallel(sequence_dim=1, use_local_output=True), nn.Module, None),
+    "heads": (SequenceParallel(sequence_dim=2, use_local_output=True), nn.Module, None),
     "gather": (_Gather(), nn.Module, None),
     "column": (ColwiseParallel(), nn.Linear, 0),
     "row": (RowwiseParallel(output_layouts=Shard(1)), nn.Linear, 1),

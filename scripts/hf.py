@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Converts Hugging Face's Llama weights to checkpoints and back, with one tensor in memory at a time.
+"""Converts Hugging Face's weights of Llama, Qwen3 and others (models/*_hf.py) to checkpoints and back, with one tensor in memory at a time.
 
     python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--tokenizer PATH] [--dtype float32|bfloat16|float16]
     python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16]

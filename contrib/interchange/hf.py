@@ -1,4 +1,4 @@
-"""Imports a folder of published Llama weights as a checkpoint that a run starts from, and exports a run's checkpoint as such a folder.
+"""Imports a folder of published weights as a checkpoint that a run starts from, and exports a run's checkpoint as such a folder.
 
 All checks come first; then tensors are written one by one into OUT.partial, which is renamed to OUT at the end. An import writes:
 
@@ -9,7 +9,7 @@ All checks come first; then tensors are written one by one into OUT.partial, whi
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import json
 import shutil
 from collections import Counter
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+import models
 from configs.check import check_settings
 from configs.keys import to_text
 from configs.load import load
@@ -29,8 +30,8 @@ from configs.saved import FILE_NAME, to_toml
 from configs.schema import RunConfig
 from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
-from models import llama, llama_hf
-from models.llama_hf import ARCHITECTURE, DERIVED, EMBEDDING, HEAD, Entry, Published
+from models.contract import ModelConfig
+from models.llama_hf import Entry, Format, Published
 from scripts.generate import checkpoint_of, lasting
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
@@ -39,7 +40,6 @@ from training.checkpoint_files import CheckpointFailed, Manifest, Removed, is_sa
 from training.log import Log
 from training.tokenizer import ByteTokenizer, build_tokenizer
 
-FREQUENCIES = "freqs_cis"  # the model's only buffer; computed, not read
 BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"  # of the built-in byte tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -48,6 +48,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class PublishedWeights:
     """Published weights that have passed all checks."""
 
+    format: Format
     published: Published
     entries: tuple[Entry, ...]
     weights: Weights
@@ -60,21 +61,21 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
     ValueError, OSError, CheckpointFailed."""
     files.refuse(out)
     source = check_published(folder, tokenizer=tokenizer, dtype=dtype)
-    published, model = source.published, source.published.config
+    published, format = source.published, source.format
     config = settings(source, out, config_file)
     seq_len = config.training.seq_len
     count = sum(torch.Size(entry.shape).numel() for entry in source.entries)
-    log.info("import    %s, %s parameters, %s", ARCHITECTURE, f"{count:,}", str(source.dtype).removeprefix("torch."))
-    if published.tied:
-        log.info("import    tied embeddings: the output gets a copy; training updates the two separately")
-    if any(name.endswith(DERIVED) for name in source.weights.found):
-        log.info("import    *%s is not read: it is computed from rope_theta", DERIVED)
+    log.info(
+        "import    %s, %s parameters, %s", format.architecture, f"{count:,}", str(source.dtype).removeprefix("torch.")
+    )
+    if any(name.endswith(format.derived) for name in source.weights.found):
+        log.info("import    *%s is not read: it is computed from rope_theta", format.derived)
     if published.unknown:
-        cause = "unknown for a Llama, here and in transformers; ignored"
+        cause = f"unknown for {format.architecture}, here and in transformers; ignored"
         log.warning("%s: %s: %s", folder / "config.json", cause, ", ".join(published.unknown))
     # On the meta device, for shapes and dtypes. The model is not built, since its initialization would import torch's compiler
     tensors = {entry.ours: torch.empty(entry.shape, dtype=source.dtype, device="meta") for entry in source.entries}
-    tensors[FREQUENCIES] = torch.empty(seq_len, model.dim // model.n_heads // 2, 2, device="meta")
+    tensors |= (buffers := format.buffers(published.config, seq_len))
     entries = {f"model.{entry.ours}": entry for entry in source.entries}
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
@@ -82,7 +83,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
 
     def make(name: str) -> Tensor:
         if name not in entries:
-            return llama.rotary_table(model, seq_len)
+            return buffers[name.removeprefix("model.")]
         return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
 
     with files.landing(out) as partial:
@@ -115,7 +116,12 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
     config_json = folder / "config.json"
     body = read_json(config_json)
     try:
-        published = llama_hf.read_config(body)
+        kind = body.get("model_type")
+        if not (format := format_of(kind)):
+            raise ValueError(
+                f"model_type = {json.dumps(kind)}: another architecture; supported: {', '.join(formats())}"
+            )
+        published = format.read_config(body)
         published.config.check()
     except ValueError as error:
         raise ValueError(f"{config_json}: {error}") from None
@@ -124,18 +130,18 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
             f'{config_json}: dtype = "{published.dtype}": must be one of {", ".join(CODES)}; --dtype converts'
         )
     vocab_size = published.config.vocab_size
-    entries = tuple(llama_hf.entries(published.config, vocab_size=vocab_size, tied=published.tied))
-    weights = Weights(folder)
+    entries = tuple(format.entries(published.config, vocab_size=vocab_size))
+    weights, embedding, head = Weights(folder), format.embedding, format.head
     wanted = {entry.theirs: entry.shape for entry in entries}
-    if published.tied and HEAD in weights.found:
-        wanted[HEAD] = wanted[EMBEDDING]
+    if copied_head := head not in wanted and head in weights.found:  # tied, but in the files all the same
+        wanted[head] = wanted[embedding]
     usual, _ = Counter(found.code for found in weights.found.values()).most_common(1)[0]
     code = "" if dtype else CODES.get(published.dtype, "") or usual
     layers = f"{published.config.n_layers} layer{'s' * (published.config.n_layers > 1)}"
-    weights.check(wanted, code=code, ignore=DERIVED, architecture=f"{ARCHITECTURE} of {layers}")
-    if published.tied and HEAD in weights.found and not torch.equal(weights.read(HEAD), weights.read(EMBEDDING)):
+    weights.check(wanted, code=code, ignore=format.derived, architecture=f"{format.architecture} of {layers}")
+    if copied_head and not torch.equal(weights.read(head), weights.read(embedding)):
         raise ValueError(
-            f"{weights.found[HEAD].file}: {HEAD}: values differ from {EMBEDDING}; must be equal, as config.json has "
+            f"{weights.found[head].file}: {head}: values differ from {embedding}; must be equal, as config.json has "
             "tie_word_embeddings = true"
         )
     copied = {} if tokenizer == "" else tokenizer_files(Path(tokenizer).expanduser() if tokenizer else folder)
@@ -156,8 +162,21 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
         raise ValueError(
             f'{folder}: has no {TOKENIZER}; name one, or its folder, with --tokenizer PATH; --tokenizer "" takes bytes as tokens'
         )
-    stored = {code: name for name, code in CODES.items()}[weights.found[EMBEDDING].code]
-    return PublishedWeights(published, entries, weights, copied, getattr(torch, dtype or stored))
+    stored = {code: name for name, code in CODES.items()}[weights.found[embedding].code]
+    return PublishedWeights(format, published, entries, weights, copied, getattr(torch, dtype or stored))
+
+
+def formats() -> list[str]:
+    """Returns the models with a Hugging Face format, models/<name>_hf.py."""
+    return sorted(path.stem.removesuffix("_hf") for path in Path(models.__path__[0]).glob("*_hf.py"))
+
+
+def format_of(name: object) -> Format | None:
+    """Returns the Hugging Face format of a model, found by its name as the model is; None: it has none."""
+    if name not in formats():
+        return None
+    found: Format = importlib.import_module(f"models.{name}_hf").Format()
+    return found
 
 
 def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfig:
@@ -169,7 +188,8 @@ def settings(source: PublishedWeights, out: Path, config_file: Path) -> RunConfi
     checkpoint = replace(
         base.checkpoint,
         initial_load_path=str(step_folder(out / base.checkpoint.local_folder, 0)),
-        exclude_from_loading=(f"model.{FREQUENCIES}",),  # so that training.seq_len can be changed
+        # so that training.seq_len can be changed
+        exclude_from_loading=tuple(f"model.{name}" for name in source.format.buffers(source.published.config, 1)),
         create_seed_checkpoint=False,  # OUT has one
     )
     model = replace(source.published.config, tokenizer_path=str(out / "tokenizer") if source.tokenizer else "")
@@ -206,8 +226,9 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
-    model: llama.Config
-    entries: tuple[Entry, ...]  # untied
+    format: Format
+    model: ModelConfig
+    entries: tuple[Entry, ...]
     reader: TensorByTensor
     dtype: torch.dtype
 
@@ -239,15 +260,11 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
     copied, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
-    # Tied if embedding and output have equal bits. Compares digests, as both tensors would take twice the memory
-    ends = [entry for entry in checkpoint.entries if entry.ours in ("tok_embeddings.weight", "output.weight")]
-    tied = len({hashlib.sha256(checkpoint.read(end).view(torch.uint8).numpy().data).digest() for end in ends}) == 1
-    entries = {entry.theirs: entry for entry in checkpoint.entries if not (tied and entry.theirs == llama_hf.HEAD)}
+    entries = {entry.theirs: entry for entry in checkpoint.entries}
     tensors = {name: torch.empty(entry.shape, dtype=target, device="meta") for name, entry in entries.items()}
     parts, total_bytes = list(files.shards(tensors, shard_bytes)), sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
-    tie = ", embeddings tied" if tied else ""
-    log.info("export    %s, %s of %.1f GB%s", checkpoint.path, str(target), total_bytes / 1e9, tie)
+    log.info("export    %s, %s of %.1f GB", checkpoint.path, str(target), total_bytes / 1e9)
     progress = WriteProgress(total_bytes, log, what="export")
 
     def make(name: str) -> Tensor:
@@ -259,10 +276,9 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
             files.write_file(partial / part, its, make, progress.add)
         for name, file in copied.items():
             shutil.copyfile(file, partial / name)
-        body = llama_hf.write_config(
+        body = checkpoint.format.write_config(
             checkpoint.model,
             vocab_size=checkpoint.entries[0].shape[0],
-            tied=tied,
             dtype=str(target).removeprefix("torch."),
             max_positions=max_positions,
             special=special,
@@ -280,7 +296,7 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
 
 
 def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]:
-    """Returns a verified checkpoint of a Llama, and the run's settings. `run`: a run's folder, or a checkpoint in it. Raises ValueError,
+    """Returns a verified checkpoint, and the run's settings. `run`: a run's folder, or a checkpoint in it. Raises ValueError,
     Damaged, Removed."""
     is_checkpoint = (run / ".metadata").is_file()
     # Parents of a checkpoint: checkpoint.folder, which may be nested, and the run's folder
@@ -293,8 +309,11 @@ def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]
         other = f"neither a run's folder (it has no {FILE_NAME}) nor a checkpoint (it has no .metadata)"
         raise ValueError(f"{run}: {of_checkpoint if is_checkpoint else other}")
     config = load([str(settings)])
-    if not isinstance(config.model, llama.Config) or config.model.name != "llama":
-        raise ValueError(f'{settings}: model.name = "{config.model.name}": must be "llama"')
+    if not format_of(config.model.name):
+        raise ValueError(
+            f'{settings}: model.name = "{config.model.name}": there is no models/{config.model.name}_hf.py with its names in Hugging '
+            f"Face's format; there are those of {', '.join(formats())}"
+        )
     if is_checkpoint:
         return run, read_verified(run), config
     return *checkpoint_of(run / config.checkpoint.local_folder, step, who="hf"), config
@@ -302,12 +321,12 @@ def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]
 
 def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype: str) -> Checkpoint:
     """Runs every check that needs the checkpoint. Raises ValueError, OSError."""
-    settings, model = config.origin.file, config.model
-    assert isinstance(model, llama.Config)
+    settings, model, format = config.origin.file, config.model, format_of(config.model.name)
+    assert format, "find_checkpoint checks it"
     reader = TensorByTensor(path)
     table = reader.tensors.get("model.tok_embeddings.weight")
     vocab_size = model.vocab_size or (table.size[0] if table else 0)
-    entries = tuple(llama_hf.entries(model, vocab_size=vocab_size, tied=False))
+    entries = tuple(format.entries(model, vocab_size=vocab_size))
     problems = []
     for entry in entries:
         saved, expected = reader.tensors.get(f"model.{entry.ours}"), list(entry.shape)
@@ -315,7 +334,8 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
             problems.append(f"{path}: {entry.ours}: missing; expected {expected}")
         elif list(saved.size) != expected:
             problems.append(f"{path}: {entry.ours}: shape {list(saved.size)}, expected {expected} by {settings}")
-    known = {f"model.{entry.ours}" for entry in entries} | {f"model.{FREQUENCIES}"}
+    buffers = [f"model.{name}" for name in format.buffers(model, 1)]
+    known = {*(f"model.{entry.ours}" for entry in entries), *buffers}
     others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
     problems += [f"{path}: {name.removeprefix('model.')}: not in the model of {settings}" for name in others]
     files.raise_all(problems)
@@ -323,15 +343,18 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
     if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
         saved_as = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"{path}: has {saved_as}; choose one with --dtype bfloat16 or float32")
-    # The rotary embedding of the training must be the one that config.json describes
-    if f"model.{FREQUENCIES}" in reader.tensors:
-        angles = reader.read(f"model.{FREQUENCIES}")
-        tolerance = 1e-5 if angles.dtype == torch.float32 else 1e-2  # rounded if only weights were saved, in 16 bits
-        if not torch.allclose(angles.float(), llama.rotary_table(model, len(angles)), rtol=0, atol=tolerance):
+    # Computed buffers, such as the rotary embedding of the training, must be those that config.json describes
+    for name in (name for name in buffers if name in reader.tensors):
+        saved_values, plain = reader.read(name), name.removeprefix("model.")
+        tolerance = (
+            1e-5 if saved_values.dtype == torch.float32 else 1e-2
+        )  # rounded if only weights were saved, in 16 bits
+        expected_values = format.buffers(model, len(saved_values))[plain]
+        if not torch.allclose(saved_values.float(), expected_values, rtol=0, atol=tolerance):
             raise ValueError(
-                f"{path}: {FREQUENCIES}: differs from the rotary embedding by model.rope_* in {settings}; trained with different settings"
+                f"{path}: {plain}: not the values of [model] in {settings}; trained with different settings"
             )
-    return Checkpoint(path, manifest, model, entries, reader, dtypes.pop())
+    return Checkpoint(path, manifest, format, model, entries, reader, dtypes.pop())
 
 
 def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:

@@ -25,6 +25,8 @@ LAYOUTS = {
     "llama3_1b": (1, []),
     "llama3_8b": (2, ["--parallelism.data_parallel_shard_degree=2"]),
     "llama3_70b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
+    "qwen3_0.6b": (1, []),
+    "qwen3_32b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
     "llama3_405b": (
         2,
         ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=1", "--model.n_layers=6",

@@ -52,8 +52,11 @@ def published(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
             num_key_value_heads=2,
             rms_norm_eps=1e-5,
             max_position_embeddings=128,
+            bos_token_id=1,
+            eos_token_id=2,
         )
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **settings}))
+        config = transformers.AutoConfig.for_model(**{"model_type": "llama", **sizes, **settings})
+        model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:

@@ -27,12 +27,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,  # so that within T tokens all three kinds of frequencies turn
 }
-# Of transformers' own LlamaForCausalLM: its settings, and the largest file.
+# Of transformers' own models: settings that differ from a small Llama's, and the largest file.
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "grouped": ({}, "5GB"),
     "sharded": ({"rope_parameters": LLAMA3}, "60KB"),
     "tied": ({"tie_word_embeddings": True, "num_key_value_heads": 4}, "5GB"),
     "tied_sharded": ({"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "60KB"),
+    "qwen3": ({"model_type": "qwen3", "head_dim": 24}, "5GB"),
+    "qwen3_tied_sharded": ({"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}, "60KB"),
 }
 
 

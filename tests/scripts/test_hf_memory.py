@@ -27,15 +27,13 @@ def publish(folder: Path, config: llama.Config, *, vocab_size: int, file_bytes: 
     folder.mkdir(parents=True)
     planned = {
         entry.theirs: torch.empty(entry.shape, dtype=torch.float32, device="meta")
-        for entry in llama_hf.entries(config, vocab_size=vocab_size, tied=False)
+        for entry in llama_hf.Format().entries(config, vocab_size=vocab_size)
     }
     parts = list(shards(planned, file_bytes))
     for file, tensors in parts:
         write_file(folder / file, tensors, lambda name: torch.rand(planned[name].shape), lambda count: None)
     (folder / INDEX).write_text(index_json(parts))
-    body = llama_hf.write_config(
-        config, vocab_size=vocab_size, tied=False, dtype="float32", max_positions=64, special={}
-    )
+    body = llama_hf.Format().write_config(config, vocab_size=vocab_size, dtype="float32", max_positions=64, special={})
     (folder / "config.json").write_text(json.dumps(body))
     return max((folder / file).stat().st_size for file, _ in parts)
 

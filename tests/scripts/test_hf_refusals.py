@@ -131,6 +131,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         configured(hidden_act="gelu"),
         'D/config.json: hidden_act = "gelu": the feed-forward here is SwiGLU; supported: "silu"',
     ),
+    "another model": (
+        configured(model_type="mistral"),
+        'D/config.json: model_type = "mistral": another architecture; supported: llama, qwen3',
+    ),
+    "no model": (configured(model_type=None), "D/config.json: model_type = null: another architecture; .*"),
     "heads of odd width": (
         configured(hidden_size=36, head_dim=9),
         "D/config.json: model.n_heads = 4: must divide model.dim = 36 into heads of an even width.*",
@@ -220,7 +225,7 @@ def test_frequencies_in_old_files_and_keys_that_nobody_knows_are_told(
     assert run("import", "source", "out") == 0
     said = capsys.readouterr().out
     assert "rotary_emb.inv_freq is not read: it is computed from rope_theta" in said
-    assert "source/config.json: unknown for a Llama, here and in transformers; ignored: unsloth_fixed" in said
+    assert "source/config.json: unknown for LlamaForCausalLM, here and in transformers; ignored: unsloth_fixed" in said
 
 
 def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str]):
@@ -246,7 +251,7 @@ def test_export_refuses_what_it_cannot_publish(capsys: pytest.CaptureFixture[str
     for change, message in {
         "hidden_dim = 24|hidden_dim = 25": rf"{step}: layers.0.feed_forward.w1.weight: shape \[24, 16\], expected \[25, 16\] by .*",
         "n_layers = 1|n_layers = 2": rf"{step}: layers.1.attention_norm.weight: missing; expected \[16\]; .*; and 6 more",
-        "rope_theta = 500000.0|rope_theta = 10000.0": f"{step}: freqs_cis: differs from the rotary embedding by model.rope_.*",
+        "rope_theta = 500000.0|rope_theta = 10000.0": f"{step}: freqs_cis: not the values of .model. in .*",
         "tokenizer_path = ''|tokenizer_path = 'tiny.toml'": 'model.tokenizer_path = "tiny.toml": .* is not a tokenizer.json: .*',
     }.items():
         before, _, after = change.replace("'", '"').partition("|")
@@ -303,7 +308,10 @@ def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
         said = refusal(capsys, "export", "outputs/tiny", "out")
     finally:
         models.__path__.remove(str(fork))
-    assert said == 'hf: outputs/tiny/config.toml: model.name = "relu2": must be "llama"'
+    assert said == (
+        'hf: outputs/tiny/config.toml: model.name = "relu2": there is no models/relu2_hf.py with its names in Hugging Face\'s format; '
+        "there are those of llama, qwen3"
+    )
 
 
 # -- nothing half done

@@ -202,7 +202,9 @@ def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "parameters", "gpus"),
     [
-        ("llama3_1b", 1_235_814_400 + 128_256 * 2_048, 1),  # published with one matrix for both ends
+        ("llama3_1b", 1_235_814_400, 1),
+        ("qwen3_0.6b", 596_049_920, 1),
+        ("qwen3_32b", 32_762_123_264, 32),
         ("llama3_8b", 8_030_261_248, 8),
         ("llama3_70b", 70_553_706_496, 256),
         ("llama3_405b", 405_853_388_800, 512),

@@ -429,7 +429,8 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
         for group_modules in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
-            shards = [to_local(p) for module in group_modules for p in module.parameters()]
+            parameters = (p for module in group_modules for p in module.parameters())
+            shards = [to_local(p) for p in dict.fromkeys(parameters)]  # a tied one once
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
             groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
         return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh))
