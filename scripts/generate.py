@@ -23,7 +23,7 @@ from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
 from training.checkpoint_files import Damaged, Manifest, Removed, list_steps, read_verified, step_folder
-from training.sampling import SampleConfig, generate
+from training.sampling import SampleConfig, generate, why_no_text
 from training.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -40,6 +40,9 @@ def main(argv: list[str]) -> int:
     sample = config.sample
     prompt = tokenizer.encode(sample.prompt, bos=True)
     model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
+    if reason := why_no_text(model):
+        print(f"generate: {reason}", file=sys.stderr)
+        return 2
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
     ids, printed = list[int](), ""
