@@ -20,7 +20,7 @@ help:
 	@echo "make starts  starts a program with loader workers and a live gRPC channel, fifty times (10 minutes)"
 	@echo "make soak    10,000 membership changes; checks for leaks; updates docs/soak.md (40 minutes; a repeated call continues)"
 	@echo "make sim     simulates 10,000 runs of the protocol"
-	@echo "make parity  compares every layout with one process; updates docs/parity*.md (an hour on two cores)"
+	@echo "make parity  compares every layout with one process; updates docs/parity*.md (an hour on two cores; CONFIG=my.toml: that model, without updating)"
 
 check:
 	@./scripts/run_checks.sh
@@ -63,8 +63,8 @@ bits:
 	@.venv/bin/python bench/bits.py --write docs/bits.md
 
 parity:
-	@.venv/bin/python bench/parity.py --ranks 1,2,4 --write docs/parity.md
-	@.venv/bin/python bench/parity.py --ranks 8 --write docs/parity_8_ranks.md
+	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 1,2,4 $(if $(CONFIG),,--write docs/parity.md)
+	@.venv/bin/python bench/parity.py $(CONFIG) --ranks 8 $(if $(CONFIG),,--write docs/parity_8_ranks.md)
 
 sim:
 	@.venv/bin/python -m tests.simulator --seeds 10000

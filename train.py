@@ -40,7 +40,7 @@ from training.log import Log, end_process
 from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.optimizer import Update
 from training.progress import spans
-from training.sampling import generate
+from training.sampling import generate, why_no_text
 from training.signals import SAVE, STOP, Signals
 from training.watchdog import flight_recorder_env
 
@@ -305,6 +305,8 @@ class Run(Components):
         if self.degrees.pp == self.degrees.cp == self.degrees.tp == 1:  # other layouts cannot decode token by token
             with self.progress.phase("sample"):
                 [model], sample = self.model.parts, self.config.sample
+                if reason := why_no_text(model):
+                    return self.log.info("no sample %s", reason)
                 prompt = torch.from_numpy(self.tokenizer.encode(sample.prompt, bos=True)).long().to(self.device)
                 length = min(sample.tokens, self.config.training.seq_len - prompt.numel())
                 if length > 0:

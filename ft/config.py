@@ -106,8 +106,8 @@ class FaultTolerance:
     ] = ""
     digest_interval: Annotated[
         int,
-        "steps between two comparisons of the groups' weights (digests, shard by shard), which find errors of memory or "
-        "arithmetic; 0: never",
+        "steps between two comparisons of the groups' weights and persistent buffers (digests, shard by shard), which find errors of "
+        "memory or arithmetic, and buffers that a forward changes for itself; 0: never",
         ">= 0",
     ] = 100
     on_corruption: Annotated[

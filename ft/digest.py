@@ -1,4 +1,4 @@
-"""Digest of a rank's weights, by which groups compare them (protocol/compare.py): a few numbers that change with any bit.
+"""Digest of a rank's weights and buffers, by which groups compare them (protocol/compare.py): a few numbers that change with any bit.
 
 A block's digest is the sum of its 64-bit integers; a tensor's is the sum of its blocks' digests, each multiplied by a different odd number;
 all modulo 2**64, so the order in which a device adds makes no difference. A change of one integer always changes the digest; several
@@ -11,15 +11,26 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft.buckets import to_local
 from ft.protocol.compare import DIGEST_WORDS
 
 BLOCK = 1 << 13  # integers (64 KiB), so that a device sums many blocks at once
+
+
+def compared(parts: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the parameters and persistent buffers of modules, or the `parameters()` of others: what all groups must have equal. To be
+    called for each digest, since a forward may put another tensor in the place of a buffer."""
+    for part in parts:
+        yield from part.parameters()
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            names = module._buffers.keys() - module._non_persistent_buffers_set
+            yield from (module._buffers[name] for name in sorted(names) if module._buffers[name] is not None)  # type: ignore[misc]
 
 
 def digest(tensors: Iterable[Tensor]) -> tuple[float, ...]:

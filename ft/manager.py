@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ft.agreement import Agreement
-from ft.digest import digest
+from ft.digest import compared, digest
 from ft.gradients import Gradients
 from ft.healer import MACHINE, Healer
 from ft.healing.capture import StateRegistry
@@ -166,7 +165,7 @@ class Manager:
         self._mismatched: dict[str, None] = {}  # members whose fingerprint differs from this group's
         self._interrupted_quorum = 0  # newest quorum_id whose collectives were interrupted
         self._attempt_id: AttemptId | None = None  # attempt that gradients.begin_attempt was called for
-        self._weights: list[Tensor] = []
+        self._parts: list[Any] = []  # of the model
         self._trainer_effect: TrainerEffect | None = None  # effect that the trainer has to carry out
         self._is_forming = False  # True: the process group forms while the trainer computes, and `reduce` awaits it
         self._ahead: m.Compute | None = None  # Compute that the trainer has carried out before the machine requires it
@@ -214,7 +213,7 @@ class Manager:
     def attach(self, model_parts: Sequence[Any]) -> None:
         for part in model_parts:
             self.gradients.attach(part.parameters())
-            self._weights += part.parameters()
+            self._parts.append(part)
 
     def last_backward(self, slot: int | None = None) -> AbstractContextManager[None]:
         """Wraps the last backward of a slot (None: the only one): gradients are sent as they become complete, else all in `reduce`."""
@@ -639,8 +638,10 @@ class Manager:
         self._launched += 1
         try:
             tail = effect.tail
-            if at := effect.digest_at:  # place of the digest of this rank's weights, which groups compare in this step
-                values = as_sent(digest(self._weights), copied=effect.copied)
+            if (
+                at := effect.digest_at
+            ):  # place of the digest of this rank's weights and buffers, which groups compare in this step
+                values = as_sent(digest(compared(self._parts)), copied=effect.copied)
                 tail = (*tail[:at], *values, *tail[at + len(values) :])
             self.gradients.launch_tail(tail, zeros=effect.zeros)
         except RuntimeError as error:  # the caller's error: the tail was not launched; the next attempt raises it again

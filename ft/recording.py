@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ft.buckets import to_local
+from ft.digest import compared
 from ft.manager import Manager
 from ft.protocol import messages as m
 from ft.seam import Commit, DataAssignment, StepTotals
@@ -78,7 +79,7 @@ class RecordingManager(Manager):
         if self._pending_commit is not None:
             fields, self._pending_commit = self._pending_commit, None
             digest = hashlib.blake2b(digest_size=16)
-            for weight in self._weights:
+            for weight in compared(self._parts):
                 shard = to_local(weight.detach()).contiguous().view(-1).view(torch.uint8)
                 digest.update(shard.cpu().numpy().data)
             self._write_line("commit", **fields, commit_id=self.commit_id, digest=digest.hexdigest())

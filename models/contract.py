@@ -33,7 +33,8 @@ class ModelConfig:
 
 
 class Model(nn.Module):
-    """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them."""
+    """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them.
+    Persistent buffers are saved, compared between groups and healed as parameters are; nothing sums what a forward adds to one."""
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
@@ -79,7 +80,8 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def new_cache(self, batch: int, length: int) -> Any:
-        """Returns an empty cache of keys and values for `batch` sequences of up to `length` tokens. Used to generate text only."""
+        """Returns an empty cache of keys and values for `batch` sequences of up to `length` tokens. Optional: without it a model
+        generates no text."""
         raise NotImplementedError
 
 

@@ -34,7 +34,7 @@ from training.checkpoint_files import (
     read_verified,
     step_folder,
 )
-from training.sampling import SampleConfig, generate
+from training.sampling import SampleConfig, generate, why_no_text
 from training.tokenizer import Tokenizer, build_tokenizer
 
 ATTEMPTS = 5  # to read a checkpoint of a run that goes on, and removes old ones
@@ -64,6 +64,9 @@ def main(argv: list[str]) -> int:
     except (ValueError, Damaged, CheckpointFailed) as error:
         print(f"generate: {error}", file=sys.stderr)
         return 1 if isinstance(error, CheckpointFailed) else 2
+    if reason := why_no_text(model):
+        print(f"generate: {reason}", file=sys.stderr)
+        return 2
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
     ids, printed = list[int](), ""

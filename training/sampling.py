@@ -23,6 +23,12 @@ class SampleConfig:
     seed: Annotated[int, "seed of the sampling", ">= 0"] = 0
 
 
+def why_no_text(model: Model) -> str:
+    """Returns why `generate` cannot run this model, or ""."""
+    lacks = type(model).new_cache is Model.new_cache
+    return "the model has no new_cache (models/contract.py), which is needed to generate text" if lacks else ""
+
+
 @torch.no_grad()
 def generate(model: Model, prompt: Tensor, config: SampleConfig, *, length: int) -> Iterator[int]:
     """Yields `length` token ids that continue `prompt` [T] int64 (at least one token). With a sharded model every rank must consume all of

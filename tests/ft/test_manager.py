@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -430,6 +431,14 @@ def flips_a_bit(rank: Rank, step: int) -> None:
         list(rank.model.parameters())[-1].data.view(torch.int32)[-1] ^= 1
 
 
+def replaces_a_buffer(rank: Rank, step: int) -> None:
+    """A persistent buffer of each model; in that of group a's rank 0, after step 3, a forward has put a tensor of its own."""
+    if not [*rank.model.buffers()]:
+        rank.model.register_buffer("seen", torch.zeros(3))
+    if step == 3 and (rank.name, rank.group_rank) == ("a", 0) and 4 not in rank.weights:
+        rank.model.seen = torch.ones(3)
+
+
 COMPARED: dict[str, Any] = {"options": {"digest_interval": 2}, "at": flips_a_bit}
 
 
@@ -441,7 +450,10 @@ def copies_in(rank: Rank, *, members: int, interval: int) -> list[set[str]]:
     return [{name for place, name in enumerate(names) if min(compare.member_digest(tail, place)) < 0} for tail in tails]
 
 
-def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("goes_wrong", [flips_a_bit, replaces_a_buffer])
+def test_whose_weights_went_wrong_is_named_and_heals(
+    goes_wrong: Callable[[Rank, int], None], caplog: pytest.LogCaptureFixture
+):
     """Of each group one rank sees it, and all ranks of the one that is odd heal."""
     shown: list[tuple[str, int, str]] = []  # on the lighthouse's page
     progress_of_heals: list[tuple[int, int]] = []
@@ -467,7 +479,7 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
 
     def at(rank: Rank, step: int) -> None:
         wrote.setdefault((rank.name, rank.group_rank, step), rank.manager.writer_quorum)
-        flips_a_bit(rank, step)
+        goes_wrong(rank, step)
 
     with job(min_replicas=3) as made, caplog.at_level("ERROR", "pharos.manager"):
         a, b, c = (
@@ -482,14 +494,16 @@ def test_whose_weights_went_wrong_is_named_and_heals(caplog: pytest.LogCaptureFi
             assert copies[0] == copies[-1] == set() and [said for said in copies if said] == [{"a"}]
             wrong = [wrote["a", rank.group_rank, step] for step in (3, 4)]
             assert wrong[0] and not wrong[1], "no checkpoint of wrong weights"
+            assert not any(buffer.any() for buffer in rank.model.buffers())
         del a[0].weights[4]  # made of the wrong ones; what came after is compared with the others' by the job
         text = "after step 3 the weights of rank 0 of group a differ from those of 2 other groups"
         assert caplog.messages.count(text) == shown.count(("corruption", 3, text)) == 3
         assert progress_of_heals and all(0 < done <= total for done, total in progress_of_heals)
 
 
-def test_of_two_groups_nobody_can_tell_and_both_stop():
-    """The slower one, too: its sums are complete when the other has stopped and gone, and what it hears of that does not end its wait."""
+@pytest.mark.parametrize("goes_wrong", [flips_a_bit, replaces_a_buffer])
+def test_of_two_groups_nobody_can_tell_and_both_stop(goes_wrong: Callable[[Rank, int], None]):
+    """The slower one, too: its sums are complete when the other has stopped and gone; what it hears of that does not end its wait."""
 
     def slow(rank: Rank, step: int) -> None:
         gradients, machine = rank.manager.gradients, rank.manager.machine
@@ -502,12 +516,13 @@ def test_of_two_groups_nobody_can_tell_and_both_stop():
             assert not machine.abort_reason, "else it would give up what it still waits for"
             return wait()
 
+        goes_wrong(rank, step)
         if step == 3:
             gradients.wait = behind  # type: ignore[method-assign]
 
     with job(min_replicas=2) as made:
         ranks: list[Rank] = []
-        ranks += made.group("a", steps=10, together=2, **COMPARED)
+        ranks += made.group("a", steps=10, together=2, **{**COMPARED, "at": goes_wrong})
         ranks += made.group("b", steps=10, together=2, **{**COMPARED, "at": slow})
         for rank in ranks:
             error = rank.join().error

@@ -7,6 +7,8 @@ mistake that it stands for, with words that the verdict must then contain.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +22,11 @@ from torch.distributed.tensor import Partial
 from bench import parity, parity_worker
 from bench.parity_worker import ParityCase, Seen, Task, beside
 from ft.buckets import to_local
-from models import llama, ops
+from models import contract, llama, ops
 from parallelisms import context, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_parity import case, task
+from tests.multiproc.test_parity import SIZES, case, task
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -171,6 +173,20 @@ def a_weight_never_updated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parity_worker, "build_optimizer", build)
 
 
+def tied_gradient_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    _after_backward(patch, lambda model: to_local(model.tok_embeddings.weight.grad).mul_(2))
+
+
+def tied_weight_counted_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """Under each of its names."""
+    right = parity_worker.gradient_norm
+    patch.setattr(parity_worker, "gradient_norm", lambda parameters: right([*parameters, parameters[0]]))
+
+
+def tied_weights_come_apart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(contract.Model, "tie_weights", lambda model: None)
+
+
 BREAKS = [  # what, in which layout, under which optimizer, what the verdict must say
     (one_division_skipped, "fsdp 2", "SGD", "step 2: tok_embeddings.weight"),
     (reduce_scatter_dropped, "fsdp 2", "SGD", "step 1: output.weight"),
@@ -207,6 +223,21 @@ def test_a_break_fails(proof: parity.Proof, pool: Pool, wrong: Patch, layout: st
 @pytest.mark.parametrize(("layout", "optimizer"), sorted({(layout, optimizer) for _, layout, optimizer, _ in BREAKS}))
 def test_without_a_break_it_holds(proof: parity.Proof, pool: Pool, layout: str, optimizer: str):
     assert not found(proof, pool, nothing, layout, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layout", "said"),
+    [
+        (tied_gradient_counted_twice, "fsdp 2", "step 1: tok_embeddings.weight"),
+        (tied_weight_counted_twice_in_the_norm, "tp 2", "step 1: gradient norm"),
+        (tied_weights_come_apart, "tp 2", "step 1: surplus: output.weight"),
+    ],
+)
+def test_a_tied_weight_that_is_taken_for_two_fails(pool: Pool, tmp_path: Path, wrong: Patch, layout: str, said: str):
+    proof = parity.Proof(task(tmp_path, replace(SIZES, enable_weight_tying=True)), pool)
+    assert not found(proof, pool, nothing, layout, "SGD")
+    problems = found(proof, pool, wrong, layout, "SGD")
+    assert [problem for problem in problems if said in problem], problems[:5]
 
 
 def found(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str) -> tuple[str, ...]:

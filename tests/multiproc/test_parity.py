@@ -14,7 +14,7 @@ import pytest
 from bench import parity
 from bench.parity import OPTIONS, RECOMPUTATION, VOCABULARIES, cases
 from bench.parity_worker import ParityCase, Task
-from models import llama
+from models import llama, qwen3
 from tests.multiproc.pool import Pool
 from training.optimizer import OptimizerConfig
 
@@ -26,8 +26,8 @@ def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
     return parity.Proof(task(tmp_path_factory.mktemp("parity")), pool)
 
 
-def task(folder: Path) -> Task:
-    return Task(SIZES, OptimizerConfig(), seq_len=16, global_batch_size=16, seed=0, folder=folder)
+def task(folder: Path, sizes: llama.Config = SIZES) -> Task:
+    return Task(sizes, OptimizerConfig(), seq_len=16, global_batch_size=16, seed=0, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,40 @@ def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout
     verdict = proof.verdict(case(proof.task, layout, optimizer))
     assert not verdict.problems, "\n".join(verdict.problems)
     assert 0 < verdict.worst.share < 1  # something was compared, and another order of sums leaves a trace
+
+
+QWEN3 = qwen3.Config(name="qwen3", dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, head_dim=12)
+
+
+@pytest.fixture(scope="module")
+def qwen3_proofs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, parity.Proof]:
+    kinds = {"untied": QWEN3, "tied": replace(QWEN3, enable_weight_tying=True)}
+    return {kind: parity.Proof(task(tmp_path_factory.mktemp(kind), sizes), pool) for kind, sizes in kinds.items()}
+
+
+@pytest.mark.parametrize(
+    ("weights", "layout", "optimizer"),
+    [  # every pair of axes; with a pipeline, only untied
+        ("untied", "pp 2 + ddp 2", "SGD"),
+        ("untied", "pp 2 + fsdp 2", "AdamW"),
+        ("untied", "pp 2 + cp 2", "SGD"),
+        ("untied", "pp 2 + tp 2", "AdamW"),
+        ("untied", "fsdp 2 + cp 2", "SGD"),
+        ("untied", "ddp 2 + tp 2", "SGD"),
+        ("tied", "one rank", "AdamW"),
+        ("tied", "hsdp 2x2", "SGD"),
+        ("tied", "fsdp 2 + tp 2", "AdamW"),
+        ("tied", "ddp 2 + cp 2", "AdamW"),
+        ("tied", "cp 2 + tp 2", "SGD"),
+        ("tied", "fsdp 2, prefetch 2", "SGD"),
+        ("tied", "fsdp 2, reshard always", "SGD"),
+    ],
+)
+def test_qwen3(qwen3_proofs: dict[str, parity.Proof], weights: str, layout: str, optimizer: str):
+    proof = qwen3_proofs[weights]
+    verdict = proof.verdict(case(proof.task, layout, optimizer))
+    assert not verdict.problems, "\n".join(verdict.problems)
+    assert 0 < verdict.worst.share < 1
 
 
 def case(task: Task, layout: str, optimizer: str) -> ParityCase:

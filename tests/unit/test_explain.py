@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import models
 from configs.check import check_settings
 from configs.load import load
 from models import llama
@@ -185,6 +186,30 @@ def test_bad_input_is_told(capsys, tmp_path, argv: list[str], message: str):
     (tmp_path / "run.toml").write_text("[model]\nvocab_size = 300\n")
     assert main([str(tmp_path / "run.toml"), "--explain", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_initialised_is_told(capsys, tmp_path, monkeypatch):
+    """The simulation itself leaves the values out."""
+    text = """
+from models.llama import Config as Config_, Llama
+
+class Config(Config_): ...
+
+class Fork(Llama):
+    def init_weights(self, seed):
+        raise KeyError("layers.0.extra")
+
+def build(config, **sizes):
+    return Fork(config, **sizes)
+"""
+    (tmp_path / "fork_without_values.py").write_text(text)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    (tmp_path / "run.toml").write_text('[model]\nname = "fork_without_values"\nvocab_size = 300\n')
+    assert main([str(tmp_path / "run.toml"), "--explain"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        "pharos: model.name = \"fork_without_values\": init_weights of models/fork_without_values.py raised KeyError: 'layers.0.extra'"
+    )
 
 
 def test_ranks_come_from_the_launcher_or_the_degrees(monkeypatch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from models import llama
-from training.sampling import SampleConfig, draw, generate
+from models.contract import Model
+from training.sampling import SampleConfig, draw, generate, why_no_text
 
 
 def small_model() -> llama.Llama:
@@ -14,6 +15,12 @@ def small_model() -> llama.Llama:
     )
     model.init_weights(0)
     return model
+
+
+def test_a_cache_is_optional():
+    """The contract's own new_cache means that there is none."""
+    assert why_no_text(small_model()) == ""
+    assert why_no_text(Model()).startswith("the model has no new_cache")
 
 
 def test_the_same_seed_gives_the_same_text():

@@ -112,12 +112,20 @@ def fault_tolerance(config: RunConfig, job: ExplainedJob) -> ExtraMemory:
 
 
 def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
-    """Builds the job as train.py does. Raises ValueError: model.vocab_size is not set and there is no tokenizer to take it from."""
+    """Builds the job as train.py does. Raises ValueError: model.vocab_size is not set and there is no tokenizer to take it from, or the
+    model's init_weights fails."""
     training, model = config.training, config.model
     vocab_size = model.vocab_size or build_tokenizer(model.tokenizer_path).vocab_size
     build = partial(model_module(model.name).build, model, vocab_size=vocab_size, max_seq_len=training.seq_len)
     with torch.device("meta"):
-        size = sum(p.numel() for p in build().parameters())
+        whole = build()
+    try:  # the simulation leaves out the values: here the names are visited
+        whole.init_weights(training.seed)
+    except Exception as error:
+        raise ValueError(
+            f'model.name = "{model.name}": init_weights of models/{model.name}.py raised {type(error).__name__}: {error}'
+        ) from error
+    size = sum(p.numel() for p in whole.parameters())
     device_type: DeviceType = "cpu"
     if device == "cuda" or (not device and (torch.cuda.is_available() or size >= LARGE)):
         device_type = "cuda"
