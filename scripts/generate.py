@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by path from any folder
@@ -23,6 +24,7 @@ from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
 from training.checkpoint_files import Damaged, Manifest, Removed, list_steps, read_verified, step_folder
+from training.object_store import local_run
 from training.sampling import SampleConfig, generate
 from training.tokenizer import Tokenizer, build_tokenizer
 
@@ -30,16 +32,24 @@ from training.tokenizer import Tokenizer, build_tokenizer
 def main(argv: list[str]) -> int:
     options = parse(argv)
     given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
-    try:
-        config = load([str(options.run / "config.toml"), *given])
-        path, _ = checkpoint_of(options.run / config.checkpoint.local_folder, options.step)
-        tokenizer = build_tokenizer(config.model.tokenizer_path)
-    except (ValueError, Damaged) as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 2
+    with ExitStack() as cleanup:
+        try:
+            run = cleanup.enter_context(local_run(options.run, options.step))
+            config = load([str(run / "config.toml"), *given])
+            path, _ = checkpoint_of(run / config.checkpoint.local_folder, options.step)
+            tokenizer = build_tokenizer(config.model.tokenizer_path)
+        except (ValueError, Damaged, OSError) as error:
+            print(f"generate: {error}", file=sys.stderr)
+            return 1 if isinstance(error, OSError) else 2
+        write(config, path, tokenizer, dtype=options.dtype)
+    return 0
+
+
+def write(config: RunConfig, path: Path, tokenizer: Tokenizer, *, dtype: str) -> None:
+    """Prints the text."""
     sample = config.sample
     prompt = tokenizer.encode(sample.prompt, bos=True)
-    model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype)
+    model = load_model(config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=dtype)
     print(sample.prompt, end="", flush=True)
     began, count = time.perf_counter(), 0
     ids, printed = list[int](), ""
@@ -55,12 +65,13 @@ def main(argv: list[str]) -> int:
     seconds = time.perf_counter() - began
     print(flush=True)
     print(f"{path}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s", file=sys.stderr)
-    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama")
+    parser.add_argument(
+        "run", help="folder of the run, such as outputs/llama, or its URL, such as s3://BUCKET/runs/llama"
+    )
     parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest complete one")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations"

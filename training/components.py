@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from configs.check import gradient_device_type
+from configs.load import FILE_NAME
 from configs.saved import save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from ft.agreement import Agreement
@@ -40,7 +42,7 @@ from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
 from training.signals import Signals
-from training.sinks import Sinks
+from training.sinks import METRICS, SAMPLES, Sinks
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
 from training.writer_lease import WriterLease
@@ -208,6 +210,8 @@ class Components:
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
+        charts = Path(metrics.save_tb_folder)
+        rows = [METRICS, SAMPLES, *([] if charts.is_absolute() or ".." in charts.parts else [f"{charts}/*"])]
         self.checkpointer = self.cleanup.enter_context(
             closing(
                 Checkpointer(
@@ -218,6 +222,8 @@ class Components:
                     log=self.log,
                     lease=lease,
                     report=self.report_storage,
+                    # groups with disks of their own have different parts of the rows
+                    beside=[FILE_NAME] if shared else [FILE_NAME, *rows],
                 )
             )
         )
