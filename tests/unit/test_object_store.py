@@ -309,6 +309,10 @@ def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypat
         "checkpoint: step 6 waits: s3://bucket/runs/a has not taken step 4 for 40 s: no answer yet; training continues"
     )
     assert uploads.uploader.in_use == {4, 8}
+    assert not uploads.uploader.wait(0.0) and not uploads.uploader.wait(0.0)
+    assert uploads.told[2:] == [
+        "checkpoint: the end of the run waits: s3://bucket/runs/a has not taken step 8 for 40 s: no answer yet"
+    ]
     server.fault = ""
     server.lets_go.set()
     uploads.uploader.close()
