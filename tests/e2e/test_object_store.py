@@ -127,6 +127,22 @@ def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
     assert unfinished and found == sorted(found) and {*found} == {4, 6}
 
 
+@pytest.mark.parametrize("fault", ["slow", "broken"])
+def test_steps_go_on_without_the_store(server: S3Server, fault: str):
+    """And the last save is there once it answers again."""
+    with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
+        job.until("a step", lambda text: "step 1/" in text)
+        server.fault = fault
+        before = job.text.count(" saved: ")
+        job.until("three more checkpoints on the disk", lambda text: text.count(" saved: ") >= before + 3)
+        assert server.met.wait(WAIT_S)
+        server.fault = ""
+        server.lets_go.set()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+    assert f"step {ObjectStore(f's3://{BUCKET}/runs/tiny').steps()[-1]} put into" in job.text
+
+
 def test_groups_go_on_from_the_store(server: S3Server):
     """Both are killed, and their disk is lost."""
     store, log = ObjectStore(f"s3://{BUCKET}/runs/tiny"), Path("log")
