@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
 from parallelisms.mesh import degrees
 from training.appended import replace_file
+from training.object_store import ObjectStore, is_url
 
 BATCH = "training.global_batch_size"
 # Settings that must not change. All others may change between launches: length, layout, number of ranks, checkpoints, ...
@@ -110,6 +112,9 @@ def check_saved(config: RunConfig, folder: Path, *, world_size: int | None = Non
     compared."""
     _check_allowed(config)
     saved = folder / FILE_NAME
+    if config.checkpoint.enable and is_url(config.checkpoint.folder) and not saved.exists():
+        with suppress(OSError):  # of a store that does not answer, the checkpoint's error is reported
+            ObjectStore(config.checkpoint.place(folder)).fetch_files(folder, [FILE_NAME])
     if not saved.exists():
         return {}
     try:

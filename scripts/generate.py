@@ -34,6 +34,7 @@ from training.checkpoint_files import (
     read_verified,
     step_folder,
 )
+from training.object_store import local_run
 from training.sampling import SampleConfig, generate, why_no_text
 from training.tokenizer import Tokenizer, build_tokenizer
 
@@ -45,25 +46,26 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     given = [f"--sample.{name}={value}" for name in keys_of(SampleConfig) if (value := vars(options)[name]) is not None]
     try:
-        config = load([str(options.run / "config.toml"), *given])
-        tokenizer, sample = build_tokenizer(config.model.tokenizer_path), config.sample
-        prompt = tokenizer.encode(sample.prompt, bos=True)
+        with local_run(options.run, options.step) as run:
+            config = load([str(run / "config.toml"), *given])
+            tokenizer, sample = build_tokenizer(config.model.tokenizer_path), config.sample
+            prompt = tokenizer.encode(sample.prompt, bos=True)
 
-        def read() -> tuple[Path, Model]:
-            path, manifest = checkpoint_of(options.run / config.checkpoint.local_folder, options.step)
-            try:
-                return path, load_model(
-                    config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype
-                )
-            finally:
-                if not is_same(path, manifest):  # the read failed, or has parts of two checkpoints
-                    raise Removed(path)
+            def read() -> tuple[Path, Model]:
+                path, manifest = checkpoint_of(run / config.checkpoint.local_folder, options.step)
+                try:
+                    return path, load_model(
+                        config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype
+                    )
+                finally:
+                    if not is_same(path, manifest):  # the read failed, or has parts of two checkpoints
+                        raise Removed(path)
 
-        cure = "without --step the newest is read" if options.step >= 0 else ""
-        path, model = lasting(read, cure, lambda text: print(f"generate: {text}", file=sys.stderr))
-    except (ValueError, Damaged, CheckpointFailed) as error:
+            cure = "without --step the newest is read" if options.step >= 0 else ""
+            path, model = lasting(read, cure, lambda text: print(f"generate: {text}", file=sys.stderr))
+    except (ValueError, Damaged, CheckpointFailed, OSError) as error:
         print(f"generate: {error}", file=sys.stderr)
-        return 1 if isinstance(error, CheckpointFailed) else 2
+        return 1 if isinstance(error, CheckpointFailed | OSError) else 2
     if reason := why_no_text(model):
         print(f"generate: {reason}", file=sys.stderr)
         return 2
@@ -87,7 +89,9 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("run", type=Path, help="folder of the run, such as outputs/llama")
+    parser.add_argument(
+        "run", help="folder of the run, such as outputs/llama, or its URL, such as s3://BUCKET/runs/llama"
+    )
     parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest complete one")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations"

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     from contrib.interchange.hf import export_run, import_folder  # after the check, as it imports torch for seconds
     from training.checkpoint_files import CheckpointFailed, Damaged
     from training.log import Log
+    from training.object_store import local_run
 
     try:
         if options.command == "import":
@@ -46,15 +47,16 @@ def main(argv: list[str]) -> int:
                 log=Log(),
             )
         else:
-            export_run(
-                options.source,
-                options.out,
-                step=options.step,
-                shard_bytes=int(options.shard_gb * 1e9),
-                dtype=options.dtype,
-                max_positions=options.max_positions or 0,
-                log=Log(),
-            )
+            with local_run(options.source, options.step) as source:
+                export_run(
+                    source,
+                    options.out,
+                    step=options.step,
+                    shard_bytes=int(options.shard_gb * 1e9),
+                    dtype=options.dtype,
+                    max_positions=options.max_positions or 0,
+                    log=Log(),
+                )
     except (ValueError, Damaged) as error:
         return fail(error, 2)
     except (CheckpointFailed, OSError) as error:
@@ -80,8 +82,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     importing.add_argument("--dtype", choices=dtypes, default="", help="dtype to convert to; default: unchanged")
 
     exporting = commands.add_parser("export", help="a run's checkpoint -> safetensors and config.json")
-    source = "a run's folder, such as outputs/llama, or .../checkpoint/step-N"
-    exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help=source)
+    source = "a run's folder, such as outputs/llama, or .../checkpoint/step-N, or the URL of a run, such as s3://BUCKET/runs/llama"
+    exporting.add_argument("source", metavar="RUN_OR_CHECKPOINT", help=source)
     exporting.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest complete checkpoint")
     exporting.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes; default: 5")

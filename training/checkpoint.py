@@ -116,6 +116,10 @@ class CheckpointConfig:
         """Folder of the checkpoints inside the run's folder, also if `folder` is a URL."""
         return "checkpoint" if is_url(self.folder) else self.folder
 
+    def place(self, run_folder: Path) -> str:
+        """Returns the folder or URL that has the checkpoints of the run."""
+        return f"{self.folder.rstrip('/')}/{run_folder.name}" if is_url(self.folder) else str(run_folder / self.folder)
+
     def check_files(self) -> None:
         """Raises ValueError if initial_load_path is not a checkpoint. Opens no file, and connects to no store."""
         if self.initial_load_path and not is_url(self.initial_load_path):
@@ -141,13 +145,14 @@ class Checkpointer:
         in_thread: Callable[[Callable[[], None]], None] | None = None,
         on_stage: Callable[[str], None] = lambda stage: None,
         report: Callable[[str], None] | None = None,
+        beside: Sequence[str] = (),
     ) -> None:
         """`computed`: names of tensors that follow from the configuration; one of another size is not loaded. `lease`: for replica groups
         that share the folder; only its holder saves and removes leftovers. `in_thread`: runs work in the background. `on_stage`: called
         before a save makes its folder ("begin", rank 0), writes ("write"), renames ("publish", rank 0). `report`: reports that an object
-        store fails or recovers; None: `log` does."""
+        store fails or recovers; None: `log` does. `beside`: patterns of further files of the run's folder that an object store gets."""
         self.folder = run_folder / config.local_folder
-        self.place = f"{config.folder.rstrip('/')}/{run_folder.name}" if is_url(config.folder) else str(self.folder)
+        self.place = config.place(run_folder)
         self.saving: Future[None] | None = None  # a save in the background, until `wait`
         self._config, self._states, self._log, self._clock = config, states, log, clock
         self._computed, self._lease = computed, lease or UncheckedLease()
@@ -155,6 +160,7 @@ class Checkpointer:
         self._in_thread = in_thread or (
             lambda work: threading.Thread(target=work, name="checkpoint-scan", daemon=True).start()
         )
+        self._beside = beside
         self._saves_enabled = config.enable and not config.load_only
         self._saved_step: int | None = None  # newest step that this group has saved
         self._saved_full_step: int | None = None  # step of a full checkpoint of this run: not saved again
@@ -170,7 +176,14 @@ class Checkpointer:
         if is_url(config.folder) and self._ranks.rank == 0:
             store, keep = ObjectStore(self.place), config.keep_latest_k
             self._uploader = Uploader(
-                store, self.folder, keep, lease=self._lease, log=log, report=report or log.warning, clock=clock
+                store,
+                self.folder,
+                keep,
+                beside=beside,
+                lease=self._lease,
+                log=log,
+                report=report or log.warning,
+                clock=clock,
             )
 
     def due(self, step: int) -> bool:
@@ -296,6 +309,9 @@ class Checkpointer:
             is_useful = own is None or (stored[step] != "model" and step >= own)
             if step == wanted or (wanted < 0 and is_useful):
                 try:
+                    if self._beside and (own is None or step > own):
+                        # another machine's rows, which this one continues; first, as a start that has the step does not look again
+                        self._uploader.store.fetch_files(self.folder.parent)
                     self._uploader.store.fetch(step, self.folder)
                     break
                 except Damaged as damage:
@@ -312,7 +328,7 @@ class Checkpointer:
     def _stored(self) -> dict[int, str]:
         """Returns the kinds of the steps in the object store, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
         try:
-            return self._uploader.store.kinds() if self._uploader else {}
+            return self._uploader.store.kinds() if self._uploader and self._config.enable else {}
         except OSError as error:
             raise self._unreadable(error) from None
 

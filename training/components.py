@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from configs.check import gradient_device_type
+from configs.load import FILE_NAME
 from configs.saved import save, to_toml, what_groups_share
 from configs.schema import RunConfig
 from ft.agreement import Agreement
@@ -51,7 +52,7 @@ from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
 from training.signals import Signals
-from training.sinks import SAMPLES, Sinks, last_rows
+from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 from training.spikes import SpikeRule
 from training.tokenizer import build_tokenizer
 from training.watchdog import Watchdog, dump_flight_recorder
@@ -224,6 +225,8 @@ class Components:
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
         checkpointed = {name: state for name, state in states.items() if is_rank0 or name != METRICS_STATE}
         lease = WriterLease(folder, lambda: self.manager.writer_quorum) if shared else None
+        charts = Path(metrics.save_tb_folder)
+        rows = [METRICS, SAMPLES, *([] if charts.is_absolute() or ".." in charts.parts else [f"{charts}/*"])]
         self.checkpointer = self.cleanup.enter_context(
             closing(
                 Checkpointer(
@@ -234,6 +237,8 @@ class Components:
                     log=self.log,
                     lease=lease,
                     report=self.report_storage,
+                    # groups with disks of their own have different parts of the rows
+                    beside=[FILE_NAME] if shared else [FILE_NAME, *rows],
                 )
             )
         )

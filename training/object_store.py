@@ -4,6 +4,7 @@ Flow: checkpoint.py fetches the newest checkpoint when it loads, and offers each
 
     <checkpoint.folder>/<job.name>/step-40/__0_0.distcp.5d41402abc4b...    a file, under its name and digest
     <checkpoint.folder>/<job.name>/step-40/manifest.json                   put last, unless there is one: now the checkpoint exists
+    <checkpoint.folder>/<job.name>/files/metrics.jsonl/000000004096.5d4... a segment: what the file has from this byte on
 
 A store has no rename. A file's name has its digest, so that a repeated upload sends only what is missing, and a checkpoint that replaces
 one of the same step leaves the files of the old one alone until its own manifest is there. Removal takes the manifest first."""
@@ -18,13 +19,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from training import checkpoint_files as files
-from training.appended import sync_path
+from training.appended import replace_file, sync_path
 from training.checkpoint_files import MANIFEST, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.config import need
 from training.log import Log
@@ -36,6 +38,7 @@ SLOW_S = 10.0  # a longer upload is reported when the next checkpoint waits for 
 # scheme -> package, extra of pyproject.toml. memory:// lasts as long as the process, for tests
 DRIVERS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "memory": ("fsspec", "s3")}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+FILES = "files"  # beside the steps: segments of the run's other files
 _OBJECT = re.compile(r"step-(\d+)/([^/]+)")
 
 
@@ -101,7 +104,7 @@ class ObjectStore:
 
     def manifest(self, step: int) -> Manifest:
         try:
-            return Manifest.from_json(self._call("cat_file", step, MANIFEST))
+            return Manifest.from_json(self._call("cat_file", f"step-{step}/{MANIFEST}"))
         except FileNotFoundError:
             raise Damaged(f"{MANIFEST}: missing") from None
 
@@ -111,16 +114,16 @@ class ObjectStore:
         """Copies the checkpoint in the folder `path` into the store; its manifest last, and only if the step has none, or an equal one, or
         one that `replaces` accepts (None: damaged). `anew`: files that are there are sent again, as they may be damaged."""
         manifest = files.read_manifest(path)
-        present = {} if anew else self.objects().get(manifest.step, {})
+        folder, present = f"step-{manifest.step}/", {} if anew else self.objects().get(manifest.step, {})
         for file in manifest.files:
             if present.get(object_name(file)) != file.size_bytes:
-                self._call("put_file", manifest.step, object_name(file), source=str(path / file.name))
+                self._call("put_file", folder + object_name(file), source=str(path / file.name))
         present = self.objects().get(manifest.step, {})
         if missing := [file.name for file in manifest.files if present.get(object_name(file)) != file.size_bytes]:
             raise OSError(f"{missing[0]} was removed during the upload: has another launch of this run begun?")
         text = manifest.to_json().encode()
         try:
-            self._call("pipe_file", manifest.step, MANIFEST, text, mode="create")
+            self._call("pipe_file", folder + MANIFEST, text, mode="create")
         except OSError as error:  # FileExistsError, but not every store with S3's interface tells why it refuses
             if MANIFEST not in self.objects().get(manifest.step, {}):
                 raise error from None
@@ -131,7 +134,7 @@ class ObjectStore:
                 why = f"another writer has put step {manifest.step} there: is this run trained twice?"
                 raise FileExistsError(why) from None
             if found != manifest:
-                self._call("pipe_file", manifest.step, MANIFEST, text)
+                self._call("pipe_file", folder + MANIFEST, text)
         return manifest
 
     def fetch(self, step: int, folder: Path) -> Path:
@@ -146,17 +149,59 @@ class ObjectStore:
             for file in manifest.files:
                 if object_name(file) not in present:
                     raise Damaged(f"{object_name(file)}: missing")
-                self._call("get_file", step, object_name(file), str(partial / file.name))
+                self._call("get_file", f"step-{step}/{object_name(file)}", str(partial / file.name))
                 sync_path(partial / file.name)
             files.verify(partial, manifest)
             return files.publish(folder, manifest, name)
         finally:
             files.discard(folder, step, name)
 
+    def segments(self) -> dict[str, list[tuple[int, int, str]]]:
+        """Returns first byte, bytes and object of each segment of each file that was put, in order: {"metrics.jsonl": [...]}."""
+        with _os_errors(self.url):
+            file_system, root = self._place
+            found: dict[str, list[tuple[int, int, str]]] = {}
+            for path, entry in sorted(file_system.find(f"{root}/{FILES}", detail=True).items()):
+                key = path[len(root) + 1 :]
+                name, _, segment = key.removeprefix(f"{FILES}/").rpartition("/")
+                found.setdefault(name, []).append((int(segment.partition(".")[0]), entry["size"], key))
+            return found
+
+    def put_files(self, folder: Path, patterns: Iterable[str]) -> None:
+        """Puts what the store lacks of files that grow, and are cut when a run resumes. A store has no append, so each file is a sequence
+        of segments: the last ones that differ from the file are removed, and a new one has the rest."""
+        names = {
+            str(path.relative_to(folder)) for pattern in patterns for path in folder.glob(pattern) if path.is_file()
+        }
+        stored = self.segments() if names else {}
+        for name in sorted(names):
+            segments = stored.get(name, [])
+            with (folder / name).open("rb") as file:
+                while segments:
+                    first, size, key = segments[-1]
+                    file.seek(first)
+                    if key == _segment_name(name, first, file.read(size)):
+                        break
+                    self._call("rm_file", key)
+                    segments.pop()
+                end = sum(segments[-1][:2]) if segments else 0
+                file.seek(end)
+                if rest := file.read():
+                    self._call("pipe_file", _segment_name(name, end, rest), rest)
+
+    def fetch_files(self, folder: Path, names: Collection[str] = ()) -> None:
+        """Replaces files in `folder` by those that were put (`names`; none: all)."""
+        for name, segments in self.segments().items():
+            if not names or name in names:
+                content = b"".join(self._call("cat_file", key) for _, _, key in segments)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                replace_file(folder / name, content)
+
     def prune(self, keep: int, *, written: int) -> None:
         """Removes what files.prune would of a folder."""
         for step in files.outdated(self.kinds() if keep else {}, keep, written=written):
-            self._call("rm_file", step, MANIFEST)  # the files are those of no checkpoint now: `tidy` removes them
+            # the files are those of no checkpoint then: `tidy` removes them
+            self._call("rm_file", f"step-{step}/{MANIFEST}")
 
     def unfinished(self) -> list[tuple[int, str, str, str]]:
         """Returns step, bucket, key and ID of each unfinished multipart upload: it takes space in S3, and is in no listing."""
@@ -186,21 +231,20 @@ class ObjectStore:
                 except Damaged:
                     continue
             for name in objects.keys() - named:
-                self._call("rm_file", step, name)
+                self._call("rm_file", f"step-{step}/{name}")
 
-    def _call(self, method: str, step: int, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
+    def _call(self, method: str, name: str, *arguments: Any, source: str = "", **options: Any) -> Any:
         """Calls a method of the file system for an object. `source`: a first argument, before the object's path."""
         with _os_errors(self.url):
             file_system, root = self._place
-            path = f"{root}/step-{step}/{name}"
-            first = (source, path) if source else (path,)
+            first = (source, f"{root}/{name}") if source else (f"{root}/{name}",)
             return getattr(file_system, method)(*first, *arguments, **options)
 
 
 class Uploader:
     """A thread that puts the newest checkpoint of a folder into the store, so that a slow, full or broken store delays no step. A save that
-    comes meanwhile waits; of those that wait, only the newest is put. `lease`: see Checkpointer. `report`: called when the store fails, is
-    slow, or recovers."""
+    comes meanwhile waits; of those that wait, only the newest is put. `beside`, `lease`: see Checkpointer. `report`: called when the store
+    fails, is slow, or recovers."""
 
     def __init__(
         self,
@@ -208,6 +252,7 @@ class Uploader:
         folder: Path,
         keep: int,
         *,
+        beside: Sequence[str] = (),
         lease: WriterLease,
         log: Log,
         report: Callable[[str], None],
@@ -218,7 +263,8 @@ class Uploader:
         self.store = store
         self.done = set[int]()  # steps that this launch has put
         self.replaceable = set[int]()  # steps of this run's own that it may put again
-        self._folder, self._keep, self._lease, self._log, self._report = folder, keep, lease, log, report
+        self._folder, self._keep, self._beside = folder, keep, beside
+        self._lease, self._log, self._report = lease, log, report
         self._clock, self._retry_s, self._slow_s = clock, retry_s, slow_s
         self._changed = threading.Condition()
         self._busy: int | None = None  # step that is on its way
@@ -329,6 +375,9 @@ class Uploader:
         try:
             path, anew = files.step_folder(self._folder, step), step in self.replaceable
             manifest = files.read_manifest(path)
+            self.store.put_files(
+                self._folder.parent, self._beside
+            )  # first: a checkpoint's start finds the rows before it
             self.store.put(path, replaces=replaces, anew=anew)
         except (OSError, Damaged) as error:
             if lease.shared and isinstance(error, FileExistsError):
@@ -337,6 +386,8 @@ class Uploader:
                 )
                 return ""
             return files.reason(error) if isinstance(error, OSError) else str(error)
+        except Exception as error:  # noqa: BLE001 (a thread that has ended would leave the run waiting)
+            return f"{type(error).__name__}: {error}"
         self.done.add(step)
         self.replaceable.add(step)
         size, seconds = manifest.size_bytes / 1e6, time.perf_counter() - began
@@ -361,6 +412,34 @@ class Uploader:
 def object_name(file: FileRecord) -> str:
     """Returns the name of a file in the store."""
     return f"{file.name}.{hashlib.blake2b(''.join(file.digests).encode(), digest_size=16).hexdigest()}"
+
+
+def _segment_name(name: str, first: int, content: bytes) -> str:
+    return f"{FILES}/{name}/{first:015}.{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+
+@contextmanager
+def local_run(run: str, step: int) -> Iterator[Path]:
+    """Yields the folder of a run: `run` itself or, of a URL such as s3://BUCKET/runs/NAME, a temporary one with its settings and its newest
+    intact checkpoint, or that of `step` if >= 0. Raises ValueError, OSError, Damaged."""
+    if not is_url(run):
+        yield Path(run)
+        return
+    check_url("RUN", run)
+    store = ObjectStore(run.rstrip("/"))
+    with TemporaryDirectory(prefix="pharos-") as name:
+        folder, steps = Path(name), store.steps()
+        if step >= 0 and step not in steps or not steps:
+            raise ValueError(f"{run} has {'steps ' + ', '.join(map(str, steps)) if steps else 'no checkpoint'}")
+        store.fetch_files(folder, ["config.toml"])
+        for candidate in [step] if step >= 0 else reversed(steps):
+            try:
+                store.fetch(candidate, folder / "checkpoint")
+                break
+            except Damaged:
+                if candidate in (step, steps[0]):
+                    raise
+        yield folder
 
 
 @contextmanager

@@ -29,7 +29,8 @@ RUN = Path("outputs/tiny")
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     # one schedule, however many steps a launch makes
-    write_job(tmp_path, CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000"))
+    config = CONFIG.replace("warmup_steps = 2", "warmup_steps = 2\ntotal_steps = 1000000")
+    write_job(tmp_path, config.replace("enable_tensorboard = false", "enable_tensorboard = true"))
     monkeypatch.chdir(tmp_path)
     with closing(S3Server()) as server:
         use(server, monkeypatch)
@@ -69,8 +70,13 @@ def test_a_run_outlives_its_machine(server: S3Server):
     train(f"--training.steps={end}", "--job.name=calm")
     calm = Path("outputs/calm")
     assert checkpoint_digests(fetched) == checkpoint_digests(calm / "checkpoint" / f"step-{end}")
-    assert samples(RUN) == samples(calm)[newest:]
-    assert losses(RUN) == {step: loss for step, loss in losses(calm).items() if step > newest}
+    assert samples(RUN) == samples(calm) and losses(RUN) == losses(calm)
+    assert len([*(RUN / "tb").iterdir()]) == 2, "the charts of both launches"
+    assert "steps" in python(ROOT / "scripts" / "samples.py", RUN)
+    python(ROOT / "scripts" / "generate.py", store.url, "--tokens=3")
+
+    shutil.rmtree(RUN)
+    assert "--resume.allow=optimizer.lr" in train(f"--training.steps={end + 1}", "--optimizer.lr=1e-5", code=2)
 
 
 def test_a_run_ends_only_when_the_store_has_its_last_step(server: S3Server):
@@ -119,3 +125,41 @@ def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
         store.tidy()  # of the next start
         assert store.unfinished() == [] and sorted(store.objects()) == store.steps()
     assert unfinished and found == sorted(found) and {*found} == {4, 6}
+
+
+@pytest.mark.parametrize("fault", ["slow", "broken"])
+def test_steps_go_on_without_the_store(server: S3Server, fault: str):
+    """And the last save is there once it answers again."""
+    with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:
+        job.until("a step", lambda text: "step 1/" in text)
+        server.fault = fault
+        before = job.text.count(" saved: ")
+        job.until("three more checkpoints on the disk", lambda text: text.count(" saved: ") >= before + 3)
+        assert server.met.wait(WAIT_S)
+        server.fault = ""
+        server.lets_go.set()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+    assert f"step {ObjectStore(f's3://{BUCKET}/runs/tiny').steps()[-1]} put into" in job.text
+
+
+def test_groups_go_on_from_the_store(server: S3Server):
+    """Both are killed, and their disk is lost."""
+    store, log = ObjectStore(f"s3://{BUCKET}/runs/tiny"), Path("log")
+    command = [str(ROOT / "scripts" / "run_replicas.sh"), *COMMAND[1:], "--groups=2"]
+    with closing(Started([*command, "--training.steps=100000"], log, cwd=Path.cwd(), **ENV)) as job:
+        job.until_all_train(2)
+        job.until("a checkpoint in the store", lambda text: "put into s3://bucket/runs/tiny" in text)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 0
+    newest = store.steps()[-1]
+    shutil.rmtree("outputs")
+    done = subprocess.run(
+        [*command, f"--training.steps={newest + 10}"],
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"checkpoint/step-{newest}" in done.stdout + done.stderr and store.steps()[-1] == newest + 10

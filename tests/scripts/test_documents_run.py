@@ -50,6 +50,14 @@ ELSEWHERE = {
     "export TORCHFT_LIGHTHOUSE": ("tests/scripts/test_bad_groups.py", "TORCHFT_LIGHTHOUSE"),
     "REPLICA_GROUP_ID=0": ("tests/scripts/test_bad_groups.py", "REPLICA_GROUP_ID"),
     "./scripts/run_train.sh configs/relu2.toml": ("tests/scripts/test_add_a_model.py", "configs/relu2.toml"),
+    "./scripts/run_train.sh configs/llama.toml --checkpoint.folder s3": (
+        "tests/e2e/test_object_store.py",
+        "--checkpoint.folder=s3",
+    ),
+    "./scripts/run_replicas.sh configs/llama.toml --groups 2 --checkpoint.folder s3": (
+        "tests/e2e/test_object_store.py",
+        "run_replicas.sh",
+    ),
     "sbatch ": ("tests/scripts/test_slurm.py", "train.sbatch"),
     "kubectl create": ("tests/scripts/test_kubernetes.py", "pharos-token"),
     "kubectl apply": ("tests/scripts/test_kubernetes.py", "jobset.yaml"),

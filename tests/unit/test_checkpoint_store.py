@@ -231,3 +231,13 @@ def test_a_run_that_has_only_exported_weights_is_no_new_run(tmp_path: Path):
     assert other.checkpointer.newest_step("model") == 4
     with pytest.raises(ValueError, match="has only the weights"):
         other.checkpointer.load()
+
+
+def test_a_seed_is_put_and_another_machine_starts_from_it(tmp_path: Path):
+    job = start(tmp_path / "1", create_seed_checkpoint=True)
+    assert job.checkpointer.load() is None
+    job.checkpointer.save_seed()
+    assert STORE.steps() == [0]
+    other = start(tmp_path / "2", seed=1)
+    assert other.checkpointer.load() == 0
+    assert same(other.states["model"].state_dict(), job.states["model"].state_dict())

@@ -15,7 +15,7 @@ from tests.s3_server import BUCKET, S3Server, use
 from tests.unit.fakes import Lines
 from training import checkpoint_files as files
 from training.checkpoint_files import CheckpointFailed, Damaged, Digest, FileRecord, Manifest
-from training.object_store import ObjectStore, Uploader, check_url, object_name
+from training.object_store import ObjectStore, Uploader, check_url, local_run, object_name
 from training.writer_lease import UncheckedLease
 
 WAIT_S = 50.0
@@ -191,6 +191,46 @@ def test_a_kill_at_any_operation_leaves_the_newest_checkpoint(tmp_path: Path):
     assert found == [4, 4, 4, 6, 6, 6]  # two files and the manifest; then the old manifest and its files
 
 
+def test_files_that_grow_are_put_as_segments(store: ObjectStore, tmp_path: Path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for count, lines in enumerate(
+        ["1\n2\n", "1\n2\n3\n", "1\n2\n3\n4\n", "1\n2\nthree\n", "1\n2\nthree\n", "1\n", "1\n2\n"]
+    ):
+        (here / "tb").mkdir(parents=True, exist_ok=True)
+        (here / "rows.jsonl").write_text(lines)
+        (here / "tb" / f"events.{count}").write_bytes(b"charts")
+        store.put_files(here, ["rows.jsonl", "tb/*", "missing"])
+        store.put_files(here, ["rows.jsonl"])
+        store.fetch_files(there)
+        assert (there / "rows.jsonl").read_text() == lines
+        assert len([*(there / "tb").iterdir()]) == count + 1
+    assert [(first, size) for first, size, _ in store.segments()["rows.jsonl"]] == [(0, 2), (2, 2)]
+    assert store.objects() == {}
+
+
+def test_a_run_is_read_from_its_url(store: ObjectStore, tmp_path: Path):
+    (tmp_path / "config.toml").write_text("the settings")
+    store.put_files(tmp_path, ["config.toml"])
+    for step in (2, 4):
+        store.put(checkpoint(tmp_path, step))
+    with local_run(store.url, -1) as run:
+        assert (run / "config.toml").read_text() == "the settings" and files.list_steps(run / "checkpoint") == [4]
+        # a damaged one is passed over, as on a disk
+        file_system, root = store._place
+        file_system.pipe_file(f"{root}/step-4/manifest.json", b"")
+    assert not run.exists()
+    with local_run(store.url, -1) as run:
+        assert files.list_steps(run / "checkpoint") == [2]
+    with pytest.raises(Damaged), local_run(store.url, 4):
+        pass
+    with pytest.raises(ValueError, match=r"runs/a has steps 2, 4"), local_run(store.url, 3):
+        pass
+    with pytest.raises(ValueError, match=r"runs/b has no checkpoint"), local_run(store.url[:-1] + "b", -1):
+        pass
+    with local_run("outputs/llama", -1) as run:
+        assert run == Path("outputs/llama")
+
+
 class Uploads:
     """An uploader over the store of a server."""
 
@@ -269,6 +309,10 @@ def test_a_slow_store_delays_no_save(server: S3Server, tmp_path: Path, monkeypat
         "checkpoint: step 6 waits: s3://bucket/runs/a has not taken step 4 for 40 s: no answer yet; training continues"
     )
     assert uploads.uploader.in_use == {4, 8}
+    assert not uploads.uploader.wait(0.0) and not uploads.uploader.wait(0.0)
+    assert uploads.told[2:] == [
+        "checkpoint: the end of the run waits: s3://bucket/runs/a has not taken step 8 for 40 s: no answer yet"
+    ]
     server.fault = ""
     server.lets_go.set()
     uploads.uploader.close()
