@@ -113,8 +113,9 @@ def test_two_groups_one_killed(tmp_path: Path, cleanup: ExitStack):
         {event["step"]: event["words"] for event in listed if event["event"] == "spike" and event["step"] > healed}
         for listed in events
     )
-    assert len(mine) >= 3 and mine == {step: theirs.get(step) for step in mine}
+    last = min(max(mine), max(theirs))  # one of them may leave first
+    mine, theirs = ({step: words for step, words in each.items() if step <= last} for each in (mine, theirs))
+    assert len(mine) >= 2 and mine == theirs
     assert not [event for listed in events for event in listed if event["event"] == "weights differ"]
     found = spikes(Path("outputs/tiny"))
-    last = max(mine)
-    assert {row.step for row in found if healed < row.step <= last} == {step for step in mine if step <= last}
+    assert {row.step for row in found if healed < row.step <= last} == mine.keys()

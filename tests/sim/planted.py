@@ -209,6 +209,13 @@ def end_claim_of_namesake(roster: Roster, member: Member) -> None:
         del roster.claims[member.name]
 
 
+class SpikesAreForgotten(Ledger):
+    """A healing group loads the ledger without the slots of steps that no group has applied."""
+
+    def load_state_dict(self, state: dict[str, Any], *, keep_assignment: bool = True) -> None:
+        super().load_state_dict(state | {"skipped": []}, keep_assignment=keep_assignment)
+
+
 @dataclass(frozen=True)
 class Bug:
     machines: Machines
@@ -258,6 +265,9 @@ BUGS = {
     ),
     "a watchdog that hears nothing": Bug(
         Machines(watchdog_stands=False), 5, "no step in 100 s", "fewer than min_replicas", 2
+    ),
+    "skipped slots that a heal forgets": Bug(
+        Machines(ledger=SpikesAreForgotten), 2, "count as trained on", groups=3, steps=40
     ),
     "a vote that is held is a try": Bug(
         Machines(held_is_no_try=False), 7, "no outcome of the vote", "lighthouse away", 2

@@ -60,6 +60,7 @@ class Setting:
     faults: tuple[Fault, ...]
     fault_class: str = ""  # of faults.CLASSES
     loss: float = 0.0  # of packets
+    spikes: bool = False  # the trainers do not apply some steps
 
 
 def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) -> Setting:
@@ -92,6 +93,7 @@ def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) 
             "digest_interval": DIGEST_INTERVAL,
         },
         faults=faults.draw(dice, groups, duration_s) + (faults.interrupted(more, duration_s) if breaks else ()),
+        spikes=World(seed).dice("spikes").chance(0.3),
     )
     name = faults.class_of(seed) if fault_class is None else fault_class
     return drawn_in(name, drawn, duration_s) if name and (fault_class or groups < MANY) else drawn

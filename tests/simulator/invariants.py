@@ -39,6 +39,7 @@ class Committed:
     era: int  # grows when the job goes back to a checkpoint: commits after the old state no longer count
     weights: dict[int, int] = field(default_factory=dict)  # by group_rank: each holds another part of the model
     children: list[Committed] = field(default_factory=list)
+    applied: bool = True  # False: a spike, whose slots are skipped
 
     def chain(self) -> Iterator[Committed]:
         """This step and those before it, newest first."""
@@ -319,8 +320,12 @@ class Truth:
             return
         self._audited.add(book)
         record = self.commits_by_id.get(commit_id)
-        trained = [slot for c in (record.chain() if record else ()) for slot in c.slots]
+        chain = list(record.chain()) if record else []
+        trained = [slot for c in chain if c.applied for slot in c.slots]
+        left_out = [slot for c in chain if not c.applied for slot in c.slots]
         require(len(trained) == len(set(trained)), f"{who}: slots in two commits")
+        forgotten = set(left_out) - set(state["skipped"])
+        require(not forgotten, f"{who}: slots {sorted(forgotten)[:9]} of spikes count as trained on")
         missing = set(range(int(state["position"]))) - set(trained) - set(state["holes"]) - set(state["skipped"])
         require(not missing, f"{who}: slots {sorted(missing)[:9]} are lost")
         extra = set(trained) & (set(state["holes"]) | set(state["skipped"]))

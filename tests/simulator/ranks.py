@@ -528,12 +528,19 @@ class RankNode:
         sums = self._held.pop(effect.step) if effect.held else self._sums
         assert self.weights is not None, f"{self.process.name} commits on a void state"
         self._kept = NOTHING
-        self.weights, self.step = digest(self.weights, sums.text, effect.divisor), effect.step
+        # like the sums, which a trainer decides from, this is the same in all groups
+        is_spike = self.cluster.setting.spikes and int(effect.commit_id[:2], 16) < 32
+        self.weights = self.weights if is_spike else digest(self.weights, sums.text, effect.divisor)
+        self.step = effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
         self.progress_s, self._still_s, self._may_be_still_s = self.world.now_s, 0.0, WATCHDOG_S
         self.cluster.liveness.restart()
         assert self._quorum is not None
         self.truth.commits(self, effect, self._quorum, sums, parent)
+        if is_spike:
+            self.truth.commits_by_id[effect.commit_id].applied = False
+            self.feed(m.Skipped(tuple(slot for slot, _ in effect.slots)))
+            self.world.seen["spike: a step is not applied"] += 1
         if effect.step % self.cluster.setting.checkpoint_every == 0:
             self._checkpoints[effect.step] = self.snapshot()
         self.trainer.update(effect)
