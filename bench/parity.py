@@ -43,6 +43,7 @@ from bench.pairs import markdown, parser, renew
 from bench.parity_worker import STEPS, Compared, OptimizerName, ParityCase, Seen, StepSeen, Task, alone, beside, build
 from configs.load import load
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.expert import check_experts
 from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import AXES, ParallelDims, ParallelismConfig
 from parallelisms.pipeline_plan import check_pipeline, splits_backward
@@ -54,7 +55,7 @@ SEQUENCES = 32  # of a step: enough for 8 data-parallel ranks with 4 microbatche
 TINY = """
 --model.dim=64 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 --model.hidden_dim=128 --training.seq_len=32
 """
-MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads")
+MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "n_experts", "experts_per_token")
 CASE_TIMEOUT_S = 600.0  # the first case includes the import of torch in all workers
 
 LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
@@ -95,6 +96,7 @@ def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> 
     assert len(seen) == case.world_size and all(len(rank.steps) == len(names) for rank in seen)
     drawn = {name for rank in seen for name in rank.drawn_differently}
     problems = [f"{name}: initial values are not those of one process" for name in sorted(drawn)]
+    problems += [f"{name} chooses other experts" for name in sorted({name for rank in seen for name in rank.rerouted})]
     gradients, others = list[Deviation](), list[Deviation]()
     for number, when in enumerate(names):
         steps, expected = [rank.steps[number] for rank in seen], truth[min(number, len(truth) - 1)]
@@ -149,8 +151,9 @@ class Proof:
         return self._truths[key]
 
     def verdict(self, case: ParityCase) -> ParityVerdict:
-        truth, began = self.truth(case), time.monotonic()
+        began = time.monotonic()
         try:
+            truth = self.truth(case)
             seen = self._pool.run(case.world_size, beside, self.task, case, timeout_s=CASE_TIMEOUT_S)
             found = judge(case, truth, seen)
         except WorkerError as error:  # the ranks' errors, equal ones once
@@ -209,10 +212,13 @@ def _layouts(task: Task, world_size: int) -> Iterator[tuple[ParallelDims, tuple[
     following = {axis: cycle(options) for axis, options in OPTIONS.items()}
     recomputation = cycle((*RECOMPUTATION, Option("", {})))
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    experts = getattr(task.model, "n_experts", 1)  # of 1: no mixture
+    spread = [Option(f"ep {d}", {"expert_parallel_degree": d}) for d in divisors if 1 < d <= 4 and experts % d == 0]
     for degrees in (ParallelDims(*sizes) for sizes in product(divisors, repeat=len(AXES)) if prod(sizes) == world_size):
         if not _legal(task, degrees, ()):
             continue
         yield degrees, ()
+        yield from ((degrees, (option,)) for option in spread if _legal(task, degrees, (option,)))
         axes = [axis for axis in OPTIONS if getattr(degrees, axis) > 1]
         if degrees.dp_shard > 1 and degrees.dp_replicate > 1:
             axes.remove("dp_replicate")  # HSDP is one wrapper with one set of options
@@ -234,6 +240,7 @@ def _legal(task: Task, degrees: ParallelDims, options: tuple[Option, ...]) -> bo
             config, size = case.layout.parallelism, case.local_batch_size
             with torch.device("meta"):
                 model = build(task, case.vocab_size)
+            check_experts(model, degrees, config)
             if degrees.tp > 1:
                 check_plan(model, degrees)
             check_pipeline(

@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
 from ft.buckets import to_local
-from models.contract import ModelConfig
+from models.contract import Model, ModelConfig, Router
+from parallelisms.context import pieces_of_ranks, positions
+from parallelisms.fsdp import reshard_all
 from parallelisms.layout import ExecutionConfig
 from parallelisms.mesh import ParallelDims, build_mesh, degrees
 from parallelisms.parallelize import parallelize
@@ -34,6 +36,7 @@ from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 OptimizerName = Literal["SGD", "AdamW"]
 STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5}
 SGD_RATE = 0.1
+MARGIN = 5e-4  # of the k-th score over the next, in a router
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,10 @@ class Task:
     def gradients(self, vocab_size: int, optimizer: OptimizerName) -> Path:
         """File of the reference's gradients of all steps."""
         return self.folder / f"{vocab_size}-{optimizer}-gradients.pt"
+
+    def choices(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
+        """File of a step's inputs and of the experts that the reference chooses for them; only for a model with routers."""
+        return self.folder / f"{vocab_size}-{optimizer}-choices-{step}.pt"
 
     def weights(self, vocab_size: int, optimizer: OptimizerName, step: int) -> Path:
         """Checkpoint of the reference's weights after `step` steps; 0: the seed checkpoint."""
@@ -98,12 +105,13 @@ class Seen:
 
     stage: int  # of the pipeline
     drawn_differently: tuple[str, ...]  # parameters whose initial values differ from the seed checkpoint in any bit
+    rerouted: tuple[str, ...]  # routers that choose other experts in the first step
     # With AdamW the last step is repeated, from the reference's weights before it.
     steps: tuple[StepSeen, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: change of each weight over all steps
 
 
-def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
+def batch(task: Task, vocab_size: int, optimizer: OptimizerName, step: int) -> tuple[Tensor, Tensor]:
     """Returns inputs and labels [B, T] of a step. Sequences have different numbers of targets: one has none, one has all."""
     draws = torch.Generator().manual_seed(task.seed * 1000 + step)
     shape = (task.global_batch_size, task.seq_len)
@@ -112,6 +120,8 @@ def batch(task: Task, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     ignored = torch.randint(0, task.seq_len, (task.global_batch_size,), generator=draws)
     ignored[0], ignored[-1] = task.seq_len, 0
     labels[torch.arange(task.seq_len) < ignored.unsqueeze(1)] = IGNORED
+    if (choices := task.choices(vocab_size, optimizer, step)).exists():
+        inputs, _ = torch.load(choices)
     return inputs, labels
 
 
@@ -128,19 +138,61 @@ def alone(task: Task, vocab_size: int, optimizer: OptimizerName) -> tuple[StepSe
 
     keep_weights()
     for step in range(STEPS[optimizer]):
-        inputs, labels = batch(task, vocab_size, step)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        if routers([model]):
+            torch.save(clear_choices(task, model, vocab_size, step), task.choices(vocab_size, optimizer, step))
+        inputs, labels = batch(task, vocab_size, optimizer, step)
+        # A sum, as in training: what a model adds to the loss in its backward, such as a balance of experts, is one, too
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss.backward()
+        tokens = (labels != IGNORED).sum().item()
+        scale_gradients(list(model.parameters()), 1 / tokens)
         here = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        norm = torch.cat([g.flatten() for g in here.values()]).norm().item()
+        norm = torch.cat([g.flatten() for g in here.values()]).double().norm().item()
         sizes = tuple(Compared(name, tuple(g.shape)) for name, g in here.items())
-        steps.append(StepSeen(loss.item(), (labels != IGNORED).sum().item(), norm, sizes))
+        steps.append(StepSeen(loss.item() / tokens, tokens, norm, sizes))
         gradients.append(here)
         rule.step()
         rule.zero_grad()
         keep_weights()
     torch.save(gradients, task.gradients(vocab_size, optimizer))
     return tuple(steps)
+
+
+def routers(parts: Iterable[nn.Module]) -> list[tuple[str, Router]]:
+    return [(name, module) for part in parts for name, module in part.named_modules() if isinstance(module, Router)]
+
+
+def clear_choices(task: Task, model: nn.Module, vocab_size: int, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draws inputs [B, T] for which each router of `model` chooses by a margin of more than MARGIN: rounding differs between layouts, and
+    once a token goes to another expert nothing can be compared. Returns also the experts chosen, [B, T, k] by router."""
+    draws, kept = torch.Generator().manual_seed(task.seed * 1000 + step), list[Tensor]()
+    margins, chosen = list[Tensor](), dict[str, Tensor]()
+
+    def seen(router: Router, args: tuple[Tensor], output: tuple[Tensor, Tensor], name: str) -> None:
+        k = output[1].shape[-1]
+        best, _ = router.selection(args[0]).topk(k + 1)
+        margins.append((best[..., k - 1] - best[..., k]).amin(1))  # [B]
+        chosen[name] = output[1]
+
+    hooks = [router.register_forward_hook(partial(seen, name=name)) for name, router in routers([model])]
+    with torch.no_grad():
+        while sum(map(len, kept)) < task.global_batch_size:
+            inputs = torch.randint(0, vocab_size, (task.global_batch_size, task.seq_len), generator=draws)
+            margins.clear()
+            model(inputs)
+            kept.append(inputs[torch.stack(margins).amin(0) > MARGIN])
+        inputs = torch.cat(kept)[: task.global_batch_size]
+        margins.clear()
+        model(inputs)
+    for hook in hooks:
+        hook.remove()
+    margin = torch.stack(margins).min().item()
+    assert margin > 1e-4, f"step {step}: a router chooses by a margin of {margin:.1e}"
+    return inputs, chosen
+
+
+def _append_choice(found: list[Tensor], _: Router, args: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    found.append(output[1])
 
 
 def beside(task: Task, case: ParityCase) -> Seen:
@@ -153,6 +205,7 @@ def beside(task: Task, case: ParityCase) -> Seen:
     drawn = {name: to_local(value).clone() for name, value in ModelState(rank.parallel.parts).state_dict().items()}
     rank.load_weights(0)
     loaded = ModelState(rank.parallel.parts).state_dict()
+    rerouted = tuple(rank.rerouted())
     drawn_differently = tuple(name for name, value in loaded.items() if not torch.equal(to_local(value), drawn[name]))
     steps = list[StepSeen]()
     for step in range(len(rank.truth)):
@@ -164,7 +217,7 @@ def beside(task: Task, case: ParityCase) -> Seen:
         moves = tuple(rank.moves())
         rank.load_weights(last)
         steps.append(rank.forward_backward(last))
-    return Seen(rank.coordinate.pp_rank, drawn_differently, tuple(steps), moves)
+    return Seen(rank.coordinate.pp_rank, drawn_differently, rerouted, tuple(steps), moves)
 
 
 class Rank:
@@ -172,6 +225,10 @@ class Rank:
         self.task, self.case = task, case
         self.folder = partial(task.weights, case.vocab_size, case.optimizer)  # of the reference's weights after a step
         self.coordinate = case.degrees.coordinate(dist.get_rank())
+        count = task.global_batch_size // case.degrees.data_parallel
+        self.mine = slice(
+            self.coordinate.dp_rank * count, (self.coordinate.dp_rank + 1) * count
+        )  # of the step's sequences
         self.truth: list[dict[str, Tensor]] = torch.load(task.gradients(case.vocab_size, case.optimizer))
         with torch.device("meta"):
             model = build(task, case.vocab_size)
@@ -179,6 +236,34 @@ class Rank:
         sizes = {"local_batch_size": case.local_batch_size, "seq_len": task.seq_len, "seed": task.seed}
         self.parallel = parallelize(model, mesh, cross_entropy_sum, case.layout, **sizes, device=device)  # as train.py
         self.optimizer = _optimizer(task, case.optimizer, self.parallel.parts)
+
+    def rerouted(self) -> list[str]:
+        """Runs the first step's forward, and returns the routers that choose other experts than the reference's for any token."""
+        case, at, chosen = self.case, self.coordinate, dict[str, list[Tensor]]()
+        choices = self.task.choices(case.vocab_size, case.optimizer, 0)
+        if not choices.exists():
+            return []
+        _, expected = torch.load(choices)
+        hooks = []
+        for name, router in routers(self.parallel.parts):
+            chosen[name] = []
+            hooks.append(router.register_forward_hook(partial(_append_choice, chosen[name])))
+        inputs, labels = self.rows(0)
+        for x, y in zip(inputs.split(case.local_batch_size), labels.split(case.local_batch_size), strict=True):
+            self.parallel.evaluate(x, y)
+        reshard_all(self.parallel.parts)
+        for hook in hooks:
+            hook.remove()
+        pieces = pieces_of_ranks(case.degrees.cp, case.layout.parallelism.context_parallel_load_balancer)
+        tokens = (
+            positions(pieces, self.task.seq_len)[at.cp_rank] if case.degrees.cp > 1 else torch.arange(self.task.seq_len)
+        )
+        tokens = tokens.chunk(case.degrees.tp)[at.tp_rank]
+        return [
+            name
+            for name, found in chosen.items()
+            if not torch.equal(torch.cat(found), expected[name][self.mine][:, tokens])
+        ]
 
     def moves(self) -> list[Compared]:
         """Compares the change of each weight since the seed checkpoint."""
@@ -201,13 +286,11 @@ class Rank:
 
     def forward_backward(self, step: int) -> StepSeen:
         """Computes this rank's sequences, all-reduces, and divides once, as train.py; without clipping, which would hide a wrong scale."""
-        task, case = self.task, self.case
-        inputs, labels = batch(task, case.vocab_size, step)
-        rows = task.global_batch_size // case.degrees.data_parallel
-        mine = slice(self.coordinate.dp_rank * rows, (self.coordinate.dp_rank + 1) * rows)
+        case = self.case
+        inputs, labels = self.rows(step)
         size = case.local_batch_size
         loss_sum, tokens = torch.zeros((), dtype=torch.float64), 0
-        for x, y in zip(inputs[mine].split(size), labels[mine].split(size), strict=True):
+        for x, y in zip(inputs.split(size), labels.split(size), strict=True):
             loss_sum += self.parallel.forward_backward(x, y).double()
             tokens += int((y != IGNORED).sum()) if self.coordinate.counts_tokens else 0
         sums = torch.stack((loss_sum, torch.tensor(tokens).double()))
@@ -218,6 +301,11 @@ class Rank:
         scale_gradients(parameters, 1 / divisor)
         gradients = ((name, _whole(p.grad)) for name, p in self._parameters() if p.grad is not None)
         return StepSeen(loss / divisor, divisor, norm, tuple(_compare(gradients, self.truth[step])))
+
+    def rows(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and labels of this rank's sequences."""
+        inputs, labels = batch(self.task, self.case.vocab_size, self.case.optimizer, step)
+        return inputs[self.mine], labels[self.mine]
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (name in the unsharded model, parameter): a tied one once, but each copy of two stages."""
@@ -241,7 +329,7 @@ def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> I
         yield Compared(name, tuple(value.shape), deviation)
 
 
-def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
+def _optimizer(task: Task, name: OptimizerName, parts: Sequence[Model]) -> torch.optim.Optimizer:
     parameters = [p for part in parts for p in part.parameters()]
     return build_optimizer(task.optimizer, parts) if name == "AdamW" else torch.optim.SGD(parameters, lr=SGD_RATE)
 

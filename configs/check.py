@@ -20,7 +20,7 @@ from configs.errors import raise_problems
 from configs.keys import to_text
 from configs.load import FILE_NAME, section_types
 from configs.schema import RunConfig
-from models.contract import nearest
+from models.contract import has_experts, nearest
 from parallelisms.device import local_device_type
 from parallelisms.mesh import degrees
 from parallelisms.pipeline_plan import check_pipeline, schedule_of, splits_backward
@@ -371,6 +371,10 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         from parallelisms.tensor import check_plan
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
+    if config.parallelism.expert_parallel_degree > 1 or has_experts(config.meta_model(vocab_size)):
+        from parallelisms.expert import check_experts
+
+        check_experts(config.meta_model(vocab_size), degrees(config.parallelism, world_size), config.parallelism)
     if config.parallelism.context_parallel_degree > 1:
         from parallelisms.context import attentions
 

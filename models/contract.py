@@ -42,6 +42,9 @@ class Model(nn.Module):
     norm: nn.Module | None
     output: Head | None
     tp_plan: Mapping[str, str] = MappingProxyType({})  # module name -> kind: parallelisms/tensor.py
+    # Pattern over parameter names -> update, in place of the optimizer's. Called after a commit with the parameter and its gradient, this
+    # rank's shards; the gradient is what backward gave, summed over all tokens, ranks and groups. It is in no norm, and not clipped.
+    own_updates: Mapping[str, Callable[[Tensor, Tensor], None]] = MappingProxyType({})
     tied: bool = False  # embedding and head share one parameter, tok_embeddings.weight
 
     def forward(
@@ -96,6 +99,34 @@ class Head(nn.Linear):
             return super().forward(h)  # [B, T, V]
         assert self.loss is not None, "parallelize() sets it"
         return self.loss(h, self.weight, labels)  # scalar
+
+
+class Router(nn.Module):
+    """Base class of what chooses the experts of a token. Its parameters stay fp32 in every layout; it computes on this rank's tokens."""
+
+    # Sums over the ranks that share a sequence; parallelisms/expert.py sets it
+    sum_over_sequence: Callable[[Tensor], Tensor] = staticmethod(lambda counts: counts)
+
+    def selection(self, x: Tensor) -> Tensor:
+        """Returns the numbers [B, T, E] whose k largest are the experts of each token of x [B, T, C]."""
+        raise NotImplementedError
+
+
+class Experts(nn.Module):
+    """Base class of experts: every parameter is [E, ...], one slice an expert. Expert parallelism shards dim 0."""
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Takes rows [M, C], in the order of the experts, and the number of each expert's rows, int64 [E] of this rank's experts. Returns
+        [M, C]."""
+        raise NotImplementedError
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Calls forward, where expert parallelism has put the exchange of rows between ranks: `counts` [E] of all experts."""
+        return cast(Tensor, self(rows, counts))
+
+
+def has_experts(module: nn.Module) -> bool:
+    return any(isinstance(inner, Experts) for inner in module.modules())
 
 
 def nearest(wanted: int, legal: Iterable[int]) -> str:

@@ -1,7 +1,8 @@
 """Initial values that do not depend on the parallel layout.
 
-Each parameter is divided into blocks of BLOCK_ROWS rows. Block b of parameter `name` is drawn on the CPU by a generator seeded with
-(seed, name, b): a rank draws only its blocks, and the values are bit-identical for any sharding and device."""
+Each parameter is divided into blocks of BLOCK_ROWS rows, or of one slice where it has three dims. Block b of parameter `name` is drawn on
+the CPU by a generator seeded with (seed, name, b): a rank draws only its blocks, and the values are bit-identical for any sharding and
+device."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ def normal_(parameter: Tensor, name: str, seed: int, *, std: float, truncation: 
         shape, offset = compute_local_shape_and_global_offset(*sharding)
     start, stop = offset[0], offset[0] + shape[0]  # rows of the whole parameter in this shard
     columns = [slice(begin, begin + length) for begin, length in zip(offset[1:], shape[1:], strict=True)]
-    for index in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0):
-        first = index * BLOCK_ROWS
-        rows = min(BLOCK_ROWS, parameter.shape[0] - first)
+    block_rows = BLOCK_ROWS if parameter.ndim < 3 else 1
+    for index in range(start // block_rows, -(-stop // block_rows) if start < stop else 0):
+        first = index * block_rows
+        rows = min(block_rows, parameter.shape[0] - first)
         block = torch.empty((rows, *parameter.shape[1:]), device="cpu", dtype=torch.float32)
         # a 63-bit hash of (seed, name, block), the same in every process
         digest = hashlib.sha256(f"{seed}/{name}/{index}".encode()).digest()

@@ -144,7 +144,7 @@ class Llama(Model):
             elif not name.startswith("layers"):
                 normal_(parameter, name, seed, std=self.config.dim**-0.5, truncation=3.0)
             else:
-                layer, kind = int(name.split(".")[1]), name.split(".")[-2]
+                layer, kind = int(name.split(".")[1]), name.removesuffix(".weight").split(".")[-1]
                 depth = math.sqrt(2 * (layer + 1)) if kind in ("wo", "w2", "w3") else 1.0
                 normal_(parameter, name, seed, std=0.02 / depth)
         self.freqs_cis.copy_(rotary_table(self.config, self.max_seq_len))

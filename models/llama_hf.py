@@ -8,10 +8,11 @@ of each head of the query and key projections have a different order in their fi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.llama import Config, rotary_table
@@ -19,18 +20,31 @@ from models.llama import Config, rotary_table
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter under both names. `heads`: number of heads of queries or keys in its rows; 0 for all others."""
+    """One parameter under both names. `heads`: number of heads of queries or keys in its rows; 0 for all others. Experts are one
+    parameter [E, ...] here and E there: `theirs` has {} for the expert."""
 
     ours: str
     theirs: str
     shape: tuple[int, ...]
     heads: int = 0
 
-    def to_theirs(self, weight: Tensor) -> Tensor:
-        """Returns the values with the rows in Hugging Face's order: each head's even rows, then its odd rows."""
-        return self._reordered(weight, -1, 2)  # [H, D/2, 2, C] -> [H * D, C]
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Their names and shapes."""
+        if "{}" not in self.theirs:
+            return {self.theirs: self.shape}
+        return {self.theirs.format(expert): self.shape[1:] for expert in range(self.shape[0])}
 
-    def to_ours(self, weight: Tensor) -> Tensor:
+    def to_theirs(self, weight: Tensor) -> Iterable[Tensor]:
+        """Returns the values of each part with the rows in Hugging Face's order: each head's even rows, then its odd rows."""
+        return (
+            weight.unbind() if "{}" in self.theirs else [self._reordered(weight, -1, 2)]
+        )  # [H, D/2, 2, C] -> [H * D, C]
+
+    def to_ours(self, parts: Iterable[Tensor]) -> Tensor:
+        if "{}" in self.theirs:
+            return torch.stack(list(parts))
+        [weight] = parts
         return self._reordered(weight, 2, -1)  # [H, 2, D/2, C] -> [H * D, C]
 
     def _reordered(self, weight: Tensor, *sizes: int) -> Tensor:
@@ -95,6 +109,11 @@ class Format:
         "_commit_hash",
     ))  # fmt: skip
 
+    @property
+    def name(self) -> str:
+        """The model's name, as this file's: models/<name>_hf.py."""
+        return type(self).__module__.removeprefix("models.").removesuffix("_hf")
+
     def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a layer's parameters, except those of norms of the model's width."""
         # Without building a model, for which torch would load its compiler (30 MB) even on the meta device.
@@ -110,6 +129,10 @@ class Format:
             "feed_forward.w2": (dim, hidden_dim),
         }
 
+    def names(self, config: Any, layer: int) -> Mapping[str, str]:
+        """Returns ours -> theirs of one layer."""
+        return self.layer
+
     def heads(self, config: Any) -> dict[str, int]:
         """Returns the number of heads in the rows of the parameters that rotary positions are applied to."""
         return {"attention.wq": config.n_heads, "attention.wk": config.n_kv_heads}
@@ -119,8 +142,11 @@ class Format:
         shapes, heads = self.shapes(config), self.heads(config)
         yield Entry("tok_embeddings.weight", self.embedding, (vocab_size, config.dim))
         for layer in range(config.n_layers):
-            for ours, theirs in self.layer.items():
-                names = f"layers.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight"
+            for ours, theirs in self.names(config, layer).items():
+                leaf = (
+                    "" if ".experts." in ours or ours.endswith(".bias") else ".weight"
+                )  # these are parameters, not modules
+                names = f"layers.{layer}.{ours}{leaf}", f"model.layers.{layer}.{theirs}{leaf}"
                 yield Entry(*names, shapes.get(ours, (config.dim,)), heads.get(ours, 0))
         yield Entry("norm.weight", "model.norm.weight", (config.dim,))
         if not config.enable_weight_tying:
@@ -147,7 +173,7 @@ class Format:
             raise ValueError(f"tie_word_embeddings = {shown(tied)}: must be true or false")
         eps = number(body, "rms_norm_eps", 1e-6)
         settings = {
-            "name": self.model_type,
+            "name": self.name,
             "norm_eps": eps,
             "enable_weight_tying": tied,
             **sizes,

@@ -78,6 +78,26 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore_index: int) -> Tens
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=ignore_index)
 
 
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Returns x[rows of e] @ weight[e]^T for each e, [M, F], in x's dtype: x [M, C], its rows in the order of e, weight [E, F, C], counts
+    int64 [E]. CUDA has one kernel for bf16, without a host sync; elsewhere a loop."""
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and not (x.shape[1] | weight.shape[1]) % 8:
+        return grouped_kernel(x, weight, counts)
+    [sizes] = host_sizes(counts[None], len(x))
+    return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(sizes), weight.unbind(), strict=True)])
+
+
+def grouped_kernel(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """As grouped_linear, by torch's kernel, which reads the counts on the device. Rows of x and weight must be multiples of 16 bytes."""
+    return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+
+
+def host_sizes(sizes: Tensor, total: int) -> list[list[int]]:
+    """Returns int64 [n, parts], whose rows each divide about `total`, as numbers of the host: the one sync of a dispatch. --explain and the
+    dry run, whose tensors have no values, put an even division in its place."""
+    return cast(list[list[int]], sizes.tolist())
+
+
 def _in_blocks(x: Tensor) -> bool:
     """Returns True for plain CPU tensors in eager mode (DTensors support only torch's operations)."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and type(x) in PLAIN

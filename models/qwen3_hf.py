@@ -22,10 +22,10 @@ class Format(llama_hf.Format):
     }
     others = llama_hf.Format.others | {"sliding_window", "max_window_layers", "layer_types"}
 
-    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
+    def shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         return {**super().shapes(config), **dict.fromkeys(("attention.q_norm", "attention.k_norm"), (config.head_dim,))}
 
-    def heads(self, config: Config) -> dict[str, int]:
+    def heads(self, config: Any) -> dict[str, int]:
         return {**super().heads(config), "attention.q_norm": 1, "attention.k_norm": 1}
 
     def own_settings(self, body: Mapping[str, Any]) -> dict[str, Any]:

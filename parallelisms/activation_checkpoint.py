@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models import ops
-from models.contract import Model
+from models.contract import Model, has_experts
 
 _ATEN = torch.ops.aten
 MATMULS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}  # of activations with weights
@@ -66,8 +66,18 @@ def apply_activation_checkpoint(part: Model, config: ActivationCheckpointConfig)
     every = int(config.selective_ac_option) if config.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {"context_fn": _keep_expensive_results} if by_operation else {}
     for name, block in part.layers.items():
-        if (int(name) + 1) % every == 0:
-            block.forward = _with_checkpointing(block.forward, options)
+        if (int(name) + 1) % every:
+            continue
+        # FSDP gathers the experts inside the block, and torch (2.13) counts the operations of a gather, which differ between forward and
+        # recomputation, where it chooses by operation: so a part with experts is recomputed as a whole.
+        parts = (
+            [child for child in block.children() if list(child.children())]
+            if options and has_experts(block)
+            else [block]
+        )
+        for part_of_block in parts:
+            chosen = {} if has_experts(part_of_block) else options
+            part_of_block.forward = _with_checkpointing(part_of_block.forward, chosen)
 
 
 def _with_checkpointing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

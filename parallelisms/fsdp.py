@@ -16,48 +16,77 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from models.contract import Model
+from models.contract import Experts, Model, Router
 from parallelisms.device import DEVICE_TRAITS
 from parallelisms.layout import Precision
-from parallelisms.mesh import DP_REPLICATE, PP, ParallelismConfig, data_parallel_mesh
+from parallelisms.mesh import DP_REPLICATE, EP, PP, ParallelismConfig, data_parallel_mesh
 
 
 def apply_fsdp(
-    part: Model, mesh: DeviceMesh, config: ParallelismConfig, *, precision: Precision, cpu_offload: bool
+    part: Model,
+    mesh: DeviceMesh,
+    experts_mesh: DeviceMesh | None,
+    config: ParallelismConfig,
+    *,
+    precision: Precision,
+    cpu_offload: bool,
 ) -> None:
-    """Wraps `part`. Gradients are summed over ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
-    axes, ranks = data_parallel_mesh(mesh), data_parallel_mesh(mesh).size()
-    shards = axes.size(axes.ndim - 1)  # with DDP alone the number of replicas, which is then unused
-    by_default = shards > 1 and mesh[PP].size() == 1
+    """Wraps `part`; each Router, in fp32, and Experts, over `experts_mesh`, for itself. Gradients are summed over ranks, not averaged:
+    training/optimizer.py divides by the global number of valid tokens."""
+    dense = data_parallel_mesh(mesh)
+    by_default = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1
     reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]
-    # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline
-    reduce = precision.reduce if ranks > 1 or mesh[PP].size() > 1 else None
-    options: dict[str, Any] = {
-        "mesh": axes,
-        # inputs are not cast: the embedding's output has the compute dtype already, and freqs_cis must stay fp32
-        "mp_policy": MixedPrecisionPolicy(precision.compute, reduce, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
-    }
 
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        """Returns the placement of a parameter; None: torch's default, dim 0."""
-        if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
-            return None
-        dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
-        assert dim is not None, "check_plan() of parallelisms/tensor.py rejects it"
-        return Shard(dim)
+    def wrap(
+        modules: Sequence[nn.Module],
+        *,
+        reshard: bool,
+        axes: DeviceMesh = dense,
+        dtypes: tuple[torch.dtype, torch.dtype] = (precision.compute, precision.reduce),
+    ) -> None:
+        shards = axes.size(axes.ndim - 1)  # with DDP alone the number of replicas, which is then unused
+        # One rank reduces nothing, so that its gradients need no cast, unless it accumulates the microbatches of a pipeline
+        reduce = dtypes[1] if axes.size() > 1 or mesh[PP].size() > 1 else None
+        options: dict[str, Any] = {
+            "mesh": axes,
+            # inputs are not cast: the embedding's output has the compute dtype already, and freqs_cis must stay fp32
+            "mp_policy": MixedPrecisionPolicy(dtypes[0], reduce, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        }
 
-    def wrap(modules: list[nn.Module] | nn.Module, *, reshard: bool) -> None:
+        def placement(parameter: nn.Parameter) -> Shard | None:
+            """Returns the placement of a parameter; None: torch's default, dim 0."""
+            if isinstance(modules[0], Experts) and experts_mesh is not None:
+                count = parameter.shape[0] // experts_mesh[EP].size()
+                return Shard(int(count % shards > 0))
+            if not isinstance(parameter, DTensor) or parameter.placements != (Shard(0),):
+                return None
+            dim = shard_dim(parameter.shape, tp=parameter.device_mesh.size(), shards=shards)
+            assert dim is not None, "check_plan() of parallelisms/tensor.py rejects it"
+            return Shard(dim)
+
         if axes.mesh_dim_names == (DP_REPLICATE,):
-            replicate(modules, **options)
+            replicate(list(modules), **options)
         else:
-            fully_shard(modules, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
+            fully_shard(list(modules), reshard_after_forward=reshard, shard_placement_fn=placement, **options)
+        leader = cast(FSDPModule, modules[0])
+        # SUM without a factor: a factor of 1.0 would select PREMUL_SUM, which gloo does not support. torch's factor for one rank is 1.
+        if axes.size() > 1:
+            leader.set_gradient_divide_factor(cast(float, NoDivideFactor()))
+        elif DEVICE_TRAITS[mesh.device_type].queues_work:  # saves 1 % of a step; without a clear effect on a CPU
+            leader.set_custom_reduce_scatter(NoOpReduceScatter())
+        leader.set_force_sum_reduction_for_comms(True)
 
+    for module in part.modules():
+        if isinstance(module, Router):
+            wrap([module], reshard=reshard, dtypes=(torch.float32, torch.float32))
+        elif isinstance(module, Experts) and experts_mesh is not None:
+            wrap([module], reshard=reshard, axes=data_parallel_mesh(experts_mesh))
     groups = list(fsdp_param_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts
         wrap(group, reshard=reshard and (not is_last or config.fsdp_reshard_after_forward == "always"))
-    wrap(part, reshard=reshard)
+    wrap([part], reshard=reshard)
     # Number of groups gathered ahead of the one that computes. 0 is torch's default: in the forward as far as the CPU runs ahead of the
     # device, in the backward one group.
     forward, backward = config.fsdp_forward_prefetch, config.fsdp_backward_prefetch
@@ -67,14 +96,6 @@ def apply_fsdp(
             leader.set_modules_to_forward_prefetch(leaders[index + 1 : index + 1 + forward])
         if backward:
             leader.set_modules_to_backward_prefetch(leaders[max(0, index - backward) : index][::-1])
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            # SUM without a factor: a factor of 1.0 would select PREMUL_SUM, which gloo does not support. torch's factor for one rank is 1.
-            if ranks > 1:
-                module.set_gradient_divide_factor(cast(float, NoDivideFactor()))
-            elif DEVICE_TRAITS[mesh.device_type].queues_work:  # saves 1 % of a step; without a clear effect on a CPU
-                module.set_custom_reduce_scatter(NoOpReduceScatter())
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def alias_unsharded_to_sharded(part: nn.Module) -> None:

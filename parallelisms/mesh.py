@@ -22,6 +22,9 @@ from models.contract import nearest_divisors
 
 PP, DP_REPLICATE, DP_SHARD, CP, TP = AXES = "pp", "dp_replicate", "dp_shard", "cp", "tp"
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp as one axis: where FSDP shards
+# Experts have a mesh of their own, in which dp_shard x cp x tp, all with different tokens, are efsdp x ep: experts are divided over ep, and
+# the parameters of a rank's experts over efsdp.
+EFSDP, EP = "efsdp", "ep"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ class ParallelismConfig:
         Literal["allgather", "ring"],
         "allgather: gathers keys and values of the whole sequence, any device; ring: torch's ring attention, CUDA only",
     ] = "allgather"
+    expert_parallel_degree: Annotated[
+        int, "ranks that divide the experts of a block; divides dp_shard x cp x tp", ">= 1"
+    ] = 1
     pipeline_parallel_degree: Annotated[int, "ranks that each hold some of the layers", ">= 1"] = 1
     pipeline_parallel_schedule: Annotated[
         Literal["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
@@ -168,9 +174,17 @@ def build_mesh(degrees: ParallelDims, device_type: str) -> DeviceMesh:
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the axes over which gradients are summed: [dp_replicate, dp_shard_cp] for HSDP, [dp_replicate] for DDP, or [dp_shard_cp]."""
-    shards = mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
+    """Returns the axes over which gradients are summed: [dp_replicate, dp_shard_cp] for HSDP, [dp_replicate] for DDP, or [dp_shard_cp]; the
+    same with efsdp for an `expert_mesh`."""
+    shards = mesh[EFSDP] if EFSDP in (mesh.mesh_dim_names or ()) else mesh[DP_SHARD, CP]._flatten(DP_SHARD_CP)
     replicas = mesh[DP_REPLICATE]
     if replicas.size() == 1:
         return shards
     return replicas if shards.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+
+
+def expert_mesh(mesh: DeviceMesh, degree: int) -> DeviceMesh:
+    """Returns the same ranks with the axes pp, dp_replicate, efsdp and ep, the last of `degree` ranks. Collective: makes process groups."""
+    pp, replicas = mesh[PP].size(), mesh[DP_REPLICATE].size()
+    axes = (PP, DP_REPLICATE, EFSDP, EP)
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(pp, replicas, -1, degree), mesh_dim_names=axes)

@@ -1,4 +1,4 @@
-"""Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor parallel, context parallel, activation
+"""Applies the parallel techniques to a model, in this order: pipeline split, loss, float8, tensor, expert and context parallel, activation
 checkpointing, compile, master dtype, FSDP, materialisation, initial values. A technique with a mesh axis of its own also needs the axis in
 AXES and ParallelDims of mesh.py, its degree in ParallelismConfig and `degrees`, and checks in configs/check.py."""
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.contract import Model
+from models.contract import Model, Router, has_experts
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.float8 import apply_float8
 from parallelisms.layout import ExecutionConfig, LossFunction
-from parallelisms.mesh import CP, PP, TP
+from parallelisms.mesh import CP, PP, TP, expert_mesh
 
 if TYPE_CHECKING:
     from parallelisms.pipeline import Pipeline
@@ -37,12 +37,14 @@ def parallelize(
     """Parallelizes a model built on the meta device, in place; its parameters become this rank's shards, initialised from `seed`."""
     # Imported here, since it takes half as long as importing torch, and checking a configuration does not need it.
     from parallelisms.context import apply_context_parallel
+    from parallelisms.expert import apply_expert_parallel
     from parallelisms.fsdp import alias_unsharded_to_sharded, apply_fsdp
     from parallelisms.loss import head_loss
     from parallelisms.pipeline import Pipeline, split
     from parallelisms.tensor import apply_tensor_parallel
 
     config, compile = execution.parallelism, execution.compile
+    experts_mesh = expert_mesh(mesh, config.expert_parallel_degree) if has_experts(model) else None
     parts = split(model, mesh[PP].get_local_rank(), config) if mesh[PP].size() > 1 else [model]
     shard_sequence: Callable[[Tensor], Tensor] = nn.Identity()  # without context parallelism
     for part in parts:
@@ -55,15 +57,19 @@ def parallelize(
         if mesh[TP].size() > 1:
             apply_tensor_parallel(part, mesh[TP], overlap=config.enable_async_tensor_parallel)
             part.tie_weights()
+        if experts_mesh is not None:
+            apply_expert_parallel(part, mesh, experts_mesh)
         if mesh[CP].size() > 1:
             shard_sequence = apply_context_parallel(part, mesh[CP], config, seq_len=seq_len)
         apply_activation_checkpoint(part, execution.activation_checkpoint)
         if compile.enable and "model" in compile.components:
             for block in part.layers.values():
-                block.compile(backend=compile.backend, fullgraph=True)  # in place, so that names do not change
-        for parameter in part.parameters():  # buffers, such as the rotary table, keep their dtype
-            parameter.data = parameter.data.to(execution.precision.master)
-        apply_fsdp(part, mesh, config, precision=execution.precision, cpu_offload=execution.cpu_offload)
+                # in place, so that names do not change; the sizes of the messages between experts are only known as the block runs
+                block.compile(backend=compile.backend, fullgraph=not has_experts(block))
+        for module in part.modules():  # buffers, such as the rotary table, keep their dtype
+            for parameter in () if isinstance(module, Router) else module.parameters(recurse=False):
+                parameter.data = parameter.data.to(execution.precision.master)
+        apply_fsdp(part, mesh, experts_mesh, config, precision=execution.precision, cpu_offload=execution.cpu_offload)
         part.to_empty(device=torch.device("cpu") if execution.cpu_offload else device)
         alias_unsharded_to_sharded(part)
         part.init_weights(seed)

@@ -9,6 +9,7 @@ component of a dotted name.
     gather      none of its own                         this rank's tokens                  output of its children for all tokens
     column      nn.Linear, sharded by output features   all tokens, from a `gather`         all tokens, this rank's features
     row         nn.Linear, sharded by input features    all tokens, this rank's features    this rank's tokens
+    local       replicated; used as a tensor, models/moe.py    this rank's tokens           this rank's tokens
     head        Head, sharded by rows                   this rank's tokens, all labels      the loss: parallelisms/loss.py
 
 Parameters become DTensors on the tp axis; FSDP adds its axes later. Modules exchange plain tensors, so attention and gate run as on one
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.contract import Head, Model
+from models.contract import Experts, Head, Model
 from parallelisms.fsdp import shard_dim
 from parallelisms.mesh import ParallelDims
 
@@ -50,6 +51,16 @@ class _Gather(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(lambda _, args: (_all_tokens(args[0], device_mesh), *args[1:]))
+        return module
+
+
+class _Local(ParallelStyle):
+    """Replicates the parameters. The module computes on plain tensors, and takes its parameters by DTensor.to_local."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(replicated))
         return module
 
 
@@ -80,6 +91,7 @@ _KINDS: dict[str, tuple[ParallelStyle, type[nn.Module], int | None]] = {
     "gather": (_Gather(), nn.Module, None),
     "column": (ColwiseParallel(), nn.Linear, 0),
     "row": (RowwiseParallel(output_layouts=Shard(1)), nn.Linear, 1),
+    "local": (_Local(), nn.Module, None),
     "head": (_Head(), Head, 0),
 }
 
@@ -91,7 +103,12 @@ def apply_tensor_parallel(part: Model, mesh: DeviceMesh, *, overlap: bool) -> No
         for _, kind in _entries(part, name):
             style, _, _ = _KINDS[kind]
             parallelize_module(module, mesh, style, src_data_rank=None)  # meta tensors have no values to broadcast
-    missing = [name for name, parameter in part.named_parameters() if not isinstance(parameter, DTensor)]
+    missing = [
+        name
+        for name, module in part.named_modules()
+        for parameter in module.parameters(recurse=False)
+        if not isinstance(parameter, DTensor) and not isinstance(module, Experts)
+    ]
     assert not missing, f"check_plan() rejects a plan without {missing}"
     if not overlap:
         return
@@ -119,7 +136,7 @@ def check_plan(model: Model, degrees: ParallelDims) -> None:
         if len(entries) > 1:
             raise ValueError(f"{cause}{plan}has several entries for {name}: {', '.join(p for p, _ in entries)}")
         if not entries:
-            if parameters:
+            if parameters and not isinstance(module, Experts):  # parallelisms/expert.py
                 raise ValueError(
                     f"{cause}{plan}has no entry for {name} ({type(module).__name__}); kinds: {', '.join(_KINDS)}"
                 )

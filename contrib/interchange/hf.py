@@ -84,7 +84,7 @@ def import_folder(folder: Path, out: Path, *, config_file: Path, tokenizer: str 
     def make(name: str) -> Tensor:
         if name not in entries:
             return buffers[name.removeprefix("model.")]
-        return entries[name].to_ours(source.weights.read(entries[name].theirs)).to(source.dtype)
+        return entries[name].to_ours(map(source.weights.read, entries[name].parts)).to(source.dtype)
 
     with files.landing(out) as partial:
         if source.tokenizer:
@@ -117,10 +117,9 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
     body = read_json(config_json)
     try:
         kind = body.get("model_type")
-        if not (format := format_of(kind)):
-            raise ValueError(
-                f"model_type = {json.dumps(kind)}: another architecture; supported: {', '.join(formats())}"
-            )
+        by_type = {format.model_type: format for format in map(format_of, formats()) if format}
+        if not (format := by_type.get(str(kind))):
+            raise ValueError(f"model_type = {json.dumps(kind)}: another architecture; supported: {', '.join(by_type)}")
         published = format.read_config(body)
         published.config.check()
     except ValueError as error:
@@ -132,7 +131,7 @@ def check_published(folder: Path, *, tokenizer: str | None, dtype: str) -> Publi
     vocab_size = published.config.vocab_size
     entries = tuple(format.entries(published.config, vocab_size=vocab_size))
     weights, embedding, head = Weights(folder), format.embedding, format.head
-    wanted = {entry.theirs: entry.shape for entry in entries}
+    wanted = {name: shape for entry in entries for name, shape in entry.parts.items()}
     if copied_head := head not in wanted and head in weights.found:  # tied, but in the files all the same
         wanted[head] = wanted[embedding]
     usual, _ = Counter(found.code for found in weights.found.values()).most_common(1)[0]
@@ -260,16 +259,20 @@ def _write(checkpoint: Checkpoint, out: Path, shard_bytes: int, dtype: str, max_
     copied, special = _tokenizer(checkpoint.model.tokenizer_path, out, log)
     texts = {} if checkpoint.model.tokenizer_path else byte_tokenizer()
     target = getattr(torch, dtype) if dtype else checkpoint.dtype
-    entries = {entry.theirs: entry for entry in checkpoint.entries}
-    tensors = {name: torch.empty(entry.shape, dtype=target, device="meta") for name, entry in entries.items()}
+    shapes = {name: shape for entry in checkpoint.entries for name, shape in entry.parts.items()}
+    entries = {name: entry for entry in checkpoint.entries for name in entry.parts}
+    tensors = {name: torch.empty(shape, dtype=target, device="meta") for name, shape in shapes.items()}
     parts, total_bytes = list(files.shards(tensors, shard_bytes)), sum(tensor.nbytes for tensor in tensors.values())
     check_room(out, total_bytes)
     log.info("export    %s, %s of %.1f GB", checkpoint.path, str(target), total_bytes / 1e9)
     progress = WriteProgress(total_bytes, log, what="export")
 
+    read = dict[str, Tensor]()  # parts of one parameter, of which each is taken once
+
     def make(name: str) -> Tensor:
-        entry = entries[name]
-        return entry.to_theirs(checkpoint.read(entry)).to(target)
+        if name not in read:
+            read.update(zip(entries[name].parts, entries[name].to_theirs(checkpoint.read(entries[name])), strict=True))
+        return read.pop(name).to(target)
 
     with files.landing(out) as partial:
         for part, its in parts:

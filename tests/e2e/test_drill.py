@@ -27,6 +27,13 @@ HOLES = "--fault_tolerance.keep_global_batch=false"  # what a dead group leaves 
 QUICK = [kind for kind in KINDS if not KINDS[kind].once]  # those that do not take minutes
 LONGER = {"hang", "half", "server", "joiner", "writer", "wrong", *(KINDS.keys() - QUICK)}
 TP = "--parallelism.tensor_parallel_degree=2"
+MIXTURE = [
+    f"--{key}"
+    for key in (
+        "model.name=moe", "model.expert_hidden_dim=32", "model.n_experts=4", "model.balance_rate=0.01", "model.balance_loss=0.01",
+        "parallelism.expert_parallel_degree=2",
+    )
+]  # fmt: skip
 CONFIG = """
 [model]
 dim = 32
@@ -149,7 +156,7 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
     "layout",
     [
         pytest.param([], id="fsdp"),
-        pytest.param([TP], id="tp"),
+        pytest.param([TP, *MIXTURE], id="tp, experts"),  # whose biases are compared as weights are
         pytest.param(
             ["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.skipif(not ALL, reason="make e2e")
         ),

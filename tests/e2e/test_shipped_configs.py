@@ -27,6 +27,12 @@ LAYOUTS = {
     "llama3_70b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
     "qwen3_0.6b": (1, []),
     "qwen3_32b": (2, ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=2"]),
+    "moe": (1, []),
+    "qwen3_30b_a3b": (
+        2,
+        ["--parallelism.data_parallel_shard_degree=2", "--parallelism.expert_parallel_degree=2", "--model.n_experts=8",
+         "--model.experts_per_token=2", "--model.expert_hidden_dim=16"],
+    ),
     "llama3_405b": (
         2,
         ["--parallelism.data_parallel_shard_degree=1", "--parallelism.tensor_parallel_degree=1", "--model.n_layers=6",

@@ -13,19 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import DTensor, Partial
 
 from bench import parity, parity_worker
 from bench.parity_worker import ParityCase, Seen, Task, beside
 from ft.buckets import to_local
-from models import contract, llama, ops
-from parallelisms import context, parallelize, pipeline
+from models import contract, llama, moe, ops
+from parallelisms import context, expert, parallelize, pipeline
 from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
+from tests.multiproc.test_expert import mixture_task
 from tests.multiproc.test_parity import SIZES, case, task
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -187,6 +189,44 @@ def tied_weights_come_apart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(contract.Model, "tie_weights", lambda model: None)
 
 
+def a_row_to_the_wrong_expert(patch: pytest.MonkeyPatch) -> None:
+    """The first token of a rank is sent to the next expert than the one that is chosen."""
+    right = moe.TopKRouter.forward
+
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = right(self, x)
+        chosen = chosen.clone()
+        chosen[0, 0, 0] = (chosen[0, 0, 0] + 1) % self.config.n_experts
+        return weights, chosen
+
+    patch.setattr(moe.TopKRouter, "forward", forward)
+
+
+def rows_in_the_order_of_the_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The rows that arrive are not put into the order of the experts."""
+    without = SimpleNamespace(
+        **{**vars(torch), "arange": lambda count, **options: torch.zeros(count, dtype=torch.int64)}
+    )
+    patch.setattr(expert, "torch", without)
+
+
+def an_experts_gradient_dropped(patch: pytest.MonkeyPatch) -> None:
+    def drop(model: Any) -> None:
+        to_local(model.layers["3"].feed_forward.experts.w2.grad)[0].zero_()
+
+    _after_backward(patch, drop)
+
+
+def load_of_each_rank_for_itself(patch: pytest.MonkeyPatch) -> None:
+    """The gradient of the bias is not summed over the ranks of tp."""
+    right = moe.local
+
+    def local(parameter: Tensor) -> Tensor:
+        return right(parameter) if parameter.ndim > 1 or not isinstance(parameter, DTensor) else parameter.to_local()
+
+    patch.setattr(moe, "local", local)
+
+
 BREAKS = [  # what, in which layout, under which optimizer, what the verdict must say
     (one_division_skipped, "fsdp 2", "SGD", "step 2: tok_embeddings.weight"),
     (reduce_scatter_dropped, "fsdp 2", "SGD", "step 1: output.weight"),
@@ -238,6 +278,25 @@ def test_a_tied_weight_that_is_taken_for_two_fails(pool: Pool, tmp_path: Path, w
     assert not found(proof, pool, nothing, layout, "SGD")
     problems = found(proof, pool, wrong, layout, "SGD")
     assert [problem for problem in problems if said in problem], problems[:5]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "layout", "said"),
+    [
+        (a_row_to_the_wrong_expert, "fsdp 2, ep 2", "router chooses other experts"),
+        (rows_in_the_order_of_the_ranks, "fsdp 2, ep 2", "step 1: layers.2.feed_forward.experts.w1"),
+        (an_experts_gradient_dropped, "fsdp 2, ep 2", "step 1: layers.3.feed_forward.experts.w2"),
+        (load_of_each_rank_for_itself, "tp 2, ep 2", "step 1: layers.2.feed_forward.router.bias"),
+    ],
+)
+def test_a_break_of_a_mixture_of_experts_fails(pool: Pool, mixture: parity.Proof, wrong: Patch, layout: str, said: str):
+    problems = found(mixture, pool, wrong, layout, "SGD")
+    assert [problem for problem in problems if said in problem], problems[:5]
+
+
+@pytest.fixture(scope="module")
+def mixture(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
+    return parity.Proof(mixture_task(tmp_path_factory.mktemp("mixtures")), pool)
 
 
 def found(proof: parity.Proof, pool: Pool, wrong: Patch, layout: str, optimizer: str) -> tuple[str, ...]:

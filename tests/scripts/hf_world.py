@@ -27,6 +27,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,  # so that within T tokens all three kinds of frequencies turn
 }
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe", "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}  # fmt: skip
 # Of transformers' own models: settings that differ from a small Llama's, and the largest file.
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "grouped": ({}, "5GB"),
@@ -34,6 +38,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "tied": ({"tie_word_embeddings": True, "num_key_value_heads": 4}, "5GB"),
     "tied_sharded": ({"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": LLAMA3}, "60KB"),
     "qwen3": ({"model_type": "qwen3", "head_dim": 24}, "5GB"),
+    "qwen3_moe": ({**MIXTURE, "mlp_only_layers": [0]}, "5GB"),
+    "qwen3_moe_sharded": ({**MIXTURE, "norm_topk_prob": False}, "60KB"),
     "qwen3_tied_sharded": ({"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}, "60KB"),
 }
 

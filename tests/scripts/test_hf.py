@@ -72,7 +72,7 @@ def test_progress_is_told(what: str, capsys: pytest.CaptureFixture[str]):
     assert f"{what}    1.0 of 2.0 GB, " in said and "MB/s, about 0 s left" in said
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_run_of_ours_comes_back_as_the_same_bits_and_gives_the_same_logits(name: str, tied: bool, transformers: Any):
     model = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": V}

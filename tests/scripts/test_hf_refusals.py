@@ -133,7 +133,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another model": (
         configured(model_type="mistral"),
-        'D/config.json: model_type = "mistral": another architecture; supported: llama, qwen3',
+        'D/config.json: model_type = "mistral": another architecture; supported: llama, qwen3_moe, qwen3',
     ),
     "no model": (configured(model_type=None), "D/config.json: model_type = null: another architecture; .*"),
     "heads of odd width": (
@@ -310,7 +310,7 @@ def test_a_model_of_a_fork_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
         models.__path__.remove(str(fork))
     assert said == (
         'hf: outputs/tiny/config.toml: model.name = "relu2": there is no models/relu2_hf.py with its names in Hugging Face\'s format; '
-        "there are those of llama, qwen3"
+        "there are those of llama, moe, qwen3"
     )
 
 

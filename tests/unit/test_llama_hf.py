@@ -66,11 +66,11 @@ def test_every_parameter_has_one_name_on_each_side_and_its_shape():
 def test_rows_of_a_head_stand_even_ones_first_in_their_files():
     entry = Entry("", "", (16, 1), heads=2)
     ours = torch.arange(16).unsqueeze(1)
-    theirs = entry.to_theirs(ours)
+    [theirs] = entry.to_theirs(ours)
     assert theirs.flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-    assert torch.equal(entry.to_ours(theirs), ours)
+    assert torch.equal(entry.to_ours([theirs]), ours)
     kept = Entry("", "", (16, 1))
-    assert kept.to_theirs(ours) is ours and kept.to_ours(ours) is ours
+    assert kept.to_theirs(ours) == [ours] and kept.to_ours([ours]) is ours
     heads = {e.ours: e.heads for e in FORMAT.entries(SMALL, vocab_size=61) if e.heads}
     assert heads == {f"layers.{i}.attention.{w}.weight": n for i in (0, 1) for w, n in (("wq", 4), ("wk", 2))}
 

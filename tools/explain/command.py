@@ -29,7 +29,7 @@ from ft.config import Environment
 from ft.memory import memory
 from parallelisms.device import DEVICE_TRAITS, Device
 from parallelisms.layout import choose_precision
-from parallelisms.mesh import AXES, DP_SHARD_CP, ParallelDims, ParallelismConfig, degrees
+from parallelisms.mesh import AXES, DP_SHARD_CP, EFSDP, EP, ParallelDims, ParallelismConfig, degrees
 from parallelisms.pipeline_plan import schedule_of
 from tools.explain.picture import bubble, picture
 from tools.explain.rank import DeviceType, ExplainedJob, RankProfile, effective_axis, ranks, without_devices
@@ -280,7 +280,7 @@ def _fault_tolerance_memory(profiles: Sequence[RankProfile], extra_memory: Extra
 
 def _communication(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[str]:
     def sent(rank: RankProfile) -> float:
-        return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job.degrees)) * n for c, n in rank.collectives.items())
+        return sum(_sent(c.kind, c.bytes, _ranks_of(c.group, job)) * n for c, n in rank.collectives.items())
 
     rank = max(profiles, key=sent)
     if not rank.collectives:
@@ -290,9 +290,9 @@ def _communication(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterat
     for c, n in rank.collectives.items():
         row = sizes_of.setdefault((c.group, c.kind), [0, 0, 0])
         row[:] = row[0] + n, max(row[1], c.bytes), row[2] + c.bytes * n
-    for axis, kind in sorted(sizes_of, key=lambda key: ([*AXES, DP_SHARD_CP].index(key[0]), key[1])):
+    for axis, kind in sorted(sizes_of, key=lambda key: ([*AXES, DP_SHARD_CP, EFSDP, EP].index(key[0]), key[1])):
         times, largest, total = sizes_of[axis, kind]
-        sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job.degrees)))
+        sizes = (largest, total, _sent(kind, total, _ranks_of(axis, job)))
         rows.append((axis, kind, f"{times:,}", *map(_size, sizes)))
     if len(profiles) > 1:
         yield f"rank {rank.pp_rank} of pp, which sends the most:"
@@ -307,8 +307,10 @@ def _sent(kind: str, size: int, n: int) -> int:
     return {"send": size, "receive": 0, "broadcast": size}.get(kind, _SENT.get(kind, 0) * size * (n - 1) // max(1, n))
 
 
-def _ranks_of(axis: str, degrees: ParallelDims) -> int:
-    return degrees.dp_shard * degrees.cp if axis == DP_SHARD_CP else getattr(degrees, axis)
+def _ranks_of(axis: str, job: ExplainedJob) -> int:
+    sizes, ep = job.degrees, job.layout.parallelism.expert_parallel_degree
+    several = {DP_SHARD_CP: sizes.dp_shard * sizes.cp, EP: ep, EFSDP: sizes.dp_shard * sizes.cp * sizes.tp // ep}
+    return several[axis] if axis in several else getattr(sizes, axis)
 
 
 def _fsdp(job: ExplainedJob, rank: RankProfile) -> Iterator[str]:
@@ -381,7 +383,7 @@ def _warnings(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[st
         f"{name} ({size:,})"
         for name, kind in {kind.name: kind for stage in stages for kind in stage.kinds}.items()
         for dim, size in enumerate(kind.shape)
-        if kind.local_shape[dim] * prod(_ranks_of(axis, d) for axis, at in kind.shardings if at == dim) > size
+        if kind.local_shape[dim] * prod(_ranks_of(axis, job) for axis, at in kind.shardings if at == dim) > size
     ]
     if uneven:
         yield f"unevenly sharded, so the last ranks have less: {', '.join(uneven)}"
@@ -393,6 +395,8 @@ def _warnings(job: ExplainedJob, profiles: Sequence[RankProfile]) -> Iterator[st
         yield "fewer than 1,024 tokens per rank and pass: the GPU waits for communication and for the CPU"
     if d.cp > 1 and config.context_parallel_rotate_method == "ring":
         yield "parallelism.context_parallel_rotate_method: numbers are for allgather, which gathers all keys and values at once"
+    if (ep := config.expert_parallel_degree) > 1:
+        yield f"experts: rows are counted as evenly divided; at worst one rank receives the rows of all {ep} ranks of ep"
     if layout.compile.enable:
         yield "compile.enable: compiled blocks save less than these numbers, which are for eager mode"
     if layout.float8.enable:

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from ft.buckets import to_local
 from models import ops
-from models.contract import Model
+from models.contract import Experts, Model, Router
 from parallelisms.float8 import Float8Config
 from parallelisms.fsdp import fsdp_param_groups
 from parallelisms.layout import CompileConfig, ExecutionConfig
@@ -118,11 +118,17 @@ def fake_rank(*, global_rank: int, world_size: int, device_type: DeviceType) -> 
         # Patched functions, as a TorchFunctionMode would not be active when the backward pass recomputes a block.
         cuda = mock.patch.multiple(F, rms_norm=_FusedRMSNorm.apply, scaled_dot_product_attention=_attention)
         cpu = mock.patch.object(ops, "PLAIN", {*ops.PLAIN, FakeTensor})  # fake tensors take the blockwise path, too
-        with cpu if device_type == "cpu" else cuda:
+        with cpu if device_type == "cpu" else cuda, mock.patch.object(ops, "host_sizes", even_sizes):
             yield
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()  # the cache refers to process groups that no longer exist
+
+
+def even_sizes(sizes: Tensor, total: int) -> list[list[int]]:
+    """Divides the rows of a mixture's experts evenly, in place of ops.host_sizes: fake tensors have no values."""
+    parts = sizes.shape[1]
+    return [[total // parts + (part < total % parts) for part in range(parts)] for _ in sizes]
 
 
 def without_memory(model: Model) -> FakeTensorMode:
@@ -429,11 +435,13 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             kinds[kind] = replace(kinds[kind], layers=kinds[kind].layers + 1)
         names, groups = {module: name for name, module in part.named_modules()}, []
         for group_modules in fsdp_param_groups(part, layout.parallelism.fsdp_blocks_per_group):
-            parameters = (p for module in group_modules for p in module.parameters())
+            owners = (inner for module in group_modules for inner in module.modules())
+            kept = (inner for inner in owners if not isinstance(inner, Experts | Router))  # gathered by themselves
+            parameters = (p for inner in kept for p in inner.parameters(recurse=False))
             shards = [to_local(p) for p in dict.fromkeys(parameters)]  # a tied one once
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
             groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
-        return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh))
+        return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh, part))
 
 
 def without_devices(config: ParallelismConfig) -> ParallelismConfig:
@@ -441,7 +449,7 @@ def without_devices(config: ParallelismConfig) -> ParallelismConfig:
     return replace(config, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False)
 
 
-def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
+def by_axis(step: MeasuredStep, mesh: DeviceMesh, part: Model) -> MeasuredStep:
     """Replaces the group of each collective by its mesh axis, and drops collectives of groups of one rank."""
     axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
     sharding = data_parallel_mesh(mesh)
@@ -449,6 +457,11 @@ def by_axis(step: MeasuredStep, mesh: DeviceMesh) -> MeasuredStep:
         group = sharding.get_group(axis)
         if group.size() > 1:
             axes[group.group_name] = effective_axis(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
+    for experts in (module for module in part.modules() if isinstance(module, Experts)):  # on a mesh of their own
+        own = cast(DTensor, next(experts.parameters())).device_mesh
+        for axis in own.mesh_dim_names or ():
+            if own[axis].size() > 1:
+                axes.setdefault(own.get_group(axis).group_name, axis)
     segments = []
     for segment in step.segments:
         named: Counter[Collective] = Counter()

@@ -1,0 +1,54 @@
+"""A mixture of experts gives on every layout what it gives on one process: gradients, the load of the experts, and their choice.
+
+That this can fail is shown by test_mutations.py; all layouts: `make parity`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import parity
+from bench.parity_worker import Task
+from models import moe
+from tests.multiproc.pool import Pool
+from tests.multiproc.test_parity import case, task
+
+SIZES = moe.Config(
+    name="moe", dim=32, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=8, hidden_dim=64, expert_hidden_dim=16, n_experts=4,
+    experts_per_token=2, dense_layers=2, balance_rate=0.01, balance_loss=0.01, router_init_std=0.5, router_score="sigmoid",
+    shared_hidden_dim=16,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def proof(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> parity.Proof:
+    return parity.Proof(mixture_task(tmp_path_factory.mktemp("experts")), pool)
+
+
+def mixture_task(folder: Path) -> Task:
+    return replace(task(folder), model=SIZES)
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("one rank, AC op", "AdamW"),
+        ("fsdp 2, ep 2", "AdamW"),
+        ("tp 2, ep 2", "SGD"),
+        ("cp 2, ep 2", "AdamW"),
+        ("ddp 2", "SGD"),
+        ("fsdp 4, ep 2", "SGD"),
+        ("fsdp 4, ep 4", "AdamW"),
+        ("fsdp 2 + tp 2, ep 4", "SGD"),
+        ("fsdp 2 + cp 2, ep 2", "SGD"),
+        ("hsdp 2x2, ep 2", "AdamW"),
+        ("ddp 2 + tp 2", "SGD"),
+        ("pp 2 + fsdp 2, ep 2", "SGD"),
+    ],
+)
+def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):
+    verdict = proof.verdict(case(proof.task, layout, optimizer))
+    assert not verdict.problems, "\n".join(verdict.problems)
+    assert 0 < verdict.worst.share < 1
