@@ -82,7 +82,7 @@ def real_steps(layout: str, checkpoint: str, chunk_tokens: int, passes: int) -> 
         wanted.model(), mesh, cross_entropy_sum, wanted.layout, local_batch_size=BATCH, seq_len=T, device=cpu, seed=0
     )
     tokens = torch.randint(0, V, (BATCH, T), generator=torch.Generator().manual_seed(dist.get_rank()))
-    return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), mesh)
+    return by_axis(measure(parallel, wanted.optimizer, [(tokens, tokens)] * passes), mesh, parallel.parts)
 
 
 def compare(pool: Pool, layout: str, checkpoint: str, chunk_tokens: int, passes: int, bound: float) -> None:

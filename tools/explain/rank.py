@@ -441,7 +441,7 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
             shards = [to_local(p) for p in dict.fromkeys(parameters)]  # a tied one once
             elements = sum(shard.untyped_storage().nbytes() // shard.itemsize for shard in shards)
             groups.append((", ".join(names[module] for module in group_modules), elements * sizes.dp_shard * sizes.cp))
-        return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh, part))
+        return Stage(tuple(modules), tuple(kinds.values()), tuple(groups), by_axis(step, mesh, [part]))
 
 
 def without_devices(config: ParallelismConfig) -> ParallelismConfig:
@@ -449,7 +449,7 @@ def without_devices(config: ParallelismConfig) -> ParallelismConfig:
     return replace(config, context_parallel_rotate_method="allgather", enable_async_tensor_parallel=False)
 
 
-def by_axis(step: MeasuredStep, mesh: DeviceMesh, part: Model) -> MeasuredStep:
+def by_axis(step: MeasuredStep, mesh: DeviceMesh, parts: Iterable[Model]) -> MeasuredStep:
     """Replaces the group of each collective by its mesh axis, and drops collectives of groups of one rank."""
     axes: dict[str, str] = {mesh[axis].get_group().group_name: axis for axis in AXES if mesh[axis].size() > 1}
     sharding = data_parallel_mesh(mesh)
@@ -457,7 +457,9 @@ def by_axis(step: MeasuredStep, mesh: DeviceMesh, part: Model) -> MeasuredStep:
         group = sharding.get_group(axis)
         if group.size() > 1:
             axes[group.group_name] = effective_axis(axis, dp_shard=mesh[DP_SHARD].size(), cp=mesh[CP].size())
-    for experts in (module for module in part.modules() if isinstance(module, Experts)):  # on a mesh of their own
+    for experts in (
+        module for part in parts for module in part.modules() if isinstance(module, Experts)
+    ):  # on a mesh of their own
         own = cast(DTensor, next(experts.parameters())).device_mesh
         for axis in own.mesh_dim_names or ():
             if own[axis].size() > 1:
