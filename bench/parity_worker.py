@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from bench.resume import checkpoint_values
 from ft.buckets import to_local
-from models.contract import Model, ModelConfig, Router
+from models.contract import ModelConfig, Router
 from parallelisms.context import pieces_of_ranks, positions
 from parallelisms.fsdp import reshard_all
 from parallelisms.layout import ExecutionConfig
@@ -329,7 +329,7 @@ def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> I
         yield Compared(name, tuple(value.shape), deviation)
 
 
-def _optimizer(task: Task, name: OptimizerName, parts: Sequence[Model]) -> torch.optim.Optimizer:
+def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
     parameters = [p for part in parts for p in part.parameters()]
     return build_optimizer(task.optimizer, parts) if name == "AdamW" else torch.optim.SGD(parameters, lr=SGD_RATE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from models.contract import Model
 from training.config import TrainingConfig
 from training.progress import Progress
 from training.spikes import SpikeRule
@@ -99,17 +98,17 @@ class LocalAdam(torch.optim.Adam):
         return is_complex
 
 
-def build_optimizer(config: OptimizerConfig, parts: Iterable[Model]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
     """Builds one optimizer over all parts, its state sharded as the parameters are. A new class needs a name in OptimizerConfig and an
     entry below; it must accept these arguments, keep state per parameter, and, if `fused`, honour grad_scale and found_inf."""
     settings = [*config.groups, ParameterGroup("*")]
     members: list[list[nn.Parameter]] = [[] for _ in settings]
     own = []
     for part in parts:
+        updates: Mapping[str, Any] = getattr(part, "own_updates", {})
         for name, parameter in part.named_parameters():
-            updates = [u for pattern, u in part.own_updates.items() if fnmatch.fnmatchcase(name, pattern)]
-            if updates:
-                own.append((parameter, updates[0]))
+            if found := [update for pattern, update in updates.items() if fnmatch.fnmatchcase(name, pattern)]:
+                own.append((parameter, found[0]))
                 continue
             first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
             members[first].append(parameter)
