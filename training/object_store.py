@@ -298,7 +298,7 @@ class Uploader:
     def retry(self) -> None:
         """Tries at once what has failed."""
         with self._changed:
-            self._retry_now, self._refused, self._refusal_raised = self._busy is None, False, False
+            self._retry_now, self._refused, self._refusal_raised = True, False, False
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -356,7 +356,8 @@ class Uploader:
                 elif self._failure and not failure:
                     waited = duration(self._clock() - self._since_s)
                     self._report(f"checkpoint: step {self._busy} is in {self.store.url}, after {waited}")
-                self._failure, self._refused = failure, bool(failure)
+                # A try that had begun before `retry` says nothing about the store now: another follows at once
+                self._failure, self._refused = failure, bool(failure) and not self._retry_now
                 if not failure:
                     self._since_s, self._slow_reported = self._clock(), False
                     self._wanted = None if self._wanted == self._busy else self._wanted

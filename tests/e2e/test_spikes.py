@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pytest
 
 from bench.resume import checkpoint_digests
 from scripts.samples import SampleRow, prove, read
-from tests.e2e.test_branch import rows, train
 from tests.scripts.tiny_job import CONFIG, ENV, ROOT, WAIT_S, Started, write_job
 
 pytestmark = pytest.mark.timeout(3 * WAIT_S)  # several jobs, each rank with an import of torch
@@ -32,6 +32,17 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["".join(chr(97 + (7 * a * b + a) % 26) for b in range(a % 11 + 2)) for a in range(1, 9000)]
     (tmp_path / "text" / "a.txt").write_text(" ".join(words))
     monkeypatch.chdir(tmp_path)
+
+
+def train(*arguments: str, name: str = "tiny", code: int = 0) -> str:
+    command = [f"{ROOT}/scripts/run_train.sh", "tiny.toml", f"--job.name={name}", *arguments]
+    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def rows(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def spikes(run: Path) -> list[SampleRow]:

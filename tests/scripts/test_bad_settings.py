@@ -98,9 +98,9 @@ CASES = [
     ),
     # what sections say of themselves and of each other
     Case("heads do not divide", "--model.n_heads = 7: must divide model.dim = 256 into heads of an even width (rotary positions rotate pairs); nearest: 4 or 8", ("--model.n_heads=7",), nproc=1),
-    Case("no such model", '--model.name = "lama": there is no models/lama.py; there are: llama', ("--model.name=lama",)),
+    Case("no such model", '--model.name = "lama": there is no models/lama.py; there are: llama, moe, qwen3', ("--model.name=lama",)),
     Case("run name with a slash", '--job.name = "a/b": must be the name of one folder, which is created in job.dump_folder', ("--job.name=a/b",)),
-    Case("run folder a URL", '--job.dump_folder = "s3://bucket/runs": a URL; must be a folder of a mounted file system, local or shared: object stores are not written to; nearest: "./outputs"', ("--job.dump_folder=s3://bucket/runs",)),
+    Case("run folder a URL", '--job.dump_folder = "s3://bucket/runs": a URL; must be a folder of a mounted file system, local or shared: of a run, only checkpoint.folder may be an object store; nearest: "./outputs"', ("--job.dump_folder=s3://bucket/runs",)),
     Case(
         "other ranks make another step",
         "--training.global_batch_size: saved 8 sequences of a step, now -1, which is 4: training.local_batch_size = 2 on 2 data-parallel ranks; nearest: --training.global_batch_size=8 keeps the batch size on these ranks\n"

@@ -49,7 +49,13 @@ ELSEWHERE = {
     "tensorboard ": ("tests/unit/test_metrics_sinks.py", "event_accumulator"),
     "export TORCHFT_LIGHTHOUSE": ("tests/scripts/test_bad_groups.py", "TORCHFT_LIGHTHOUSE"),
     "REPLICA_GROUP_ID=0": ("tests/scripts/test_bad_groups.py", "REPLICA_GROUP_ID"),
-    "./scripts/run_train.sh configs/relu2.toml": ("tests/scripts/test_add_a_model.py", "configs/relu2.toml"),
+    "./scripts/run_train.sh configs/tiny_qwen3.toml": ("tests/scripts/test_add_a_model.py", "configs/tiny_qwen3.toml"),
+    ".venv/bin/python scripts/hf.py export outputs/tiny_qwen3": ("tests/scripts/test_add_a_model.py", "python) .*$"),
+    ".venv/bin/python scripts/hf.py import published base --config configs/tiny": (
+        "tests/scripts/test_add_a_model.py",
+        "python) .*$",
+    ),
+    ".venv/bin/python bench/parity.py configs/tiny_qwen3.toml": ("tests/scripts/test_add_a_model.py", "python) .*$"),
     "./scripts/run_train.sh configs/llama.toml --checkpoint.folder s3": (
         "tests/e2e/test_object_store.py",
         "--checkpoint.folder=s3",
