@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models import qwen3_hf
-from models.llama_hf import Published, shown
+from models.llama_hf import Entry, Published, shown
 from models.moe import Config
 
 EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -69,12 +69,15 @@ class Format(qwen3_hf.Format):
         count = {"num_experts": body.get("num_local_experts")}  # so named by transformers 5
         return super().read_config({**count, **body})
 
-    def write_config(self, config: Any, **settings: Any) -> dict[str, Any]:
-        """Raises ValueError for settings that Qwen3-MoE does not have."""
+    def entries(self, config: Any, *, vocab_size: int) -> Iterator[Entry]:
+        """As for Llama. Raises ValueError for settings that Qwen3-MoE does not have."""
         absent = {"router_score": "softmax", "shared_hidden_dim": 0, "route_scale": 1.0, "balance_rate": 0.0}
         for key, legal in absent.items():
             if (value := getattr(config, key)) != legal:
                 raise ValueError(f"model.{key} = {shown(value)}: {self.architecture} has only {shown(legal)}")
+        return super().entries(config, vocab_size=vocab_size)
+
+    def write_config(self, config: Any, **settings: Any) -> dict[str, Any]:
         return {
             **super().write_config(config, **settings),
             "decoder_sparse_step": 1,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import moe, ops
+from models import moe, moe_hf, ops
 from models.llama import FeedForward
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpoint
 from parallelisms.expert import check_experts
@@ -205,3 +205,11 @@ def test_a_dense_model_has_no_experts_to_divide():
     config = ParallelismConfig(expert_parallel_degree=2)
     with pytest.raises(ValueError, match=r"^parallelism.expert_parallel_degree = 2: Llama has no experts; nearest: 1$"):
         check_experts(dense, degrees(config, 2), config)
+
+
+def test_what_qwen3_moe_does_not_have_is_not_exported():
+    plain = replace(SMALL, balance_rate=0.0)
+    named = {entry.ours: entry.shape for entry in moe_hf.Format().entries(plain, vocab_size=V)}
+    assert named == {name: tuple(p.shape) for name, p in built(plain).named_parameters()}
+    with pytest.raises(ValueError, match=r"^model.balance_rate = 0.25: Qwen3MoeForCausalLM has only 0.0$"):
+        moe_hf.Format().entries(SMALL, vocab_size=V)
