@@ -371,11 +371,12 @@ def _check_model(config: RunConfig, world_size: int) -> None:
         from parallelisms.tensor import check_plan
 
         check_plan(config.meta_model(vocab_size), degrees(config.parallelism, world_size))
-    if config.parallelism.expert_parallel_degree > 1 or has_experts(config.meta_model(vocab_size)):
+    model = config.meta_model(vocab_size)
+    if config.parallelism.expert_parallel_degree > 1 or has_experts(model):
         from parallelisms.expert import check_experts
 
-        check_experts(config.meta_model(vocab_size), degrees(config.parallelism, world_size), config.parallelism)
+        check_experts(model, degrees(config.parallelism, world_size), config.parallelism)
     if config.parallelism.context_parallel_degree > 1:
         from parallelisms.context import attentions
 
-        attentions(config.meta_model(vocab_size), config.parallelism.context_parallel_degree)
+        attentions(model, config.parallelism.context_parallel_degree)

@@ -126,6 +126,7 @@ class Experts(nn.Module):
 
 
 def has_experts(module: nn.Module) -> bool:
+    """Returns True if `module` is or contains Experts."""
     return any(isinstance(inner, Experts) for inner in module.modules())
 
 

@@ -83,11 +83,11 @@ class MixtureModel(llama.Llama):
         dense = {name: kind for name, kind in qwen3.TP_PLAN.items() if name.startswith("layers.*.feed_forward")}
         self.tp_plan = {name: kind for name, kind in qwen3.TP_PLAN.items() if name not in dense}
         for name, block in self.layers.items():
-            block.attention = qwen3.Attention(config)
+            block.attention = qwen3.Qwen3Attention(config)
             if int(name) < config.dense_layers:
                 self.tp_plan |= {pattern.replace("*", name): kind for pattern, kind in dense.items()}
                 continue
-            block.feed_forward = Mixture(config)
+            block.feed_forward = MoE(config)
             here = {leaf: kind for leaf, kind in SPARSE_PLAN.items() if config.shared_hidden_dim or leaf == "router"}
             self.tp_plan |= {f"layers.{name}.feed_forward.{leaf}": kind for leaf, kind in here.items()}
         if config.balance_rate:
@@ -110,7 +110,7 @@ class MixtureModel(llama.Llama):
         return super().flops_per_token(seq_len) - 6 * experts * unused // self.config.n_experts
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     """Sends each token to k experts and returns the sum of their outputs by the router's weights, and of the shared feed-forward's."""
 
     def __init__(self, config: Config) -> None:

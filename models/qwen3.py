@@ -42,12 +42,12 @@ class Config(llama.Config):
 def build(config: Config, *, vocab_size: int, max_seq_len: int) -> llama.Llama:
     model = llama.build(config, vocab_size=vocab_size, max_seq_len=max_seq_len)
     for block in model.layers.values():
-        block.attention = Attention(config)
+        block.attention = Qwen3Attention(config)
     model.tp_plan = TP_PLAN
     return model
 
 
-class Attention(llama.Attention):
+class Qwen3Attention(llama.Attention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.q_norm = llama.RMSNorm(config.head_dim, config.norm_eps)

@@ -77,11 +77,12 @@ def apply_fsdp(
             leader.set_custom_reduce_scatter(NoOpReduceScatter())
         leader.set_force_sum_reduction_for_comms(True)
 
+    sparse = data_parallel_mesh(experts_mesh) if experts_mesh is not None else dense
     for module in part.modules():
         if isinstance(module, Router):
             wrap([module], reshard=reshard, dtypes=(torch.float32, torch.float32))
-        elif isinstance(module, Experts) and experts_mesh is not None:
-            wrap([module], reshard=reshard, axes=data_parallel_mesh(experts_mesh))
+        elif isinstance(module, Experts):
+            wrap([module], reshard=reshard, axes=sparse)
     groups = list(fsdp_param_groups(part, config.fsdp_blocks_per_group))
     for group in groups:
         is_last = part.output is not None and part.output in group  # needed again as soon as the backward starts

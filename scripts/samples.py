@@ -39,8 +39,8 @@ class Range(NamedTuple):
         return f"{self.first}-{self.end - 1}" if self.end - self.first > 1 else str(self.first)
 
 
-class Begin(NamedTuple):
-    """Where a run continues the data of another: positions below `position` are the other's, except its `holes`."""
+class RunBegin(NamedTuple):
+    """Position at which a run continues the data of another: those below `position` are the other's, except its `holes`."""
 
     position: int = 0
     holes: tuple[Range, ...] = ()
@@ -57,7 +57,7 @@ class SampleRow:
     count: int = 1
     skipped: tuple[Range, ...] = ()  # positions that this step left out for good (training.skip, training.on_spike)
     branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
-    begin: Begin | None = None  # in the first row of a run that continues another
+    begin: RunBegin | None = None  # in the first row of a run that continues another
     spike: str = ""  # why the step was not applied; "": it was
 
     @property
@@ -144,7 +144,7 @@ def read(path: Path) -> list[SampleRow]:
             begin = None
             if "begin" in row:
                 taken_over = tuple(Range(int(first), int(end)) for first, end in row["begin"]["holes"])
-                begin = Begin(int(row["begin"]["position"]), taken_over)
+                begin = RunBegin(int(row["begin"]["position"]), taken_over)
             rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin, spike))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
@@ -155,7 +155,7 @@ def read(path: Path) -> list[SampleRow]:
 
 def prove(rows: Sequence[SampleRow]) -> SampleProof:
     """Checks all positions, holes and step numbers. `rows` must not be empty."""
-    last, begin = rows[-1], rows[0].begin or Begin()
+    last, begin = rows[-1], rows[0].begin or RunBegin()
     before = Range(0, rows[0].steps.first if rows[0].begin else 1)  # the steps of the other run, or step 0
     theirs = [(span, before.end - 1) for span in without([Range(0, begin.position)], join(begin.holes))]
     trained = sorted([*theirs, *((row.range_of(slot), row.step) for row in rows for slot in row.slots)])

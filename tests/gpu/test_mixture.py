@@ -36,7 +36,7 @@ def test_the_grouped_kernel_gives_what_fp32_gives_forward_and_backward(counts: l
 
 def test_a_block_trains_without_a_host_sync():
     with torch.device("cuda"):
-        layer = moe.Mixture(CONFIG).to(torch.bfloat16)
+        layer = moe.MoE(CONFIG).to(torch.bfloat16)
     layer.router.float()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

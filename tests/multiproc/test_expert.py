@@ -13,7 +13,7 @@ from bench import parity
 from bench.parity_worker import Task
 from models import moe
 from tests.multiproc.pool import Pool
-from tests.multiproc.test_parity import case, task
+from tests.multiproc.test_parity import assert_parity, task
 
 SIZES = moe.Config(
     name="moe", dim=32, n_layers=4, n_heads=4, n_kv_heads=4, head_dim=8, hidden_dim=64, expert_hidden_dim=16, n_experts=4,
@@ -49,6 +49,4 @@ def mixture_task(folder: Path) -> Task:
     ],
 )
 def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):
-    verdict = proof.verdict(case(proof.task, layout, optimizer))
-    assert not verdict.problems, "\n".join(verdict.problems)
-    assert 0 < verdict.worst.share < 1
+    assert_parity(proof, layout, optimizer)

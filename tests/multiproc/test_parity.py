@@ -50,6 +50,10 @@ def task(folder: Path, sizes: llama.Config = SIZES) -> Task:
     ],
 )
 def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):
+    assert_parity(proof, layout, optimizer)
+
+
+def assert_parity(proof: parity.Proof, layout: str, optimizer: str) -> None:
     verdict = proof.verdict(case(proof.task, layout, optimizer))
     assert not verdict.problems, "\n".join(verdict.problems)
     assert 0 < verdict.worst.share < 1  # something was compared, and another order of sums leaves a trace

@@ -146,7 +146,7 @@ def test_a_named_step_that_is_removed_is_not_exchanged_for_another(opens: Opens,
 
 
 def drawn(capsys: pytest.CaptureFixture[str], opens: Opens, at: int, then: Callable[[], None], *more: str) -> str:
-    """What generate.py says, with exit code 0; before the `at`-th opened file of step 2 `then` is called."""
+    """Returns the output of generate.py, with exit code 0; before the `at`-th opened file of step 2 `then` is called."""
     opens.count, opens.at, opens.then = 0, at, then
     capsys.readouterr()
     assert generate.main([str(RUN), "--tokens=8", "--temperature=0", *more]) == 0

@@ -27,7 +27,7 @@ def three_groups(steps: int) -> list[dict[str, Any]]:
 
 
 def begun(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a run that continues another's step 3, whose groups left the slot of B to the next step."""
+    """Rows of a run that continues another's step 3, whose groups left the slot of B to the next step."""
     return [{**rows[0], "begin": {"position": 36, "holes": [[28, 32]]}}, *rows[1:]]
 
 

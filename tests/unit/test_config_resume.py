@@ -1,4 +1,4 @@
-"""What only the checkpoint knows is checked before the start, too: where budgets began, and the text that was trained on."""
+"""Checks before the start of what only the checkpoint has: the positions at which budgets began, and the text that was trained on."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_token_is_the_weighted_sum_of_its_experts(score: Any, normalize: bool)
 
 def test_the_first_blocks_are_dense():
     kinds = [type(block.feed_forward) for block in built().layers.values()]
-    assert kinds == [FeedForward, moe.Mixture, moe.Mixture]
+    assert kinds == [FeedForward, moe.MoE, moe.MoE]
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

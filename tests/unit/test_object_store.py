@@ -159,7 +159,7 @@ def test_unfinished_uploads_are_ended(server: S3Server, monkeypatch: pytest.Monk
 
 
 def test_a_kill_at_any_operation_leaves_the_newest_checkpoint(tmp_path: Path):
-    """Of an upload that follows two others, one of which it removes."""
+    """Requests of an upload that follows two others, one of which it removes."""
     paths = [checkpoint(tmp_path / "here", step) for step in (2, 4, 6)]
     found, kills = [], 0
     while True:
