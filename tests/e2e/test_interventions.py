@@ -24,7 +24,7 @@ import train
 from bench.job import Forked, LighthouseProcess, our_lighthouse, rows, until
 from bench.resume import checkpoint, checkpoint_digests, checkpoint_values
 from scripts import prepare_data
-from scripts.samples import Begin, Range, prove, read, sentences
+from scripts.samples import Range, RunBegin, prove, read, sentences
 from tests.scripts.tiny_job import CONFIG, ROOT, WAIT_S, newest
 from tests.unit.data_corpus import write_jsonl
 
@@ -230,5 +230,5 @@ def test_a_run_that_continues_the_data_of_another(
     else:
         two_groups(start_group, *argv)
     rows = read(Path("outputs") / name / "samples.jsonl")
-    assert rows[0].step == BRANCH and rows[0].begin == Begin(FRONTIER)
+    assert rows[0].step == BRANCH and rows[0].begin == RunBegin(FRONTIER)
     assert prove(rows).exact and not any(row.begin for row in rows[1:])
