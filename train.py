@@ -168,7 +168,7 @@ class Run(Components):
         skips = self.config.training.on_spike == "skip"
         with self.progress.phase("reduce"):
             try:
-                # to be skipped in all groups, NaN is summed: then all have it
+                # with on_spike = "skip" a NaN is summed, so that all groups see it and leave the step out
                 finite = local.finite or skips
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, finite))
             except Stopped as stopped:
@@ -226,8 +226,8 @@ class Run(Components):
                 self.manager.announce("commit", text)
 
     def compute_step(self, assignment: DataAssignment, batches: Iterator[Batch] | None = None) -> LocalStep:
-        """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of a slot. Then one
-        small all-reduce and one device sync cover all that the ranks must agree on, pending signals included."""
+        """Runs forward and backward of each batch; the reduction of gradients over groups begins in the last backward of the last slot.
+        Then one small all-reduce and one device sync cover all that the ranks must agree on, pending signals included."""
         losses, at, slots = list[tuple[Batch, Tensor]](), self.coordinate, assignment.slots
         training = self.config.training
         for batch in batches or self.progress.timed("data", self.loader.load(slots)):
@@ -242,7 +242,7 @@ class Run(Components):
                 labels = batch.labels.to(self.device, non_blocking=True)
                 losses.append((batch, self.model.forward_backward(inputs, labels)))
             if batch.ends_slot and batch.slot == slots[-1]:
-                break
+                break  # `batches` may go on: a round of semi-synchronous training has several steps
         with self.progress.phase("reduce"):
             pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()

@@ -23,9 +23,10 @@ Memory, beside autograd's own gradients, which live until `deliver`: see memory.
 while a quantised one is reduced. With keep=False gradients of at least 1 MiB are reduced in place, or, with shared=True, freed when they
 are copied: a failure loses them.
 
-Separate slots (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that computed the
-slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all others zeros,
-whose addition is exact in any order; then each rank adds the S sums in the order of the slots. This costs S times traffic and memory.
+`deterministic_reduce` (`slots` = S > 0): addition of floats is not associative, so the bits of one sum depend on the groups that have
+computed the slots. Here the layout has S copies of each gradient, one for each slot. A slot's owner sends its gradients in that copy, all
+others zeros, whose addition is exact in any order; then each rank adds the S sums in the order of the slots. This costs S times traffic and
+memory.
 
 Quantised (`quantized`): buckets are reduced in int8 with error feedback (quantized.py), except for the last one, which has the tail.
 """

@@ -617,7 +617,8 @@ class Manager:
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
         """Launches the tail. But zeros of a group that has computed nothing, or whose user has written to a reduced tensor since, wait for
-        the heal first (once per quorum and step), and are launched by `reduce`, in the user's next body."""
+        the heal first (once per quorum and step), and are launched by `reduce`, in the next step of a torchft program
+        (ft/compat/manager.py)."""
         machine, attempt = self.machine, (effect.quorum_id, effect.attempt, effect.step)
         repeats = machine.contribution.computed or (effect.quorum_id, effect.step) == self._zeros_sent
         if not effect.zeros or attempt == self._attempt_id or (repeats and self.gradients.can_repeat):

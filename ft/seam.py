@@ -105,8 +105,9 @@ class Seam(Protocol):
         """Registers the modules whose gradients are reduced over all groups. Called once, before the first step."""
 
     def last_backward(self, slot: int) -> AbstractContextManager[None]:
-        """Wraps the last backward of each slot, in the order of the assignment, and reduces gradients as they become complete. Until
-        `commit` only the manager may change .grad, except for backwards of the next slot, which accumulate into it or start from None."""
+        """Wraps the last backward of each slot, in the order of the assignment. In that of the last slot (with deterministic_reduce: of
+        each) the reduction of each gradient begins as soon as it is complete. Until `commit` only the manager may change .grad, except for
+        backwards of the next slot, which accumulate into it or start from None."""
 
     def begin_step(self, *, until: int | None = None) -> DataAssignment:
         """Joins a new quorum if one is due, and returns this group's slots; the same ones until `commit`. Without slots this group computes

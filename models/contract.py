@@ -34,7 +34,8 @@ class ModelConfig:
 
 class Model(nn.Module):
     """Base class of models. A pipeline stage deletes some of the layers and sets some of the other children to None; forward skips them.
-    Persistent buffers are saved, compared between groups and healed as parameters are; nothing sums what a forward adds to one."""
+    Persistent buffers are saved, compared between groups and healed as parameters are; they are not reduced over ranks or
+    groups, so a statistic that a forward updates would differ between them."""
 
     dim: int  # C, the width of the hidden state
     tok_embeddings: nn.Module | None
@@ -121,7 +122,7 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Calls forward, where expert parallelism has put the exchange of rows between ranks: `counts` [E] of all experts."""
+        """Calls forward. Expert parallelism replaces it by an all-to-all before and after forward. `counts` [E]: of all experts."""
         return cast(Tensor, self(rows, counts))
 
 

@@ -87,7 +87,9 @@ class Format:
         "feed_forward.w3": "mlp.up_proj",
         "feed_forward.w2": "mlp.down_proj",
     }
-    neutral: Mapping[str, tuple[tuple[Any, ...], str]] = {  # keys that can change logits: supported values, the reason
+    neutral: Mapping[
+        str, tuple[tuple[Any, ...], str]
+    ] = {  # keys that could change logits: the values that do not, the reason
         "hidden_act": (("silu", "swish"), "the feed-forward here is SwiGLU"),
         "attention_bias": ((False, None), "projections here have no bias"),
         "mlp_bias": ((False, None), "projections here have no bias"),

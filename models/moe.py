@@ -231,7 +231,7 @@ def descend(bias: Tensor, excess: Tensor, *, rate: float) -> None:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter that is sharded by experts, or replicated over ranks with different tokens."""
+    """Returns this rank's part of a parameter as a tensor. Where it is replicated, its gradient is Partial: ranks have different tokens."""
     from torch.distributed.tensor import DTensor, Partial, Replicate  # its import takes half as long as torch's
 
     if not isinstance(parameter, DTensor):

@@ -31,8 +31,8 @@ def apply_fsdp(
     precision: Precision,
     cpu_offload: bool,
 ) -> None:
-    """Wraps `part`; each Router, in fp32, and Experts, over `experts_mesh`, for itself. Gradients are summed over ranks, not averaged:
-    training/optimizer.py divides by the global number of valid tokens."""
+    """Wraps `part`; each Router (in fp32) and each Experts (over `experts_mesh`) is an FSDP unit of its own. Gradients are summed over
+    ranks, not averaged: training/optimizer.py divides by the global number of valid tokens."""
     dense = data_parallel_mesh(mesh)
     by_default = dense.size(dense.ndim - 1) > 1 and mesh[PP].size() == 1
     reshard = {"default": by_default, "always": True, "never": False}[config.fsdp_reshard_after_forward]

@@ -5,11 +5,11 @@ component of a dotted name.
     kind        parameters                              inputs                              outputs
     embedding   nn.Embedding, sharded by rows           all tokens                          this rank's tokens [B, T/tp, C]
     sequence    replicated, such as a norm's            this rank's tokens                  this rank's tokens
-    heads       replicated, such as a norm's of queries this rank's heads [B, T, H/tp, D]        this rank's heads
-    gather      none of its own                         this rank's tokens                  output of its children for all tokens
+    heads       replicated, such as a query norm's      this rank's heads [B, T, H/tp, D]   this rank's heads
+    gather      none of its own                         this rank's tokens                  that of its last child, such as a `row`
     column      nn.Linear, sharded by output features   all tokens, from a `gather`         all tokens, this rank's features
     row         nn.Linear, sharded by input features    all tokens, this rank's features    this rank's tokens
-    local       replicated; used as a tensor, models/moe.py    this rank's tokens           this rank's tokens
+    local       replicated; a plain tensor in use       this rank's tokens                  this rank's tokens
     head        Head, sharded by rows                   this rank's tokens, all labels      the loss: parallelisms/loss.py
 
 Parameters become DTensors on the tp axis; FSDP adds its axes later. Modules exchange plain tensors, so attention and gate run as on one

@@ -79,7 +79,9 @@ class TrainingConfig:
     ] = 0.03
     skip: Annotated[tuple[SkipConfig, ...], "positions in the data that are not trained on"] = ()
     local_batch_size: Annotated[int, "sequences of one forward and backward pass of a data-parallel rank", ">= 1"] = 8
-    global_batch_size: Annotated[int, "sequences per step; -1: local x data-parallel ranks", ">= -1", "!= 0"] = -1
+    global_batch_size: Annotated[
+        int, "sequences per step of one replica group; -1: local x data-parallel ranks", ">= -1", "!= 0"
+    ] = -1
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
@@ -88,7 +90,7 @@ class TrainingConfig:
     ] = "stop"
     spike_window: Annotated[
         int,
-        "steps with whose mean a step's loss and gradient norm are compared; 0: none; 1 has no deviation",
+        "preceding steps of the mean and standard deviation with which loss and gradient norm are compared; 0: none",
         ">= 0",
         "!= 1",
     ] = 0

@@ -69,7 +69,7 @@ class MetricsProcessor:
         flops_per_token: float = 0.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`steps`: the run's last step. `world_size`: devices that share the tokens. `flops_per_token`: of the model."""
+        """`steps`: the run's last step. `world_size`: devices of this group. `flops_per_token`: of the model."""
         self.tokens = 0  # valid tokens since step 0, over all launches and ranks
         self._config, self._log, self._progress = config, log, progress
         self.sink: MetricsWriter | None = None  # training/components.py sets it on global rank 0
@@ -82,7 +82,9 @@ class MetricsProcessor:
         self._loss = math.nan
         self._validation_loss: float | None = None  # of the newest validation
         self._after_first_s = 0.0
-        self._interval = dict.fromkeys(("steps", "tokens", "step_s", "data_s"), 0.0)  # sums since the last logging step
+        self._interval = dict.fromkeys(
+            ("steps", "tokens", "step_s", "data_s", "device_s"), 0.0
+        )  # sums since the last logging step
         self._spent = self._clocks()
         self._group_scalars: Mapping[str, float] = {}
         self._changes: dict[str, str] = {}  # other settings, before this launch's first step with them
@@ -114,7 +116,8 @@ class MetricsProcessor:
             self._resumed, self._first_step = (step - steps, self.tokens), step
             self._after_first_s = self._progress.total()
         self._commits, self._loss, self.tokens = self._commits + 1, loss, self.tokens + tokens
-        for name, more in zip(self._interval, (steps, tokens, step_s, data_s), strict=True):
+        devices = self._world_size * (groups or {}).get("quorum_size", 1)
+        for name, more in zip(self._interval, (steps, tokens, step_s, data_s, step_s * devices), strict=True):
             self._interval[name] += more
         passed = step // self._config.log_freq > (step - steps) // self._config.log_freq
         logging_step = first or passed or step == self._steps
@@ -264,9 +267,9 @@ class MetricsProcessor:
         return self._progress.total(), spent("data"), spent("checkpoint"), spent(*LONG_PHASES)
 
     def _rates(self) -> dict[str, float]:
-        """Returns means over the steps since the last logging step. Throughput is per device, as MFU is."""
-        steps, tokens, step_s, data_s = self._interval.values()
-        tps = _per(tokens, step_s) / self._world_size
+        """Returns means over the steps since the last logging step. Throughput and MFU are per device of all groups in the quorum."""
+        steps, tokens, step_s, data_s, device_s = self._interval.values()
+        tps = _per(tokens, device_s)
         rates = {
             "throughput(tps)": tps,
             "time_metrics/end_to_end(s)": step_s / steps,
@@ -286,7 +289,7 @@ class MetricsProcessor:
             paint(f"loss {loss:.4f}", "green"),
             f"grad norm {grad_norm:.4f}",
             f"lr {lr:.2e}",
-            paint(f"{rates['throughput(tps)'] * self._world_size:,.0f} tok/s", "blue"),
+            paint(f"{_per(self._interval['tokens'], self._interval['step_s']):,.0f} tok/s", "blue"),
             f"memory {self._memory.text()}",
         ]
         if "mfu(%)" in rates:

@@ -21,7 +21,7 @@ PAUSE_S = 10.0  # from a failed save of the last step to its retry
 LOG_WAIT_S = 3.0  # a longer wait for another group's save is logged
 GRACE_S = 20.0  # how long a group waits for another group's save after a stop request
 
-# put, leave: the step is saved, and an object store does not have it yet; leave: nor is it tried again, as a stop was requested
+# the step is saved, but not yet in the object store: put: wait for the upload; leave: a stop was requested, so exit without it
 Action = Literal["finish", "save", "put", "leave", "regroup", "wait", "stop"]
 
 

@@ -1,7 +1,7 @@
 """Process groups between replica groups: the interface to the Manager and torch, operations, their works, and *generations*: a process
 group forms a new generation for each quorum, and abandons the one before.
 
-Flow: Collectives makes an Operation of torch's call, ProcessGroup.launch a GroupWork of that, and the generation's engine (gloo.py,
+Flow: Collectives turns torch's call into an Operation, ProcessGroup.launch creates its GroupWork, and the generation's engine (gloo.py,
 nccl.py, or baby.py, whose child uses these two) starts it on a native process group of torch. A subclass builds the engine (`_build`).
 ProcessGroup is also torch's: after `register` dist.all_reduce and its like, functional collectives and DeviceMesh accept it.
 """

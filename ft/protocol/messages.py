@@ -268,7 +268,7 @@ class Report(Event):
     waiting: bool = False  # True: all ranks have entered the all-reduce with other groups, and some are still in it
     median_step_s: float = 0.0
     settled: int = 0
-    launched: int = 0  # all-reduces launched in this generation; a member with fewer than others is behind
+    launched: int = 0  # attempts launched in this quorum; a member with fewer than others is behind
     phase_limit_s: float = 0.0  # limit of the long phase that a rank is in; 0: it is in none, or the limit has passed
     blame: tuple[str, ...] = ()  # as Call.blame, at the time of the report
 

@@ -10,16 +10,17 @@
 The *tail* is the end of the last gradient bucket: token counts, loss and flags, all-reduced with the gradients. A healing replica group
 passes through the same phases and contributes zeros. It holds the reduced gradients of each step until its state has arrived; with
 heal_backlog steps held it waits (AWAITING_STATE). All ranks of a group take the same branches, since each depends on an answer of the group
-(a QuorumResult, an Outcome) or on the tail. A notice does not decide: it ends a wait; forward and backward are completed, and the vote is
-"failed".
+(a QuorumResult, an Outcome) or on the tail. A notice ends a wait and decides nothing: forward and backward are completed, and if
+the all-reduces have completed too, the vote is as usual; else it is "failed".
 
 A commit vote that is not yes: `retry` means that all groups saw in the tail that one of them could not contribute, and they repeat the
 attempt on the same generation. With `failed` this group ends its generation, the lighthouse notifies the others (GenerationAborted), and
 all continue in the next quorum; a group that had committed alone is the reference there, and the others heal.
 
 Design choices:
-- A group that cannot use a slot writes UNABLE for it in the tail, so every ledger counts the failure, also that of a newly healed group.
-  A group has one gradient sum for all its slots: if one slot gives NaN or Inf, it marks all; if one has no valid token, only that one.
+- A group that cannot use its gradients asks for a retry in the tail of the first attempt, and in that of the retry writes UNABLE for each
+  of its slots, so every ledger counts the failure, also that of a newly healed group. It has one gradient sum for all its slots: if one
+  slot gives NaN or Inf, all are marked. A slot without a valid token beside usable ones is UNABLE at once, and alone.
 - With slots_per_step the slots of a group that died are assigned to the others in the same step, which compute only the added slots.
 - Slots are assigned when the quorum is answered, or already at the commit before it if no change was announced in its tail. So the holders
   of a state have the same assignment; if not (one has loaded that state from a checkpoint), all drop theirs and make a new one.
@@ -53,7 +54,8 @@ from ft.protocol import messages as m
 from ft.protocol.compare import DIGEST_WORDS, NONE, find_divergent, member_digest
 from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, QuorumResult, State, Vote, process_of
 
-MAX_UNABLE = 3  # steps in which a slot may be UNABLE before the job stops, or skips the slot for good
+# steps in which a slot may be UNABLE, and attempts that a step may have on one generation, before the job stops or skips the slots for good
+MAX_UNABLE = 3
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ class StepMachine:
         self._due = True  # True: the next step begins with a quorum
         self._failed = False  # True: the generation failed
         self.finished = False  # True: a group has left after the last step was saved
-        self.abort_reason = ""  # why the newest quorum's generation is over; empty: it is not
+        self.abort_reason = ""  # why a new quorum must come before the next attempt or step; empty: it need not
         self._wants_change = ""  # reason of a change that the next tail announces; empty: none
         # notices received in ASKING: the quorum that they belong to may come later, since the answer has a stream of its own
         self._early_notices: list[m.Notice] = []

@@ -200,6 +200,15 @@ def test_tags_are_torchtitans() -> None:
     assert "4,000 tok/s" in run.lines[0] and "mfu 12.0%" in run.lines[0]  # the line counts all devices' tokens
 
 
+def test_throughput_is_per_device_of_all_groups() -> None:
+    run = Run(device=FakeDevice(), flops_per_token=6e9, peak_tflops=100, world_size=2)
+    run.spend("compute", 1)
+    run.metrics_processor.step(1, loss=2.5, grad_norm=0.5, lr=3e-4, tokens=12_000, groups={"quorum_size": 3})
+    ((_, scalars),) = run.chart.rows
+    assert scalars["throughput(tps)"] == pytest.approx(2000) and scalars["mfu(%)"] == pytest.approx(12)
+    assert "12,000 tok/s" in run.lines[0]
+
+
 def test_chart_points_are_means_since_the_last_one() -> None:
     run = Run()
     run.steps(1, 1)

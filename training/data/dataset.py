@@ -143,6 +143,7 @@ class _OrderedData(_Data, ABC):
         return DataSegment.of(self._config, self.digest)
 
     def state_dict(self) -> dict[str, str]:
+        # the key is part of the checkpoint format; before there were segments it held the digest alone
         return {"digest": json.dumps([asdict(segment) for segment in self.segments])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
@@ -196,7 +197,7 @@ class _OrderedData(_Data, ABC):
     def _open(self, number: int, segment: DataSegment) -> StoreOrder | DocumentOrder | Mixture | None:
         """Returns the order of segment `number`; None: it is an earlier one, whose data is gone."""
         config = segment.config(self._config)
-        # other sequences first than in the segments before, also with the same seed, which is below 2^32
+        # each segment has another order, also with the same seed, which is below 2^32
         seed = config.seed + (number << 32)
         if segment.continues(self._own):
             return self.order(seed=seed, seq_len=config.seq_len)

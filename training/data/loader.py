@@ -29,7 +29,7 @@ Task = tuple[int, tuple[int, ...], bool]  # slot, positions of one microbatch, T
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of a rank: the sequences at `positions` of `slot` (empty for streams)."""
+    """One local batch of a rank, for one forward and backward: the sequences at `positions` of `slot` (empty for streams)."""
 
     inputs: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64; loss.IGNORED: no target

@@ -9,7 +9,7 @@ grow with the documents.
 `StoreOrder`, of a token store of any size: epoch e is the stream of the store's shards from an offset below seq_len, split likewise, and
 its sequences are visited in the order of a permutation that is computed for one position at a time (`permuted`).
 
-`Mixture`, of several stores: position p is number p of a sequence of sources in proportion to their weights (`pattern`).
+`Mixture`, of several stores: the source of position p is entry p of a repeating pattern in proportion to their weights (`pattern`).
 
 `SegmentedOrder`, of a run whose data changed at branch points: each begins a new order, at the position that was reached then."""
 
@@ -70,7 +70,7 @@ def in_split(corpus: Corpus, split: str, held_out: float) -> np.ndarray:
 
 
 def cuts(corpus: Corpus, held_out: float) -> bool:
-    """Returns True if no document is held out by its content, or all are, as with a corpus of one: then the end of the last is."""
+    """Returns True if the hashes of documents would leave a split empty, as with one document; then the last share of ids is held out."""
     held = np.count_nonzero(corpus.buckets < round(held_out * BUCKETS))
     return held_out > 0 and held in (0, len(corpus.buckets))
 

@@ -239,7 +239,7 @@ class StoreWriter:
         all_documents = documents + sum(shard.documents for shard in self.shards)
         held = all_documents - train_documents - sum(shard.train_documents for shard in self.shards)
         cut = round(total * self._settings.held_out)
-        # None of the documents is held out by its content, or all are, as of a corpus of one: then the end of the last is
+        # The hashes of the documents would leave a split empty, as with one document: the last share of the tokens is held out
         if last and held in (0, all_documents) and 0 < cut < self._tokens:
             train_tokens = self._tokens - cut
             train_documents = int(np.searchsorted(bounds, train_tokens))
