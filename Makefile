@@ -1,9 +1,9 @@
 # `make` without a target lists the targets.
-.PHONY: help one_step check test test_all compat size lock docs sim proto corpus resume kills bits parity quorum recovery goodput drill e2e gpu starts soak
+.PHONY: help one_step check test test_all compat size lock docs sim proto corpus resume kills bits parity quorum recovery goodput drill long e2e gpu starts soak
 
 help:
 	@echo "make check   style, format, types           make test    first tier of the tests"
-	@echo "make test_all  all tests (35 minutes)"
+	@echo "make test_all  both tiers (35 minutes)          make long    the tests that both leave out for time; updates docs/long_output.txt"
 	@echo "make compat  tests that need no torch, with every Python on this machine   make size    lines per package"
 	@echo "make one_step  traces the calls of one training step, with and without replica groups; updates docs/one_step.md"
 	@echo "make lock    update requirements*.lock       make docs    update docs/config.md"
@@ -80,6 +80,9 @@ recovery:
 
 drill:
 	@for seed in 1 2 3; do .venv/bin/python bench/drill.py bench/drill.toml --groups 4 --minutes 3 --seed $$seed || exit 1; done
+
+long:
+	@{ date -u '+%F'; ./scripts/run_tests.sh --long; } | tee docs/long_output.txt
 
 e2e:
 	@PHAROS_E2E=all ./scripts/run_tests.sh tests/e2e

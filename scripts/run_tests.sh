@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests. Finds a Python, installs what is missing (once), and execs pytest with all arguments.
 #   ./scripts/run_tests.sh                      the first tier, ten minutes on two cores
-#   ./scripts/run_tests.sh --all                all tests
+#   ./scripts/run_tests.sh --all                both tiers
+#   ./scripts/run_tests.sh --long               those that both leave out for time (make long)
 #   ./scripts/run_tests.sh tests/unit -k loss   a part
 set -euo pipefail
 # shellcheck source=scripts/lib/install.sh
@@ -12,5 +13,5 @@ use_python requirements.lock requirements-dev.lock
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$root"
 # A tier runs three tests at a time (except as in tests/conftest.py), since they wait much; named tests run one after the other.
-[[ $# -gt 0 && "$*" != --all ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"
+[[ $# -gt 0 && "$*" != --all && "$*" != --long ]] || set -- -n 3 --dist loadfile --no-loadscope-reorder "$@"
 exec "$python" -m pytest "$@"

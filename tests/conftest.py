@@ -96,28 +96,43 @@ if find_spec("hypothesis"):  # not installed where only tests/gpu run
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="both tiers of tests/; without it and without a path the first")
+    parser.addoption("--long", action="store_true", help="the tests that both tiers leave out for time: make long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "long: left out of both tiers for time, unless its file is named; run by make long"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (_is_in(item, MANY_SEEDS), _is_in(item, ALONE)))
-    if not _first_tier(config):
+    if not (tier := _tier(config)):
         return
-    later = [item for item in items if is_only_with_all(item.nodeid.removeprefix("tests/"))]
-    config.hook.pytest_deselected(items=later)
-    items[:] = [item for item in items if item not in set(later)]
+    later = {
+        item
+        for item in items
+        if (item.get_closest_marker("long") is None) is (tier == "long")
+        or (tier == "first" and is_only_with_all(item.nodeid.removeprefix("tests/")))
+    }
+    config.hook.pytest_deselected(items=list(later))
+    items[:] = [item for item in items if item not in later]
 
 
-def _first_tier(config: pytest.Config) -> bool:
-    """Returns True if this session runs only the first tier. A pytest-xdist worker gets that from its controller."""
+def _tier(config: pytest.Config) -> str:
+    """Returns which tests of tests/ this session runs: "first", "all" or "long"; "": those named. A pytest-xdist worker gets that from its
+    controller."""
     if hasattr(config, "workerinput"):
-        return bool(config.workerinput["first_tier"])
-    return not config.option.all and config.args_source is not pytest.Config.ArgsSource.ARGS
+        return str(config.workerinput["tier"])
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return ""
+    return "long" if config.option.long else "all" if config.option.all else "first"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["first_tier"] = _first_tier(node.config)
+    node.workerinput["tier"] = _tier(node.config)
     node.workerinput["many_seeds"] = node.config.stash.get(SEEDS_OUTPUT, "")
 
 
@@ -140,8 +155,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Starts the simulation of many seeds in the background of a whole tier, at the lowest priority. Its test waits for the lock of its
     output, and reads the result."""
     config = session.config
-    tier = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.keyword
-    if not tier or not config.getoption("numprocesses", None):
+    if _tier(config) not in ("first", "all") or config.option.keyword or not config.getoption("numprocesses", None):
         return
     with tempfile.NamedTemporaryFile(prefix="pharos-seeds-", delete=False) as output:
         fcntl.flock(output, fcntl.LOCK_EX)  # inherited by the process, so locked until it ends
@@ -182,8 +196,12 @@ def is_only_with_all(name: str) -> bool:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    first = "tests: first tier; --all adds the second"
-    return first if _first_tier(config) else "tests: both tiers" if config.option.all else ""
+    headers = {
+        "first": "first tier; --all adds the second",
+        "all": "both tiers",
+        "long": "those that both tiers leave out",
+    }
+    return f"tests: {headers[tier]}" if (tier := _tier(config)) else ""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

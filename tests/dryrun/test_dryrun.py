@@ -108,7 +108,14 @@ def verdict(case: Case, result: dict[str, Any]) -> set[str]:
     return {name for name, holds in wrong.items() if holds}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in BREAKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in layouts() and CASES[name].sizes.world_size == 8 else name
+        for name in CASES
+        if name not in BREAKS
+    ],
+)
 def test_a_step_does_what_it_may_and_nothing_else(seen: dict[str, dict[str, Any]], name: str) -> None:
     assert verdict(CASES[name], seen[name]) == set(), seen[name]
 

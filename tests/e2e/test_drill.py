@@ -1,8 +1,9 @@
 """Whole jobs that are killed, stopped, cut off and come back, judged by the drill's own rules (bench/drill.py): survivors lose no step,
 replicas are bitwise equal, the ledger is exact. One job bears all its faults, for to start one costs more than a fault.
 
-`make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all, as in CI, groups of four ranks get two kinds, and of two
-ranks those with FSDP or TP are killed: a pipeline that is killed is in test_semi_sync.py, and CP differs within a group only.
+`make e2e` injects every fault in groups of every layout. Without PHAROS_E2E=all groups of four ranks get two kinds, and of two ranks
+are killed. `make long` has the layouts that CI leaves out: a pipeline that is killed is in test_semi_sync.py, and CP differs within a
+group only.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def test_the_writer_dies_in_the_last_save(tmp_path: Path):
     assert "yes  no group finished before the last checkpoint was complete" in drill(tmp_path, 2, ["finish"])
 
 
-@pytest.mark.skipif(not ALL, reason="make e2e")
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["files", "shm"])
 def test_with_little_of_something(tmp_path: Path, what: str):
     """256 descriptors for each process; 64 MB of shared memory for groups whose sums travel through child processes."""
@@ -145,6 +146,7 @@ def test_with_little_of_something(tmp_path: Path, what: str):
     assert injected(drill(tmp_path, 3, ["kill", "add"], f"--under={what}")) == {"kill", "add"}
 
 
+@pytest.mark.long
 def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
     kinds = [*QUICK] if ALL else ["kill_rank", "drain"]
     how = [] if ALL else ["--brief", "--validation.freq=10"]
@@ -157,12 +159,8 @@ def test_four_ranks_a_group_of_fsdp_and_tp(tmp_path: Path):
     [
         pytest.param([], id="fsdp"),
         pytest.param([TP, *MIXTURE], id="tp, experts"),  # whose biases are compared as weights are
-        pytest.param(
-            ["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.skipif(not ALL, reason="make e2e")
-        ),
-        pytest.param(
-            ["--parallelism.context_parallel_degree=2"], id="cp", marks=pytest.mark.skipif(not ALL, reason="make e2e")
-        ),
+        pytest.param(["--parallelism.pipeline_parallel_degree=2"], id="pp", marks=pytest.mark.long),
+        pytest.param(["--parallelism.context_parallel_degree=2"], id="cp", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_a_group(tmp_path: Path, layout: list[str]):

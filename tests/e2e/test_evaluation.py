@@ -103,6 +103,7 @@ def test_an_export_of_a_run_that_goes_on_is_whole(exported: Path, transformers):
 
 
 @torch.no_grad()
+@pytest.mark.long
 def test_the_harness_gives_the_bits_per_byte_of_the_model(exported: Path, tmp_path: Path, transformers):  # noqa: F811
     try:
         packages = install(ROOT / ".venv-lm-eval", PINS, built=("rouge-score", "sqlitedict", "word2number"))

@@ -50,6 +50,8 @@ CASES = {
     "batch": ("training.global_batch_size", "4"),
     "skip": ("training.skip", "[{first = 24, end = 27}]"),
 }
+LONG = ("schedule", "decay", "clipping", "sources", "seed", "batch")  # both tiers have one of each kind of change
+PARAMETERS = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
 TWO_SLOTS = (
     "--fault_tolerance.enable=true",
     "--fault_tolerance.keep_global_batch=true",
@@ -162,7 +164,7 @@ def assert_branch(run: Path, case: str) -> None:
     assert (run / "config.toml").read_text().partition(f"[{table}]")[2].count(f"\n{name} = {value[:2]}") == 1
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_one_group(start: Callable[..., Launch], case: str):
     key, value = CASES[case]
     run, change, allow = copy(f"{case}-1"), f"--{key}={value}", f"--resume.allow={key}"
@@ -188,7 +190,7 @@ def test_one_group(start: Callable[..., Launch], case: str):
     assert state(run, last) == state(other, last) != state(unchanged, last)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_two_groups(start_group: Callable[..., Launch], case: str):
     key, value = CASES[case]
     run, change = copy(f"{case}-2"), f"--{key}={value}"

@@ -127,7 +127,7 @@ def test_a_kill_at_any_request_leaves_the_newest_checkpoint(
     assert unfinished and found == sorted(found) and {*found} == {4, 6}
 
 
-@pytest.mark.parametrize("fault", ["slow", "broken"])
+@pytest.mark.parametrize("fault", [pytest.param("slow", marks=pytest.mark.long), "broken"])
 def test_steps_go_on_without_the_store(server: S3Server, fault: str):
     """And the last save is there once it answers again."""
     with closing(Started([*COMMAND, "--training.steps=100000"], Path("log"), cwd=Path.cwd(), **ENV)) as job:

@@ -35,6 +35,7 @@ def test_stages_that_are_killed(tmp_path: Path):
     assert "kill" in injected(said)
 
 
+@pytest.mark.long
 def test_weights_that_are_averaged(tmp_path: Path):
     """All state is lost but the newest checkpoint, which has what the groups had agreed on."""
     often = "--checkpoint.interval=5"  # one is there when the fault begins: what it waits for would count as after it

@@ -45,8 +45,15 @@ def test_every_file_is_here():
     assert sorted(LAYOUTS) == CONFIGS
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize(
+    "name, groups",
+    # with groups, both tiers have one of each model
+    [(name, 0) for name in LAYOUTS]
+    + [
+        pytest.param(name, 2, marks=() if name in ("llama3_405b", "qwen3_0.6b", "moe") else pytest.mark.long)
+        for name in LAYOUTS
+    ],
+)
 def test_five_steps(name: str, groups: int, tmp_path: Path):
     (tmp_path / "text.txt").write_text("".join(f"A line of text, number {number}.\n" for number in range(9000)))
     assert prepare_data.main([f"{tmp_path}/text.txt", "--out", f"{tmp_path}/text", "--processes=1"]) == 0

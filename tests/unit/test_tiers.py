@@ -32,15 +32,17 @@ def test_the_first_tier_has_most_of_each_suite():
     assert {suite for suite, count in suites.items() if 2 * later[suite] > count} == {"e2e", "dryrun"}
 
 
-@pytest.mark.timeout(180)  # starts pytest three times
-def test_the_bare_command_selects_the_first_tier_and_all_selects_both():
+@pytest.mark.timeout(240)  # starts pytest four times
+def test_the_bare_command_selects_the_first_tier_all_both_and_long_the_rest():
     """Of a suite that has both, without importing torch for the others."""
     plain = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command = [*plain, "--collect-only", "-o", "testpaths=tests/e2e/test_drill.py tests/sim/test_world.py"]
     found = {}
-    for option in ([], ["--all"], ["tests/sim/test_world.py"]):
+    for option in ([], ["--all"], ["--long"], ["tests/sim/test_world.py"]):
         done = subprocess.run([*command, *option], cwd=ROOT, capture_output=True, text=True, timeout=150, check=True)
         found[" ".join(option)] = re.findall(r"^tests/(.+::.+)", done.stdout, re.MULTILINE)
     assert found[""] == [name for name in found["--all"] if not is_only_with_all(name)]
+    assert found["--long"] and not set(found["--long"]) & set(found["--all"])
+    assert all(name.startswith("e2e/test_drill.py") for name in found["--long"])
     assert IN_BOTH[0] in found[""] and len(found[""]) < len(found["--all"])
     assert found["tests/sim/test_world.py"] and set(found["tests/sim/test_world.py"]) < set(found["--all"])
