@@ -112,7 +112,7 @@ def group_process(name: str, lighthouse: str, folder: Path, talk: Any) -> None:
             """Breaks all connections to other groups, like a network failure. Returns how many."""
             generation = self.manager.group._generation
             engine: Any = generation and generation.engine
-            return sockets.shut(local=engine.local, remote=engine.remote) if engine else 0
+            return sockets.shutdown_matching(local=engine.local, remote=engine.remote) if engine else 0
 
         def _run(self) -> None:
             try:

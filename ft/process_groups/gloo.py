@@ -66,7 +66,7 @@ def form_gloo(
     device, local = listening_ends(lambda: c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False))
     ports = rendezvous.all_gather(sorted(local))
     remote = {(host, port) for member in ports for host, port in member} - local
-    rendezvous.on_cancel(lambda: sockets.shut(local=local, remote=remote))
+    rendezvous.on_cancel(lambda: sockets.shutdown_matching(local=local, remote=remote))
     options = kind._Options()
     options._devices = [device]
     options._threads = 2
@@ -180,11 +180,11 @@ class GlooEngine:
         connections: list[socket.socket] = []
         try:
             connections = self._connections()
-            sockets.end(connections, socket.SHUT_RD)
+            sockets.shutdown(connections, socket.SHUT_RD)
             time.sleep(ANSWER_S)
             if self._native is not None:
                 _fail_all(self._native)
-            sockets.end(connections, socket.SHUT_RDWR)
+            sockets.shutdown(connections, socket.SHUT_RDWR)
         finally:
             self._has_ended.set()
         time.sleep(LINGER_S)

@@ -27,14 +27,14 @@ DESCRIPTORS = Path("/proc/self/fd")
 _one_at_a_time = threading.Lock()
 
 
-def shut(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> int:
+def shutdown_matching(*, local: Collection[Address] = (), remote: Collection[Address] = ()) -> int:
     """Shuts down the sockets whose local address is in `local` or whose remote address is in `remote`, and returns their number. Does not
     close them: only their owner may, as a descriptor can be reused. If no descriptors are left, some sockets are missed."""
     count = 0
     with suppress(OSError):
         for sock in _sockets():
             if _belongs(sock, local, remote):
-                end([sock], socket.SHUT_RDWR)
+                shutdown([sock], socket.SHUT_RDWR)
                 count += 1
     return count
 
@@ -51,7 +51,7 @@ def duplicates(*, local: Collection[Address] = (), remote: Collection[Address] =
     return found
 
 
-def end(socks: Collection[socket.socket], how: int) -> None:
+def shutdown(socks: Collection[socket.socket], how: int) -> None:
     """Shuts sockets down. SHUT_RD: this end receives no more, unnoticed by the peer. SHUT_RDWR: the peer sees it, after all data."""
     for sock in socks:
         with suppress(OSError):  # its peer is gone

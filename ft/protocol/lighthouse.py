@@ -180,10 +180,10 @@ class LighthouseMachine:
         roster.heard_from(replica_id, "pharos", now_s).stream = True
         roster.live.setdefault(m.name_of(replica_id), replica_id)
         if self._record:
-            member = replica_id in roster.previous
-            if member and 0 < known_id < self._record.quorum.quorum_id:
+            was_member = replica_id in roster.previous
+            if was_member and 0 < known_id < self._record.quorum.quorum_id:
                 self._out.append(m.Answer((replica_id,), self._record.quorum))
-            elif known_id and not member:
+            elif known_id and not was_member:
                 # excluded by the lighthouse process before this one; the time since then is not known
                 roster.left_out.setdefault(replica_id, now_s)
             self._record.bring_up_to_date(replica_id, known_id)
@@ -263,7 +263,7 @@ class LighthouseMachine:
     def _evaluate(self, now_s: float) -> None:
         roster = self.roster
         if roster.mismatched:
-            self._settle_mismatched(now_s)
+            self._resolve_mismatched(now_s)
         if not roster.candidates:
             return
         awaits_reports = self._state_file_lost and roster.takeover_until_s <= now_s < self._awaits_reports_until_s
@@ -280,10 +280,10 @@ class LighthouseMachine:
             for replica_id in decision.must_restore:
                 roster.drop_call(replica_id)
         pairs = roster.pairs([member.replica_id for member in decision.members]) if roster.blames else frozenset()
-        if pairs and (out := choose_excluded(decision, pairs, least)):  # these sit out; the others form a quorum
-            roster.sit_out(out, pairs, now_s)
+        if pairs and (excluded := choose_excluded(decision, pairs, least)):  # these sit out; the others form a quorum
+            roster.sit_out(excluded, pairs, now_s)
             self._evaluate(now_s)
-            self.reason += f"; sitting out: {', '.join(sorted(out))} ({describe_pairs(pairs)})"
+            self.reason += f"; sitting out: {', '.join(sorted(excluded))} ({describe_pairs(pairs)})"
         elif pairs:  # all wait until these can work together
             too_few = f"fewer than min_replicas = {least} would be left"
             self.reason = f"{describe_pairs(pairs)}; without some of them {too_few}"
@@ -391,7 +391,7 @@ class LighthouseMachine:
                 roster.drop_call(replica_id)
             roster.update_sets(replica_id)
 
-    def _settle_mismatched(self, now_s: float) -> None:
+    def _resolve_mismatched(self, now_s: float) -> None:
         """Refuses mismatched groups once a member is heard of; if the job may be taken over, adopts the first group's fingerprint."""
         roster = self.roster
         if roster.has_heard_a_member:

@@ -63,13 +63,17 @@ def test_only_the_sockets_of_the_group_are_shut():
         near_side, far_side = connected(ours)
         stranger, its_peer = connected(others)
         with near_side, far_side, stranger, its_peer:
-            assert sockets.shut(local={ours.getsockname()}) == 1  # the accepted end; the one that listens is left
+            assert (
+                sockets.shutdown_matching(local={ours.getsockname()}) == 1
+            )  # the accepted end; the one that listens is left
             assert near_side.recv(1) == b""
             stranger.sendall(b"x")
             assert its_peer.recv(1) == b"x"
             again, accepted = connected(ours)
             with again, accepted:
-                assert sockets.shut(remote={ours.getsockname()}) == 2  # and the connection before, whose end is dead
+                assert (
+                    sockets.shutdown_matching(remote={ours.getsockname()}) == 2
+                )  # and the connection before, whose end is dead
                 assert accepted.recv(1) == b""
 
 
@@ -92,8 +96,8 @@ def test_a_process_without_descriptors_finds_no_sockets():
         with no_descriptors_left():
             with pytest.raises(OSError, match="Too many open files"):
                 sockets.duplicates(remote={ours.getsockname()})
-            assert sockets.shut(remote={ours.getsockname()}) == 0
-        assert sockets.shut(remote={ours.getsockname()}) == 1
+            assert sockets.shutdown_matching(remote={ours.getsockname()}) == 0
+        assert sockets.shutdown_matching(remote={ours.getsockname()}) == 1
 
 
 @linux
