@@ -77,6 +77,9 @@ class Manifest:
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     settled: bool = True
+    branch: int = (
+        0  # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
+    )
 
     @property
     def size_bytes(self) -> int:
@@ -84,6 +87,8 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
+        if not self.branch:  # as versions without it write, and read
+            del body["branch"]
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @staticmethod
@@ -161,6 +166,12 @@ def list_steps(folder: Path) -> list[int]:
     except OSError:
         return []
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def by_age(folder: Path) -> list[int]:
+    """Returns the steps that have a folder, the newest first. A step of an older branch is older, however far it was: the run went back to
+    before it, and made it again or has yet to do so."""
+    return sorted(list_steps(folder), key=lambda step: (branch_of(step_folder(folder, step)), step), reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -293,11 +304,12 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 def prune(
     folder: Path, keep: int, *, written: int, damaged: Collection[int] = (), in_use: Collection[int] = ()
 ) -> list[int]:
-    """Removes `outdated` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
-    if keep == 0:
-        return []
-    kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder) if step not in in_use}
-    steps = outdated(kinds, keep, written=written, damaged=damaged)
+    """Removes `outdated` and `abandoned` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
+    branches = {step: branch_of(step_folder(folder, step)) for step in list_steps(folder) if step not in in_use}
+    steps = abandoned(branches, written=written)
+    if keep:
+        kinds = {step: _kind(step_folder(folder, step)) for step in branches.keys() - set(steps)}
+        steps += outdated(dict(sorted(kinds.items())), keep, written=written, damaged=damaged)
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
@@ -312,9 +324,14 @@ def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Coll
     return [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
 
 
+def abandoned(branches: Mapping[int, int], *, written: int) -> list[int]:
+    """Returns the steps beyond `written` (just published) of older branches: the run went back to before them. `branches`: by step."""
+    return [step for step, branch in branches.items() if step > written and branch < branches.get(written, 0)]
+
+
 def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:
     """Returns the newest checkpoint of that kind whose files all exist; contents are not read."""
-    steps = (step for step in reversed(list_steps(folder)) if step not in exclude)
+    steps = (step for step in by_age(folder) if step not in exclude)
     return next((step for step in steps if _kind(step_folder(folder, step)) == kind), None)
 
 
@@ -322,6 +339,14 @@ def reason(error: OSError) -> str:
     """Returns the system's message, and the file."""
     cause = error.strerror or str(error)
     return f"{cause} ({error.filename})" if error.filename else cause
+
+
+def branch_of(path: Path) -> int:
+    """Returns the branch of a checkpoint; 0 if its manifest cannot be read."""
+    try:
+        return Manifest.from_json((path / MANIFEST).read_bytes()).branch
+    except (OSError, Damaged):
+        return 0
 
 
 def _kind(path: Path) -> str:

@@ -91,16 +91,16 @@ class ObjectStore:
         """Returns the steps whose checkpoints exist, ascending."""
         return sorted(step for step, objects in self.objects().items() if MANIFEST in objects)
 
-    def kinds(self) -> dict[int, str]:
-        """Returns the kind of each step, ascending: that of its manifest, or "damaged"."""
+    def manifests(self) -> dict[int, Manifest | None]:
+        """Returns the manifest of each step, ascending; None: it is damaged."""
 
-        def kind(step: int) -> str:
+        def manifest(step: int) -> Manifest | None:
             try:
-                return self.manifest(step).kind
+                return self.manifest(step)
             except Damaged:
-                return "damaged"
+                return None
 
-        return {step: kind(step) for step in self.steps()}
+        return {step: manifest(step) for step in self.steps()}
 
     def manifest(self, step: int) -> Manifest:
         try:
@@ -199,7 +199,10 @@ class ObjectStore:
 
     def prune(self, keep: int, *, written: int) -> None:
         """Removes what files.prune would of a folder."""
-        for step in files.outdated(self.kinds() if keep else {}, keep, written=written):
+        found = self.manifests()
+        steps = files.abandoned({step: each.branch if each else 0 for step, each in found.items()}, written=written)
+        kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
+        for step in [*steps, *files.outdated(kinds if keep else {}, keep, written=written)]:
             # the files are those of no checkpoint then: `tidy` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
@@ -369,6 +372,8 @@ class Uploader:
         began, lease = time.perf_counter(), self._lease
 
         def replaces(found: Manifest | None) -> bool:
+            if found is not None and found.branch != manifest.branch:
+                return found.branch < manifest.branch
             if found is None or not found.settled or step in self.replaceable:
                 return True
             return lease.shared and manifest.settled and not lease.is_superseded()
