@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -305,7 +306,9 @@ def prune(
     folder: Path, keep: int, *, written: int, damaged: Collection[int] = (), in_use: Collection[int] = ()
 ) -> list[int]:
     """Removes `outdated` and `abandoned` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
-    branches = {step: branch_of(step_folder(folder, step)) for step in list_steps(folder) if step not in in_use}
+    steps = [step for step in list_steps(folder) if step not in in_use]
+    # what cannot be read now may be read later
+    branches = {step: branch_of(step_folder(folder, step), unreadable=sys.maxsize) for step in steps}
     steps = abandoned(branches, written=written)
     if keep:
         kinds = {step: _kind(step_folder(folder, step)) for step in branches.keys() - set(steps)}
@@ -341,12 +344,12 @@ def reason(error: OSError) -> str:
     return f"{cause} ({error.filename})" if error.filename else cause
 
 
-def branch_of(path: Path) -> int:
-    """Returns the branch of a checkpoint; 0 if its manifest cannot be read."""
+def branch_of(path: Path, unreadable: int = 0) -> int:
+    """Returns the branch of a checkpoint; `unreadable` if its manifest cannot be read."""
     try:
         return Manifest.from_json((path / MANIFEST).read_bytes()).branch
     except (OSError, Damaged):
-        return 0
+        return unreadable
 
 
 def _kind(path: Path) -> str:

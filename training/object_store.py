@@ -200,7 +200,7 @@ class ObjectStore:
     def prune(self, keep: int, *, written: int) -> None:
         """Removes what files.prune would of a folder."""
         found = self.manifests()
-        steps = files.abandoned({step: each.branch if each else 0 for step, each in found.items()}, written=written)
+        steps = files.abandoned({step: each.branch for step, each in found.items() if each}, written=written)
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
         for step in [*steps, *files.outdated(kinds if keep else {}, keep, written=written)]:
             # the files are those of no checkpoint then: `tidy` removes them
