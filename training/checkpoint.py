@@ -488,7 +488,8 @@ class Checkpointer:
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
-            files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=damaged, in_use=in_use)
+            keep = self._config.keep_latest_k
+            files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:

@@ -20,7 +20,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -303,16 +302,25 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 
 
 def prune(
-    folder: Path, keep: int, *, written: int, damaged: Collection[int] = (), in_use: Collection[int] = ()
+    folder: Path,
+    keep: int,
+    *,
+    written: int,
+    branch: int = 0,
+    damaged: Collection[int] = (),
+    in_use: Collection[int] = (),
 ) -> list[int]:
-    """Removes `outdated` and `abandoned` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
-    steps = [step for step in list_steps(folder) if step not in in_use]
-    # what cannot be read now may be read later
-    branches = {step: branch_of(step_folder(folder, step), unreadable=sys.maxsize) for step in steps}
-    steps = abandoned(branches, written=written)
+    """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns the
+    removed steps. Raises OSError."""
+    steps = []
+    if branch:  # what cannot be read now may be read later
+        beyond = {
+            step: step_folder(folder, step) for step in list_steps(folder) if step > written and step not in in_use
+        }
+        steps = [step for step, path in beyond.items() if branch_of(path, unreadable=branch) < branch]
     if keep:
-        kinds = {step: _kind(step_folder(folder, step)) for step in branches.keys() - set(steps)}
-        steps += outdated(dict(sorted(kinds.items())), keep, written=written, damaged=damaged)
+        kinds = {s: _kind(step_folder(folder, s)) for s in list_steps(folder) if s not in in_use and s not in steps}
+        steps += outdated(kinds, keep, written=written, damaged=damaged)
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
@@ -325,11 +333,6 @@ def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Coll
     intact = [step for step, kind in kinds.items() if kind == "full" and step not in damaged]
     oldest_kept = min([*intact[-keep:], written]) if keep else -1
     return [step for step, kind in kinds.items() if step < oldest_kept and kind in ("full", "damaged")]
-
-
-def abandoned(branches: Mapping[int, int], *, written: int) -> list[int]:
-    """Returns the steps beyond `written` (just published) of older branches: the run went back to before them. `branches`: by step."""
-    return [step for step, branch in branches.items() if step > written and branch < branches.get(written, 0)]
 
 
 def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:

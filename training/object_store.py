@@ -197,12 +197,12 @@ class ObjectStore:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, content)
 
-    def prune(self, keep: int, *, written: int) -> None:
+    def prune(self, keep: int, *, written: int, branch: int = 0) -> None:
         """Removes what files.prune would of a folder."""
-        found = self.manifests()
-        steps = files.abandoned({step: each.branch for step, each in found.items() if each}, written=written)
+        found = self.manifests() if keep or branch else {}
+        steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
         kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
-        for step in [*steps, *files.outdated(kinds if keep else {}, keep, written=written)]:
+        for step in [*steps, *files.outdated(kinds, keep, written=written)]:
             # the files are those of no checkpoint then: `tidy` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
@@ -398,14 +398,15 @@ class Uploader:
         self.replaceable.add(step)
         size, seconds = manifest.size_bytes / 1e6, time.perf_counter() - began
         self._log.info("checkpoint: step %d put into %s: %.1f MB in %.2f s", step, self.store.url, size, seconds)
-        self.tidy(written=step)
+        self.tidy(written=step, branch=manifest.branch)
         return ""
 
-    def tidy(self, *, written: int | None = None) -> None:
-        """Removes leftovers in the store, and outdated checkpoints if one was `written`. A store may forbid it, which is only reported."""
+    def tidy(self, *, written: int | None = None, branch: int = 0) -> None:
+        """Removes leftovers in the store, and outdated checkpoints if one was `written`, of `branch`. A store may forbid it, which is only
+        reported."""
         try:
             if written is not None:
-                self.store.prune(self._keep, written=written)
+                self.store.prune(self._keep, written=written, branch=branch)
             if not self._lease.shared:
                 self.store.tidy()
             elif written is not None and not self._lease.is_superseded():  # another group may be uploading a later one
