@@ -310,8 +310,8 @@ def prune(
     damaged: Collection[int] = (),
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns the
-    removed steps. Raises OSError."""
+    """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
+    the removed steps. Raises OSError."""
     steps = []
     if branch:  # what cannot be read now may be read later
         beyond = {
