@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ft.optim_state import init_optim_state
-from ft.protocol.messages import step_of
 from ft.seam import from_checkpoint
 from training import checkpoint_files as files
 from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
@@ -749,8 +748,8 @@ def progress_in(path: Path) -> tuple[int, dict[str, Any]]:
     """Returns step and ledger of a checkpoint, unverified. May raise anything."""
     from training import checkpoint_dcp as dcp
 
-    state = from_checkpoint(dcp.read_values(path, "ledger"))
-    return step_of(state["step"]), state["ledger"]
+    saved = dcp.read_values(path, "ledger")
+    return saved["step"], from_checkpoint(saved)["ledger"]
 
 
 def manifest_or_problem(path: Path) -> Manifest | str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 
-from ft.protocol.messages import Rewound
+from ft.seam import Rewound
 from parallelisms.device import Device
 from training.config import need
 from training.log import Log
