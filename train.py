@@ -15,7 +15,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from hashlib import sha256
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -28,6 +30,7 @@ from configs.help import help_text
 from configs.load import load
 from configs.saved import check_saved
 from ft.config import Environment, group_folder
+from ft.protocol.messages import MAX_BRANCH
 from ft.seam import BadInput, Commit, DataAssignment, GroupEnded, GroupReleased, Stopped
 from ft.start import group_env
 from parallelisms.device import local_device_type
@@ -165,11 +168,11 @@ class Run(Components):
         if assignment.step >= self.config.training.steps:
             return False  # a checkpoint of the last step was restored
         local = self.compute_step(assignment)
-        skips = self.config.training.on_spike == "skip"
+        on_spike = self.config.training.on_spike
         with self.progress.phase("reduce"):
             try:
-                # with on_spike = "skip" a NaN is summed, so that all groups see it and leave the step out
-                finite = local.finite or skips
+                # unless on_spike = "stop" a NaN is summed, so that all groups see it and leave the step out
+                finite = local.finite or on_spike != "stop"
                 commit = self.manager.commit(self.manager.reduce(local.tokens_per_slot, local.loss_sum, finite))
             except Stopped as stopped:
                 raise self.nonfinite(local) if not local.finite else stopped from None
@@ -178,7 +181,10 @@ class Run(Components):
             return False
         step = self.manager.step  # exceeds assignment.step + 1 if this group has healed meanwhile
         grad_norm, lr, spike = local.own_update or self.optimizer_step.step(step - 1, commit.divisor, commit.mean_loss)
-        if spike and skips:
+        if spike and on_spike == "rewind":
+            self.rewind(step, commit, spike)
+            return False
+        if spike and on_spike == "skip":
             self.skip_step(step, commit, spike)
         elif not math.isfinite(grad_norm):
             raise self.nonfinite(local)
@@ -198,6 +204,7 @@ class Run(Components):
             groups=groups,
             steps=steps,
             spike=spike,
+            rewound=commit.rewound,
         )
         size = self.slot_size * steps
         self.metrics_processor.trained_slots(
@@ -208,6 +215,7 @@ class Run(Components):
             skipped=commit.skipped,
             steps=steps,
             spike=spike,
+            rewound=commit.rewound,
         )
         return True
 
@@ -222,6 +230,39 @@ class Run(Components):
         if self.world.global_rank == 0:
             self.log.warning("spike: %s are left out", text)
             self.events("spike", step, words=text)
+            if self.manager.writer_quorum:  # once for all groups
+                self.manager.announce("commit", text)
+
+    def rewind(self, step: int, commit: Commit, spike: str) -> None:
+        """Goes back to the newest checkpoint before a step that no group has applied, and passes over the data since. Raises BadInput,
+        CheckpointFailed, and Stopped if the run went back there too often without reaching a newer checkpoint."""
+        self.optimizer.zero_grad()
+        text = f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}"
+        if self.world.global_rank == 0:
+            self.log.warning("spike: %s", text)
+            self.events("spike", step, words=text)
+        if len(self.manager.rewinds) >= (allowed := MAX_BRANCH):
+            raise Stopped(f"{text}; a run goes back to a checkpoint at most {allowed} times")
+        points = [rewound.step for rewound in self.manager.rewinds]
+        with self.progress.phase("checkpoint"):
+            try:
+                self.manager.rewind(spike, partial(self.load_earlier, step, points))
+            except CheckpointFailed as failure:
+                if not self.config.fault_tolerance.enable:
+                    raise
+                return self.log.warning("%s: this group gets its state from another", failure)
+            except ValueError as error:
+                raise BadInput(self.config.origin.explain(str(error))) from None
+        rewinds, self.log.step = self.manager.rewinds, self.manager.step
+        back_to, left_out = rewinds[-1].step, rewinds[-1].left_out
+        in_a_row = len([*takewhile(lambda each: each.step == back_to, reversed(rewinds))])
+        if in_a_row > (allowed := self.config.training.spike_max_skips):
+            raise Stopped(f"{text}; training.spike_max_skips allows {allowed} returns to step {back_to} in a row")
+        if self.world.global_rank == 0:
+            named = ", ".join(f"{first} to {end - 1}" for first, end in left_out)
+            text = f"back to step {back_to} as branch {len(rewinds)}: step {step} was a spike; positions {named} are left out"
+            self.log.warning("%s", text)
+            self.events("rewind", back_to, words=text)
             if self.manager.writer_quorum:  # once for all groups
                 self.manager.announce("commit", text)
 

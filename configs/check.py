@@ -59,6 +59,7 @@ def check_settings(config: RunConfig, *, world_size: int, device_type: str | Non
         lambda: _check_folders(config),
         lambda: _check_replica_groups(config, kind),
         lambda: _check_rounds(config),
+        lambda: _check_rewind(config),
     ]
     _gather(config, rules)
 
@@ -325,6 +326,14 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
                 f"{key} = {steps}: must be a multiple of {every}, the steps between two synchronisations of groups "
                 f"(fault_tolerance.sync_steps / num_fragments); nearest: {multiples(steps, every)}"
             )
+
+
+def _check_rewind(config: RunConfig) -> Iterator[str]:
+    if config.training.on_spike == "rewind" and not config.checkpoint.enable:
+        yield (
+            'training.on_spike = "rewind": checkpoint.enable = false, so there is no checkpoint to go back to; set it to true, or '
+            'nearest: "skip"'
+        )
 
 
 def _check_budgets(config: RunConfig, order: Order, world_size: int) -> None:

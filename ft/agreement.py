@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from ft.protocol.messages import Outcome, Vote
+from ft.protocol.messages import Outcome, Vote, describe_step
 from ft.seam import GroupEnded
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Agreement:
             try:
                 outcome = client.vote(replace(vote, change=bool(change), whole=True), self.whole_vote_s)
             except RuntimeError as error:  # each rank's own vote gets it, too
-                log.info("no outcome of the vote of all ranks on step %d: %s", vote.step, error)
+                log.info("no outcome of the vote of all ranks on step %s: %s", describe_step(vote.step), error)
             except TimeoutError:  # the server delays the commit; each rank's own vote waits for it
                 pass
         agreed = torch.tensor([outcome is not None and outcome.verdict == "yes"], dtype=torch.int64)

@@ -40,7 +40,7 @@ from ft.process_groups.gloo import ProcessGroupGloo
 from ft.process_groups.probe import Prober
 from ft.protocol import messages as m
 from ft.protocol.compare import as_sent
-from ft.protocol.messages import VOID
+from ft.protocol.messages import BRANCH, VOID
 from ft.protocol.step import Ledger, Phase, StepConfig, StepMachine
 from ft.rpc.access import Access
 from ft.rpc.clients import GroupClient, Refused
@@ -177,7 +177,7 @@ class Manager:
         self._restored: dict[str, Any] | None = None
         self._stopped: tuple[bool, str] | None = None  # `clean`, `reason` of client.leave, after effect Stop
         self._saved: bool | None = None  # argument of `finish`; None: not called
-        self.may_exit = False
+        self.may_exit = self._leaves = False  # _leaves: `leave` was called
         step_config = replace(
             options,
             group_rank=config.group_rank,
@@ -239,10 +239,10 @@ class Manager:
                     self.gradients.begin_backward([assigned.index(slot) for slot in effect.slots])
                 else:
                     self.gradients.begin_backward()
-                self._assignment = DataAssignment(effect.step, effect.slots)
+                self._assignment = DataAssignment(effect.step % BRANCH, effect.slots)
             else:
                 committed = isinstance(effect, m.CommitStep)  # whose step already counts the committed one
-                self._assignment = DataAssignment(effect.step - committed, ())
+                self._assignment = DataAssignment(effect.step % BRANCH - committed, ())
             if until is not None and self._assignment.step >= until:
                 self.may_exit = True  # no group has a step left to train
         return self._assignment
@@ -290,7 +290,7 @@ class Manager:
             return None
         if assignment and assignment.slots and not {slot for slot, _ in effect.slots}.intersection(assignment.slots):
             self._telemetry.lost()
-        self._trainer_effect, self.step, self.commit_id = None, effect.step, effect.commit_id
+        self._trainer_effect, self.step, self.commit_id = None, effect.step % BRANCH, effect.commit_id
         self._has_committed = True
         telemetry, now_s = self._telemetry, time.monotonic()
         telemetry.step_seconds.append(now_s - telemetry.committed_s)
@@ -304,17 +304,36 @@ class Manager:
             effect.slots,
             effect.holes,
             effect.skipped,
+            effect.rewound,
         )
 
     def skip(self, slots: Sequence[int]) -> None:
         self._feed(m.Skipped(tuple(slots)))
+
+    def rewind(self, reason: str, load: Callable[[], object]) -> None:
+        self._feed(m.Rewind(reason))
+        with self._news:  # the effects before this event are those of the state that is given up
+            later = [*self._effects][::-1]
+            begin = next(i for i, effect in enumerate(later) if isinstance(effect, m.AbandonGeneration))
+            self._effects = deque(later[begin::-1])
+        self._carry_out_effects(until=lambda: True)
+        self.may_exit = self._leaves  # not because this was the last step
+        self.step, self.commit_id, self._restored = 0, "", None
+        load()
+        if self._restored is None:
+            self._feed(m.Restored(None))
+        self._carry_out_effects(until=lambda: True)
+
+    @property
+    def rewinds(self) -> Sequence[m.Rewound]:
+        return self.machine.ledger.rewinds
 
     def state_dict(self) -> dict[str, Any]:
         return to_checkpoint(self.machine.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._restored = from_checkpoint(state)
-        self.step, self.commit_id = self._restored["step"], self._restored["commit_id"]
+        self.step, self.commit_id = self._restored["step"] % BRANCH, self._restored["commit_id"]
         if self.machine.phase is Phase.BOUNDARY:
             self._feed(m.Restored(self._restored))
 
@@ -327,6 +346,7 @@ class Manager:
         return self.client.message_s
 
     def leave(self) -> None:
+        self._leaves = True
         self._feed(m.Leaving())
 
     @property
@@ -442,7 +462,7 @@ class Manager:
                     case m.CastVote(vote):
                         event = self._cast_vote(vote)
                     case m.CommitStep():
-                        held = effect.step if effect.held else None
+                        held = effect.step % BRANCH if effect.held else None
                         self.gradients.deliver(held, contributors=len(effect.contributors))
                         self._attempt_id = self._attempt_id if effect.held else None
                         self._trainer_effect = effect
@@ -464,7 +484,7 @@ class Manager:
                         with self._telemetry.sends(2 * self._config.times.heal_grace_s):
                             self.healer.fence()
                     case m.HoldSums(step):
-                        self.gradients.hold(step)
+                        self.gradients.hold(step % BRANCH)
                         self._attempt_id = None
                     case m.DropHeld():
                         self.gradients.drop_held()
@@ -612,7 +632,7 @@ class Manager:
         assert self.quorum is not None
         if self._attempt_id != attempt:  # an earlier one on this generation, if any, is complete and not committed
             count = len(self.quorum.participants)
-            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2])
+            self.gradients.begin_attempt(self.group, count, contributes=contributes, step=attempt[2] % BRANCH)
             self._attempt_id = attempt
 
     def _launch_when_healed(self, effect: m.LaunchTail) -> m.Event | None:
@@ -695,8 +715,8 @@ class Manager:
     def _load_state(self, step: int) -> None:
         assert self.quorum is not None
         self.healer.load()
-        self.step, self.commit_id = step, self.quorum.reference[2]
-        log.info("step %d is healed", step * self._options.inner_steps)
+        self.step, self.commit_id = step % BRANCH, self.quorum.reference[2]
+        log.info("step %d is healed", self.step * self._options.inner_steps)
         self._telemetry.event("healed", bytes=self.healer.received_bytes)
 
     def _load_checkpoint(self) -> m.Event:

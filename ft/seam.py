@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ft.protocol.messages import BRANCH, Rewound
+
 
 @dataclass(frozen=True)
 class DataAssignment:
@@ -45,6 +47,7 @@ class Commit:
     slots: tuple[tuple[int, str], ...]  # slot and replica ID of each contribution; "solo": without replica groups
     holes: tuple[int, ...]  # slots that were assigned so far and are in no commit yet
     skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that this step leaves out for good
+    rewound: Rewound | None = None  # of the first step of a branch: how it began
 
 
 class Stopped(RuntimeError):
@@ -73,13 +76,15 @@ class GroupReleased(RuntimeError):
 
 
 def to_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not."""
-    return {**state, "ledger": json.dumps(state["ledger"])}
+    """Returns the state with its ledger as one JSON string: the ledger's keys vary, and those of a checkpoint must not. `step` is that of
+    the branch, whose number the ledger has."""
+    return {**state, "step": state["step"] % BRANCH, "ledger": json.dumps(state["ledger"])}
 
 
 def from_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Returns step, commit_id, commit_quorum_id and ledger, as StepMachine.state_dict does: undoes `to_checkpoint`."""
-    return {**state, "ledger": json.loads(state["ledger"])}
+    ledger = json.loads(state["ledger"])
+    return {**state, "step": len(ledger.get("rewinds", ())) * BRANCH + state["step"], "ledger": ledger}
 
 
 class Seam(Protocol):
@@ -87,7 +92,8 @@ class Seam(Protocol):
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps. Changed by commit, load_state_dict, and a heal, which may complete in begin_step, reduce or commit."""
+        """Committed optimizer steps of this history. Changed by commit, load_state_dict, rewind, and a heal, which may complete in
+        begin_step, reduce or commit."""
 
     def register_state(self, name: str, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]) -> None:
         """Registers a state that joining groups receive from the others, read and written at step boundaries. Each name only once."""
@@ -125,6 +131,15 @@ class Seam(Protocol):
 
     def skip(self, slots: Sequence[int]) -> None:
         """Records that the newest commit was not applied, as all groups have decided alike: `slots`, its own, are skipped for good."""
+
+    def rewind(self, reason: str, load: Callable[[], object]) -> None:
+        """Goes back to a checkpoint instead of applying the newest commit, a spike, as all groups have decided alike, and begins the next
+        branch. `load` loads the checkpoint with this manager's state; without that state the initial one counts. If it raises, this group
+        has no state, and heals from another. What was trained on since the checkpoint is left out for good. `reason`: for the record."""
+
+    @property
+    def rewinds(self) -> Sequence[Rewound]:
+        """Rewinds of this history, of which each began a branch; the first branch, 0, began at step 0."""
 
     def announce(self, lane: str, text: str) -> None:
         """Shows a message on the dashboard, if there is one, in a lane of rpc.codec.LANES. From any thread; it may get lost."""

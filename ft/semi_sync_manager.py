@@ -34,6 +34,7 @@ from ft.buckets import BUCKET_BYTES, dtensor_like, short_digest, to_local
 from ft.config import Schedule
 from ft.gradients import Gradients
 from ft.manager import Manager
+from ft.protocol.messages import Rewound
 from ft.seam import Commit, DataAssignment, StepTotals
 from ft.semi_sync import Fragment, split
 
@@ -99,19 +100,21 @@ class FragmentGradients(Gradients):
 class SemiSyncManager:
     """A Seam (seam.py). `manager`: its slots are windows. `outer`: makes the outer optimizer, or returns None for Local SGD."""
 
-    writer_quorum: tuple[str, int] | None  # __getattr__ takes these six from the Manager
+    writer_quorum: tuple[str, int] | None  # __getattr__ takes these seven from the Manager
     may_exit: bool
     needs_new_quorum: bool
     finished: bool
     last_waiting_for_others_s: float
     loaded_ledger: Mapping[str, Any]
+    rewinds: Sequence[Rewound]
 
     def __init__(self, manager: Manager, schedule: Schedule, outer: OuterOptimizer) -> None:
         assert isinstance(manager.gradients, FragmentGradients)
         self._manager, self._gradients = manager, manager.gradients
         # register_state is only for state that is equal in all groups between two rounds, not for the model or the inner optimizer
         self.register_state, self.announce, self.finish = manager.register_state, manager.announce, manager.finish
-        self.skip = manager.skip  # of a round; configs/check.py refuses to skip steps inside one
+        # of a round; configs/check.py refuses to skip steps inside one, and to go back to a checkpoint
+        self.skip, self.rewind = manager.skip, manager.rewind
         self.want_to_leave, self.leave, self.close = manager.want_to_leave, manager.leave, manager.close
         self._schedule, self._outer = schedule, outer
         self.inner_steps = schedule.inner_steps

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft.config import Environment, FaultTolerance
+from ft.protocol.messages import BRANCH, Rewound
 from ft.protocol.step import Ledger
 from ft.seam import Commit, DataAssignment, Seam, StepTotals, Stopped, from_checkpoint, to_checkpoint
 from ft.telemetry import OnEvent, PhaseTimer, ignore_event
@@ -30,10 +31,11 @@ class SoloManager:
 
     def __init__(self, slot_size: int, skip: Sequence[tuple[int, int]] = ()) -> None:
         self.step = 0
-        self._ledger = Ledger(slot_size, skip=skip)
+        self._ledger, self._skip = Ledger(slot_size, skip=skip), skip
         self._registered: set[str] = set()
         self.may_exit, self.writer_quorum, self.last_waiting_for_others_s = False, ("", 0), -inf
         self._until: int | None = None
+        self._leaves = False
         self.last_backward: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self.reduce: Callable[[Sequence[float], float, bool], StepTotals] = StepTotals  # its totals are the result
 
@@ -54,14 +56,27 @@ class SoloManager:
         if divisor == 0:
             named = ", ".join(map(str, slots))
             raise Stopped(f"step {self.step + 1}: none of the sequences from {named} on has a target to learn", slots)
-        self.step, self.may_exit = self.step + 1, self.may_exit or self.step + 1 == self._until
+        self.step += 1
+        self.may_exit = self._leaves or self.step == self._until
         contributed, _ = self._ledger.commit(totals.tokens_per_slot)
         trained, holes = tuple((slot, assignment[slot]) for slot in contributed), tuple(self._ledger.holes)
         mean_loss, skipped = totals.loss_sum / divisor, self._ledger.passed
-        return Commit(divisor, (0,), mean_loss, quorum_size=1, slots=trained, holes=holes, skipped=skipped)
+        rewound = self._ledger.begun_by(self.step) if self._ledger.rewinds else None
+        return Commit(divisor, (0,), mean_loss, 1, slots=trained, holes=holes, skipped=skipped, rewound=rewound)
 
     def skip(self, slots: Sequence[int]) -> None:
         self._ledger.skipped += slots
+
+    def rewind(self, reason: str, load: Callable[[], object]) -> None:
+        spiked, step = self._ledger.state_dict(), self.step
+        self.step, self._ledger = 0, Ledger(self._ledger.slot_size, skip=self._skip)  # unless `load` loads a state
+        load()
+        self._ledger.rewind(spiked, self.step, step, reason)
+        self.may_exit = self._leaves
+
+    @property
+    def rewinds(self) -> list[Rewound]:
+        return self._ledger.rewinds
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "commit_id": "", "commit_quorum_id": 0}
@@ -69,7 +84,7 @@ class SoloManager:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = from_checkpoint(state)
-        self.step = state["step"]
+        self.step = state["step"] % BRANCH
         self._ledger.load_state_dict(state["ledger"], keep_assignment=False)
 
     @property
@@ -77,7 +92,7 @@ class SoloManager:
         return self._ledger.state_dict()
 
     def leave(self) -> None:
-        self.may_exit = True
+        self.may_exit = self._leaves = True
 
     needs_new_quorum = finished = False
 

@@ -141,8 +141,10 @@ class ManagerTelemetry:
         members, sources = quorum.members, [quorum.members[source.replica_rank] for source in quorum.sources]
         healing = [name_of(member) for member in members if member not in quorum.participants]
         self.event("quorum", quorum_id=quorum.quorum_id, groups=[*map(name_of, members)], healing=healing)
-        at = quorum.reference[0] * self._inner_steps
-        text = f"quorum {quorum.quorum_id} at step {at}: {len(members)} groups ({', '.join(map(name_of, members))})"
+        at = m.step_of(quorum.reference[0]) * self._inner_steps
+        branch = quorum.reference[0] // m.BRANCH
+        of_branch = f" of branch {branch}" if branch else ""
+        text = f"quorum {quorum.quorum_id} at step {at}{of_branch}: {len(members)} groups ({', '.join(map(name_of, members))})"
         if quorum.heal:
             self.event("heal", sources=[*map(name_of, sources)])
             text += f"; this group heals from {' and '.join(sources)}"
@@ -152,13 +154,13 @@ class ManagerTelemetry:
 
     def difference(self, effect: m.WeightsDiffer, members: tuple[str, ...]) -> None:
         """Reports that the weights of groups differ."""
-        rank, divergent, step = self._group_rank, effect.replica_ids, effect.step * self._inner_steps
+        rank, divergent, step = self._group_rank, effect.replica_ids, m.step_of(effect.step) * self._inner_steps
         self._on_event("weights differ", step, rank=rank, groups=[*map(name_of, divergent)])
         whose = " and ".join(f"group {name_of(member)}" for member in divergent or members)
         others = len(members) - len(divergent)
         than = f"those of {others} other groups" if divergent else "each other, and no majority has equal ones"
         text = f"after step {step} the weights of rank {rank} of {whose} differ from {than}"
-        self._announce("corruption", effect.step, text)
+        self._announce("corruption", m.step_of(effect.step), text)
         log.error("%s", text)
 
     def status(self, beat_s: float) -> Status:

@@ -29,6 +29,7 @@ from training.checkpoint_files import (
     Damaged,
     Manifest,
     Removed,
+    by_age,
     is_same,
     list_steps,
     read_verified,
@@ -122,7 +123,7 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> tuple[Pa
     steps = list_steps(folder)
     if step >= 0 and step not in steps:
         raise ValueError(f"--step {step}: {folder} has {', '.join(map(str, steps)) or 'no checkpoint'}")
-    for candidate in [step] if step >= 0 else reversed(steps):
+    for candidate in [step] if step >= 0 else by_age(folder):
         path = step_folder(folder, candidate)
         try:
             return path, read_verified(path)

@@ -5,10 +5,11 @@
 
 Standard library only. Reads <run>/samples.jsonl, which has a line per committed step: its slots, each with the replica id of the group that
 contributed the gradients, the holes: slots of a group that died, not assigned again yet, and the positions that are left out: by
-training.skip, or by training.on_spike = "skip", which leaves out all slots of a step. A slot is `slot_size` sequences, named by its first
-position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed sync and
-covers `steps` steps. The first line of a run that continues the data of another
-run's checkpoint (checkpoint.initial_load_path) has where it begins.
+training.skip, or by training.on_spike: "skip" leaves out all slots of a step, "rewind" all since the checkpoint to which the run went back;
+the lines after that checkpoint are those of the new branch, and the first of them says so. A slot is `slot_size` sequences, named by its
+first position in the data order, which counts sequences and continues over epochs. With semi-synchronous training a line is a committed
+sync and covers `steps` steps. The first line of a run that continues the data of another run's checkpoint (checkpoint.initial_load_path)
+has where it begins.
 
 Exit code: 0 exactly once (or the given step or position was found); 1 otherwise; 2 bad input.
 """
@@ -39,6 +40,14 @@ class Range(NamedTuple):
         return f"{self.first}-{self.end - 1}" if self.end - self.first > 1 else str(self.first)
 
 
+class RecordedRewind(NamedTuple):
+    """Begin of a branch: step `spiked` was a spike for the reason `why`, and the run went back to `step`."""
+
+    step: int
+    spiked: int
+    why: str
+
+
 class RunBegin(NamedTuple):
     """Position at which a run continues the data of another: those below `position` are the other's, except its `holes`."""
 
@@ -59,6 +68,7 @@ class SampleRow:
     branch: dict[str, str] = field(default_factory=dict)  # settings that changed before this step: key -> "old -> new"
     begin: RunBegin | None = None  # in the first row of a run that continues another
     spike: str = ""  # why the step was not applied; "": it was
+    rewind: RecordedRewind | None = None  # before this step, whose `skipped` has what was left out
 
     @property
     def steps(self) -> Range:
@@ -145,7 +155,11 @@ def read(path: Path) -> list[SampleRow]:
             if "begin" in row:
                 taken_over = tuple(Range(int(first), int(end)) for first, end in row["begin"]["holes"])
                 begin = RunBegin(int(row["begin"]["position"]), taken_over)
-            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin, spike))
+            rewind = None
+            if "rewind" in row:
+                told = row["rewind"]
+                rewind = RecordedRewind(int(told["back_to"]), int(told["from"]), str(told["why"]))
+            rows.append(SampleRow(int(row["step"]), size, slots, holes, steps, skipped, branch, begin, spike, rewind))
         except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(f"line {number} is not a line of {FILE_NAME}: {line.strip()[:100]}") from None
     if not rows:
@@ -178,6 +192,11 @@ def prove(rows: Sequence[SampleRow]) -> SampleProof:
     wrong += [f"positions {hole} are holes of the last step, but were trained on" for hole in filled]
     untrue = without(skipped, list(without(skipped, join(span for span, _ in trained))))
     wrong += [f"positions {span} were skipped, but trained on" for span in untrue]
+    wrong += [
+        f"step {row.step} comes after a return to step {row.rewind.step}"
+        for row in rows
+        if row.rewind and row.steps.first != row.rewind.step + 1
+    ]
     steps = pairwise([before, *(row.steps for row in rows)])
     wrong += [f"step {after} comes after step {before}" for before, after in steps if after.first != before.end]
     sequences = sum(row.slot_size * len(row.slots) for row in rows)
@@ -252,10 +271,15 @@ def sentences(rows: Sequence[SampleRow], found: SampleProof) -> list[str]:
         at = f"from position {begin.position} on{holes}"
         branches.insert(0, f"begin: step {rows[0].steps.first} continues the data of another run's checkpoint {at}")
     branches += [f"spike: step {row.steps} was not applied: {row.spike}" for row in rows if row.spike]
+    branches += [
+        f"rewind: step {row.rewind.spiked} was not applied: {row.rewind.why}; back to step {row.rewind.step}"
+        for row in rows
+        if row.rewind
+    ]
     if found.exact:
         end = max(span.end for row in rows for span in (*row.positions, *row.skipped))
         but = f", except the open holes {listed(found.open)}, which the next step gets first" if found.open else ""
-        why = "training.skip or a spike" if any(row.spike for row in rows) else "training.skip"
+        why = "training.skip or a spike" if any(row.spike or row.rewind for row in rows) else "training.skip"
         but += f", except {listed(found.skipped)}, which {why} leaves out" if found.skipped else ""
         first = rows[0].begin.position if rows[0].begin else 0
         return [f"exact: {what}; every position from {first} to {end - 1} was trained on once{but}", *branches]
@@ -274,9 +298,10 @@ def show_some(rows: Sequence[SampleRow], *, step: int | None, position: int | No
         or (position is not None and slot <= position < slot + row.slot_size)
     ]
     left_out = [
-        f"step {row.step}: positions {listed(row.skipped)} left out{f': {row.spike}' * bool(row.spike)}"
+        f"step {row.step}: positions {listed(row.skipped)} left out{f': {why}' * bool(why)}"
         for row in rows
-        if (row.spike and step == row.step)
+        for why in [row.rewind.why if row.rewind else row.spike]
+        if ((row.spike or row.rewind) and step == row.step)
         or (position is not None and any(first <= position < end for first, end in row.skipped))
     ]
     if as_json:

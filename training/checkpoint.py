@@ -231,10 +231,11 @@ class Checkpointer:
         requests = self._ranks.all_gather(request)
         return self._ranks.on_rank0(lambda: decide(any(requests)))
 
-    def save(self, step: int, *, last: bool = False, settled: bool = True) -> float:
-        """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `last`: the run ends with this step. Not
-        `settled`: see UncheckedLease; nothing can be saved after it. Does nothing if saving is disabled, the step is saved already, or
-        another group is the writer. Async modes write in the background; a later call raises its CheckpointFailed."""
+    def save(self, step: int, *, branch: int = 0, last: bool = False, settled: bool = True) -> float:
+        """Saves the states as `step`, due or not; returns the seconds that the caller was blocked. `branch`: how often the run has gone
+        back to a checkpoint. `last`: the run ends with this step. Not `settled`: see UncheckedLease; nothing can be saved after it. Does
+        nothing if saving is disabled, the step is saved already, or another group is the writer. Async modes write in the background; a
+        later call raises its CheckpointFailed."""
         began = time.perf_counter()
         self._failed_at = self._clock()  # reset below on success
         self.wait()
@@ -245,13 +246,13 @@ class Checkpointer:
             if model_only:
                 dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
                 converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
-                self._write(step, "model", {"model": converted})
+                self._write(step, branch, "model", {"model": converted})
             elif last or not settled or self._config.async_mode == "disabled":
-                self._write(step, "full", self._live_states(self._states))
+                self._write(step, branch, "full", self._live_states(self._states))
             else:
                 stager, background = self._prepare_background()
                 states = self._stage(stager)
-                self.saving = background.submit(self._write, step, "full", states)
+                self.saving = background.submit(self._write, step, branch, "full", states)
         self._failed_at = self._found_step = None
         return time.perf_counter() - began
 
@@ -259,7 +260,7 @@ class Checkpointer:
         """Saves only the weights, as step 0, bit for bit. Raises CheckpointFailed. `planner`: see checkpoint_dcp.py."""
         self.wait()
         self._lease = UncheckedLease()  # no quorum is needed to write it
-        self._write(0, "model", {"model": self._states["model"].state_dict()}, planner)
+        self._write(0, 0, "model", {"model": self._states["model"].state_dict()}, planner)
         while not self.wait_stored():
             pass
 
@@ -300,16 +301,19 @@ class Checkpointer:
         CheckpointFailed if the store does not answer."""
         assert self._uploader
         wanted, own, stored = self._config.load_step, files.newest(self.folder), self._stored()
+        age = {step: (found.branch if found else 0, step) for step, found in stored.items()}
+        own_age = (-1, -1) if own is None else (files.branch_of(files.step_folder(self.folder, own)), own)
         self._uploader.replaceable.update(stored)  # by this launch, if it trains these steps again
         if wanted >= 0 and wanted not in (*stored, *files.list_steps(self.folder)):
             phrase = steps_phrase([*stored], wanted)
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.place}, nor in {self.folder}; {phrase}")
         damaged = []
-        for step in sorted(stored, key=lambda step: (stored[step] != "model", step), reverse=True):
-            is_useful = own is None or (stored[step] != "model" and step >= own)
+        weights_only = {step for step, found in stored.items() if found and found.kind == "model"}
+        for step in sorted(stored, key=lambda step: (step not in weights_only, age[step]), reverse=True):
+            is_useful = own is None or (step not in weights_only and age[step] >= own_age)
             if step == wanted or (wanted < 0 and is_useful):
                 try:
-                    if self._beside and (own is None or step > own):
+                    if self._beside and age[step] > own_age:
                         # another machine's rows, which this one continues; first, as a start that has the step does not look again
                         self._uploader.store.fetch_files(self.folder.parent)
                     self._uploader.store.fetch(step, self.folder)
@@ -322,13 +326,13 @@ class Checkpointer:
         else:
             if damaged and not files.list_steps(self.folder):
                 raise CheckpointFailed(f"checkpoint: no checkpoint in {self.place} is intact ({'; '.join(damaged)})")
-        if self._saves_enabled:
+        if self._saves_enabled and not self._uploader.done and not self._uploader.in_use:  # none is on its way
             self._uploader.tidy()
 
-    def _stored(self) -> dict[int, str]:
-        """Returns the kinds of the steps in the object store, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
+    def _stored(self) -> dict[int, Manifest | None]:
+        """Returns the manifests in the object store by step, ascending, on rank 0. Raises CheckpointFailed if it does not answer."""
         try:
-            return self._uploader.store.kinds() if self._uploader and self._config.enable else {}
+            return self._uploader.store.manifests() if self._uploader and self._config.enable else {}
         except OSError as error:
             raise self._unreadable(error) from None
 
@@ -341,8 +345,9 @@ class Checkpointer:
         self.wait()
 
         def newest() -> int:
-            stored = (step for step, found in self._stored().items() if found == kind)
-            return max(files.newest(self.folder, kind=kind) or 0, *stored, 0)
+            own = files.newest(self.folder, kind=kind) or 0
+            stored = ((found.branch, step) for step, found in self._stored().items() if found and found.kind == kind)
+            return max([(files.branch_of(files.step_folder(self.folder, own)), own), *stored])[1]
 
         return self._ranks.on_rank0(newest)
 
@@ -412,7 +417,9 @@ class Checkpointer:
             self._background.submit(int).result()  # starts the thread now, not in the first save
         return self._stager, self._background
 
-    def _write(self, step: int, kind: str, states: Mapping[str, Any], planner: StreamingPlanner | None = None) -> None:
+    def _write(
+        self, step: int, branch: int, kind: str, states: Mapping[str, Any], planner: StreamingPlanner | None = None
+    ) -> None:
         """Performs one save from beginning to end, in the caller's thread or the background thread."""
         from training import checkpoint_dcp as dcp
 
@@ -436,24 +443,27 @@ class Checkpointer:
         except dcp.OtherRankFailed as error:
             peer_error = str(error)
         reports = self._ranks.all_gather(SaveReport(records, own_error, peer_error))
-        size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, kind, tuple(states), reports))
+        size_bytes = self._ranks.on_rank0(lambda: self._finish_save(step, branch, kind, tuple(states), reports))
         if size_bytes is None:
             return self._log.info("checkpoint: step %d not saved: another group has saved since", step)
         self._saved_step = step
         if kind == "full":
             self._saved_full_step = step
         self._damaged.pop(step, None)
+        self._stale.discard(step)
         if self._uploader is not None:
             self._uploader.offer(step)
         label = ", weights only," if kind != "full" else "" if lease.settled else ", unsettled,"
         seconds = time.perf_counter() - began
         self._log.info("checkpoint: step %d%s saved: %.1f MB in %.2f s", step, label, size_bytes / 1e6, seconds)
 
-    def _finish_save(self, step: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]) -> int | None:
+    def _finish_save(
+        self, step: int, branch: int, kind: str, states: tuple[str, ...], reports: Sequence[SaveReport]
+    ) -> int | None:
         """Publishes, on rank 0, the files of all ranks and returns their bytes, or removes them and raises CheckpointFailed. Returns None
         if a newer writer has removed them or has saved this step or a later one."""
         lease, records = self._lease, tuple(record for report in reports for record in report.records)
-        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled)
+        manifest = Manifest(step, kind, states, len(reports), torch.__version__, "", records, lease.settled, branch)
 
         def is_late() -> bool:
             """Returns True if another group has become the writer and has saved this step or a later one."""
@@ -477,7 +487,8 @@ class Checkpointer:
             raise CheckpointFailed(f"checkpoint: step {step} not saved: {files.reason(error)}; {rest}") from None
         try:
             in_use, damaged = self._uploader.in_use if self._uploader else (), self._damaged.keys() - {step}
-            files.prune(self.folder, self._config.keep_latest_k, written=step, damaged=damaged, in_use=in_use)
+            keep = self._config.keep_latest_k
+            files.prune(self.folder, keep, written=step, branch=branch, damaged=damaged, in_use=in_use)
         except OSError as error:
             self._log.warning("checkpoint: older ones could not be removed: %s", files.reason(error))
         if lease.shared:
@@ -514,13 +525,39 @@ class Checkpointer:
         wanted = self._config.load_step
         if wanted >= 0 and wanted not in steps:
             raise ValueError(f"checkpoint.load_step = {wanted}: not in {self.folder}; {steps_phrase(steps, wanted)}")
-        candidates = [wanted] if wanted >= 0 else sorted(steps, reverse=True)
-        paths = {step: files.step_folder(self.folder, step) for step in candidates}
-        surveyed = self._ranks.on_rank0(lambda: {step: manifest_or_problem(path) for step, path in paths.items()})
+        surveyed = self._survey([wanted] if wanted >= 0 else None)
+        if (loaded := self._load_first(surveyed)) is not None:
+            return loaded
+        if self._damaged:
+            listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
+            rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
+            raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
+        # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
+        if 0 not in surveyed or (wanted < 0 and len(steps) > 1):
+            newest = next(iter(surveyed))
+            raise ValueError(
+                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} has only the weights "
+                "(checkpoint.last_save_model_only), so this run cannot resume from it; a new run can start from them: "
+                f'checkpoint.initial_load_path = "{files.step_folder(self.folder, newest)}"'
+            )
+        self._load_seed(surveyed[0])
+        return 0
+
+    def _survey(self, steps: Sequence[int] | None = None) -> dict[int, Manifest | str]:
+        """Returns on all ranks manifest_or_problem of these steps (None: of all, the newest first). Collective."""
+
+        def survey() -> dict[int, Manifest | str]:
+            found = files.by_age(self.folder) if steps is None else steps
+            return {step: manifest_or_problem(files.step_folder(self.folder, step)) for step in found}
+
+        return self._ranks.on_rank0(survey)
+
+    def _load_first(self, surveyed: Mapping[int, Manifest | str]) -> int | None:
+        """Restores the first full checkpoint that is intact, and returns its step; None: there is none."""
         for step, found in surveyed.items():
             if isinstance(found, Manifest) and found.kind == "model":
                 continue
-            if problem := self._restore(paths[step], found, tuple(self._states)):
+            if problem := self._restore(files.step_folder(self.folder, step), found, tuple(self._states)):
                 self._damaged[step] = problem
                 self._warn("checkpoint: step %d is damaged and not used: %s", step, problem)
                 continue
@@ -528,21 +565,43 @@ class Checkpointer:
             if isinstance(found, Manifest) and not found.settled:
                 self._log.info("checkpoint: step %d was saved by a group that left while it waited for others", step)
             return step
-        if self._damaged:
-            listed = "; ".join(f"step {step}: {problem}" for step, problem in self._damaged.items())
-            rest = "set a different load_step" if wanted >= 0 else "rename the folder to start from step 0"
-            raise CheckpointFailed(f"checkpoint: no checkpoint in {self.folder} is intact ({listed}); {rest}")
-        # There is no full checkpoint. Of checkpoints with only weights, a run can start from the seed only.
-        if candidates[-1] != 0 or (wanted < 0 and len(steps) > 1):
-            newest = candidates[0]
-            raise ValueError(
-                f"checkpoint.load_step = {wanted}: step {newest} in {self.folder} has only the weights "
-                "(checkpoint.last_save_model_only), so this run cannot resume from it; a new run can start from them: "
-                f'checkpoint.initial_load_path = "{paths[newest]}"'
+        return None
+
+    def _load_seed(self, found: Manifest | str) -> None:
+        path = files.step_folder(self.folder, 0)
+        if problem := self._restore(path, found, ("model",)):
+            raise CheckpointFailed(f"checkpoint: the seed {path} is damaged: {problem}")
+
+    def rewind(self, step: int, points: Sequence[int], reset: Callable[[], None]) -> None:
+        """Restores the newest intact checkpoint from which this run came to `step`. `points`: steps to which it went back before, one for
+        each branch. If there is none, restores what the run began with: calls `reset`, then loads the seed or initial_load_path, if there
+        is one. Collective. Raises CheckpointFailed if none of its checkpoints is intact, ValueError."""
+        with suppress(CheckpointFailed, OSError):
+            self.wait()
+        if is_url(self._config.folder):
+            self._ranks.on_rank0(self._fetch)
+        surveyed = self._survey()
+        seed = surveyed.pop(0) if isinstance(found := surveyed.get(0), Manifest) and found.kind == "model" else None
+        history = {  # a damaged manifest does not tell
+            at: found
+            for at, found in surveyed.items()
+            if at < step
+            and (
+                isinstance(found, str) or found.branch <= len(points) and at <= min(points[found.branch :], default=at)
             )
-        if problem := self._restore(paths[0], surveyed[0], ("model",)):
-            raise CheckpointFailed(f"checkpoint: the seed {paths[0]} is damaged: {problem}")
-        return 0
+        }
+        loaded = self._load_first(history)
+        if loaded is None and history:
+            raise CheckpointFailed(f"checkpoint: none before step {step} in {self.folder} is intact")
+        if loaded is None:
+            reset()
+            if seed is not None:
+                self._load_seed(seed)
+            elif self._config.initial_load_path:
+                loaded = self._load_initial()
+            self._saved_full_step = None
+        self._loaded_step, self._failed_at, self._found_step = loaded or 0, None, None
+        self._stale = {later for later in surveyed if later > self._loaded_step}
 
     def _load_initial(self) -> int | None:
         """Loads another run's checkpoint; one without a manifest (from another program) is loaded without verification."""
@@ -689,8 +748,8 @@ def progress_in(path: Path) -> tuple[int, dict[str, Any]]:
     """Returns step and ledger of a checkpoint, unverified. May raise anything."""
     from training import checkpoint_dcp as dcp
 
-    state = from_checkpoint(dcp.read_values(path, "ledger"))
-    return state["step"], state["ledger"]
+    saved = dcp.read_values(path, "ledger")
+    return saved["step"], from_checkpoint(saved)["ledger"]
 
 
 def manifest_or_problem(path: Path) -> Manifest | str:

@@ -77,6 +77,9 @@ class Manifest:
     config_digest: str  # always empty; kept for format 1
     files: tuple[FileRecord, ...]
     settled: bool = True
+    branch: int = (
+        0  # number of times that the run had gone back to a checkpoint (training.on_spike = "rewind"); absent if 0
+    )
 
     @property
     def size_bytes(self) -> int:
@@ -84,6 +87,8 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
+        if not self.branch:  # as versions without it write, and read
+            del body["branch"]
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @staticmethod
@@ -161,6 +166,12 @@ def list_steps(folder: Path) -> list[int]:
     except OSError:
         return []
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def by_age(folder: Path) -> list[int]:
+    """Returns the steps that have a folder, the newest first. A step of an older branch is older, however far it was: the run went back to
+    before it, and made it again or has yet to do so."""
+    return sorted(list_steps(folder), key=lambda step: (branch_of(step_folder(folder, step)), step), reverse=True)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -291,13 +302,25 @@ def tidy(folder: Path, until: int | None = None, may_remove: Callable[[str], boo
 
 
 def prune(
-    folder: Path, keep: int, *, written: int, damaged: Collection[int] = (), in_use: Collection[int] = ()
+    folder: Path,
+    keep: int,
+    *,
+    written: int,
+    branch: int = 0,
+    damaged: Collection[int] = (),
+    in_use: Collection[int] = (),
 ) -> list[int]:
-    """Removes `outdated` checkpoints, except those `in_use`. Returns the removed steps. Raises OSError."""
-    if keep == 0:
-        return []
-    kinds = {step: _kind(step_folder(folder, step)) for step in list_steps(folder) if step not in in_use}
-    steps = outdated(kinds, keep, written=written, damaged=damaged)
+    """Removes `outdated` checkpoints, and those of older branches beyond `written`, which is of `branch`, except those `in_use`. Returns
+    the removed steps. Raises OSError."""
+    steps = []
+    if branch:  # what cannot be read now may be read later
+        beyond = {
+            step: step_folder(folder, step) for step in list_steps(folder) if step > written and step not in in_use
+        }
+        steps = [step for step, path in beyond.items() if branch_of(path, unreadable=branch) < branch]
+    if keep:
+        kinds = {s: _kind(step_folder(folder, s)) for s in list_steps(folder) if s not in in_use and s not in steps}
+        steps += outdated(kinds, keep, written=written, damaged=damaged)
     for step in steps:  # renamed first, so that no incomplete folder has the final name
         discard(folder, step)
         shutil.rmtree(step_folder(folder, step).rename(step_folder(folder, step, ".partial")))
@@ -314,7 +337,7 @@ def outdated(kinds: Mapping[int, str], keep: int, *, written: int, damaged: Coll
 
 def newest(folder: Path, *, kind: str = "full", exclude: Collection[int] = ()) -> int | None:
     """Returns the newest checkpoint of that kind whose files all exist; contents are not read."""
-    steps = (step for step in reversed(list_steps(folder)) if step not in exclude)
+    steps = (step for step in by_age(folder) if step not in exclude)
     return next((step for step in steps if _kind(step_folder(folder, step)) == kind), None)
 
 
@@ -322,6 +345,14 @@ def reason(error: OSError) -> str:
     """Returns the system's message, and the file."""
     cause = error.strerror or str(error)
     return f"{cause} ({error.filename})" if error.filename else cause
+
+
+def branch_of(path: Path, unreadable: int = 0) -> int:
+    """Returns the branch of a checkpoint; `unreadable` if its manifest cannot be read."""
+    try:
+        return Manifest.from_json((path / MANIFEST).read_bytes()).branch
+    except (OSError, Damaged):
+        return unreadable
 
 
 def _kind(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from datetime import timedelta
@@ -46,7 +46,7 @@ from training.drill import FaultInjector
 from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import MetricsProcessor
-from training.metrics_writer import MetricsWriter
+from training.metrics_writer import SYNC_S, MetricsWriter
 from training.optimizer import OptimizerStep, build_optimizer
 from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
@@ -145,7 +145,7 @@ class Components:
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
         self.optimizer = build_optimizer(config.optimizer, self.model.parts)
-        self.spikes = SpikeRule(training) if training.on_spike == "skip" or training.spike_window else None
+        self.spikes = SpikeRule(training) if training.on_spike != "stop" or training.spike_window else None
         self.optimizer_step = OptimizerStep(
             self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress, self.spikes
         )
@@ -256,7 +256,7 @@ class Components:
         self.exported_step = self.checkpointer.newest_step("model") if loads_newest else 0
         finished = self.exported_step >= config.training.steps
         newest, named = self.checkpointer.newest_step(), config.checkpoint.load_step
-        self.metrics_processor.branch_step = (newest if named < 0 else named) + self.inner_steps
+        self.metrics_processor.branch_step = self.changed_step = (newest if named < 0 else named) + self.inner_steps
         if is_rank0 and not newest and (path := beginning(config.checkpoint, folder)):
             self.begin_record(path)
         manager_restores = shared and not seed and newest < config.training.steps
@@ -265,7 +265,7 @@ class Components:
         if finished:
             self.checkpointer.put(self.exported_step)
         if is_rank0:
-            self.begin_branch(partial(save, config, folder, batch=self.slot_size))
+            self.begin_branch()
             self.metrics_processor.sink = self.cleanup.enter_context(closing(writer))
 
     def begin_record(self, path: Path) -> None:
@@ -278,21 +278,27 @@ class Components:
         self.metrics_processor.begin = {"position": ledger["position"], "holes": holes}
         self.metrics_processor.branch_step = step + self.inner_steps
 
-    def begin_branch(self, save_config: Callable[[], None]) -> None:
-        """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
-        changes = dict[str, str]()  # in rows that this launch removes, to make their steps again
-        for row in reversed(
-            last_rows(self.config.run_folder / SAMPLES, since=self.metrics_processor.branch_step, until=sys.maxsize)
-        ):
+    def removed_changes(self) -> dict[str, str]:
+        """Returns the changes of settings in the rows that are removed, as their steps are made again."""
+        changes, path = dict[str, str](), self.config.run_folder / SAMPLES
+        for row in reversed(last_rows(path, since=self.metrics_processor.branch_step, until=sys.maxsize)):
             changes = merged(changes, row.get("branch", {}))
+        return changes
+
+    def save_config(self) -> None:
+        save(self.config, self.config.run_folder, batch=self.slot_size)
+
+    def begin_branch(self) -> None:
+        """Announces settings that differ from those of the earlier launches, in the log, on the live page and in the next step's rows."""
+        changes = self.removed_changes()
         if self.changes:  # config.toml has the new settings once a step was made with them
             text = "; ".join(f"{key} {change}" for key, change in self.changes.items())
             self.log.warning("branch: from the next step on %s", text)
             self.events("branch", self.log.step or 0, words=text)
             self.manager.announce("branch", text)
         else:
-            save_config()
-        self.metrics_processor.begin_branch(merged(changes, self.changes), save_config)
+            self.save_config()
+        self.metrics_processor.begin_branch(merged(changes, self.changes), self.save_config)
 
     def weights(self) -> dict[str, Stateful]:
         """Returns the model's entries among the states of a checkpoint."""
@@ -306,14 +312,45 @@ class Components:
     def load(self) -> None:
         """Loads the newest checkpoint, if there is one, and continues its data. Raises CheckpointFailed, ValueError."""
         self.checkpointer.load()
+        self.resume_data()
+
+    def resume_data(self) -> None:
+        """Continues the data of the loaded checkpoint. Raises ValueError."""
         # not the newest where that is damaged, or load_step names another
-        self.metrics_processor.branch_step = self.manager.step + self.inner_steps
+        self.metrics_processor.branch_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         text = self.data.resume_at(
             ledger.get("position", 0), ledger.get("holes", ()), self.changes, left * self.slot_size
         )
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)
+
+    def load_earlier(self, step: int, points: Sequence[int]) -> None:
+        """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. As `load`, except for the rows of the steps
+        in between, which are removed once the next step is made; of these the changes of settings are kept. `points`: see
+        Checkpointer.rewind."""
+        metrics, begun, changed = self.metrics_processor, self.metrics_processor.begin, self.changed_step
+        self.checkpointer.rewind(step, points, self.reset)
+        self.resume_data()
+        is_before = self.changed_step <= changed  # the first step with this launch's settings is made again
+        self.changed_step = min(self.changed_step, changed)
+        metrics.begin = begun if is_before else {}
+        if self.world.global_rank == 0:
+            self.background_writer.flush(SYNC_S)  # the rows of the steps before it may be on their way
+            changes = self.removed_changes()
+            metrics.begin_branch(merged(changes, self.changes) if is_before else changes, self.save_config)
+
+    def reset(self) -> None:
+        """Makes the state of a run at step 0."""
+        for part in self.model.parts:
+            part.init_weights(self.config.training.seed)
+        with torch.no_grad():
+            for values in self.optimizer.state.values():
+                for value in values.values():
+                    value.zero_()  # as Adam begins
+        self.metrics_processor.tokens = 0
+        if self.spikes is not None:
+            self.spikes.reset()
 
     def restore(self) -> None:
         """Loads the newest checkpoint; the manager calls it when no group has a state to heal from. Raises BadInput."""

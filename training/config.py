@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
+MAX_STEPS = 1 << 30  # BRANCH of ft/protocol/messages.py: from there on steps are those of the next branch
+
 
 @dataclass(frozen=True)
 class DataloaderConfig:
@@ -85,8 +87,9 @@ class TrainingConfig:
     seq_len: Annotated[int, "tokens per sequence", ">= 1"] = 2048
     max_norm: Annotated[float, "gradients are clipped to this norm; 0: no clipping", ">= 0"] = 1.0
     on_spike: Annotated[
-        Literal["stop", "skip"],
-        "a step with a loss or gradient norm of NaN or Inf, or a spike: ends the run; or is not applied, and its data left out",
+        Literal["stop", "skip", "rewind"],
+        "a step with a loss or gradient norm of NaN or Inf, or a spike: ends the run; is not applied, and its data left out; or sends the "
+        "run back to the newest checkpoint before it, and the data since is left out",
     ] = "stop"
     spike_window: Annotated[
         int,
@@ -95,9 +98,11 @@ class TrainingConfig:
         "!= 1",
     ] = 0
     spike_factor: Annotated[float, "standard deviations from that mean to a spike", "> 0"] = 6.0
-    spike_max_skips: Annotated[int, "steps in a row that on_spike = skip leaves out; one more ends the run", ">= 1"] = (
-        10
-    )
+    spike_max_skips: Annotated[
+        int,
+        "steps in a row that on_spike = skip leaves out, or returns in a row to one checkpoint with rewind; one more ends the run",
+        ">= 1",
+    ] = 10
     steps: Annotated[int, "optimizer steps of the run", ">= 1"] = 10000
     seed: Annotated[int, "seed of initial weights, data order and random numbers", ">= 0", "< 4294967296"] = 0
     deterministic: Annotated[bool, "deterministic kernels only; slower on CUDA"] = False
@@ -120,6 +125,13 @@ class TrainingConfig:
             raise ValueError(
                 'training.skip: training.dataset = "huggingface" is a stream, which has no positions; prepare it with '
                 "scripts/prepare_data.py, or remove training.skip"
+            )
+        if self.steps >= MAX_STEPS:
+            raise ValueError(f"training.steps = {self.steps}: must be below 2^30; nearest: {MAX_STEPS - 1}")
+        if self.on_spike == "rewind" and self.dataset == "huggingface":
+            raise ValueError(
+                'training.on_spike = "rewind": training.dataset = "huggingface" is a stream, which cannot pass over the data since a '
+                'checkpoint; prepare it with scripts/prepare_data.py, or nearest: "skip"'
             )
         if self.sources:
             if self.dataset != "store" or self.dataset_path:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 
+from ft.seam import Rewound
 from parallelisms.device import Device
 from training.config import need
 from training.log import Log
@@ -105,10 +106,11 @@ class MetricsProcessor:
         groups: Mapping[str, float] | None = None,
         steps: int = 1,
         spike: str = "",
+        rewound: Rewound | None = None,
     ) -> None:
         """Reports committed step `step`, with `steps` - 1 unreported ones before it. Loss (nats per token) and valid `tokens`: over all
         ranks. `groups`: metrics of replica groups, such as quorum_size; charted on logging steps and whenever they change. `spike`: why the
-        step was not applied; "": it was."""
+        step was not applied; "": it was. `rewound`: how the branch began whose first step this is."""
         before, self._spent = self._spent, self._clocks()
         total_s, data_s, checkpoint_s, long_s = (now - then for now, then in zip(self._spent, before, strict=True))
         step_s = total_s - long_s
@@ -138,7 +140,10 @@ class MetricsProcessor:
             **(groups or {}),
             **({"branch": self._branch} if self._branch else {}),
             **({"spike": spike} if spike else {}),
+            **({"rewind": _rewind(rewound)} if rewound else {}),
         )
+        if rewound:
+            self._write("charts", step, {"spike/went_back_from": rewound.spiked})
         if spike:
             self._write("charts", step, {"spike/skipped": 1, "spike/loss": loss})
         group_scalars = {f"fault_tolerance/{name}": value for name, value in (groups or {}).items()}
@@ -214,10 +219,13 @@ class MetricsProcessor:
         skipped: Sequence[tuple[int, int]] = (),
         steps: int = 1,
         spike: str = "",
+        rewound: Rewound | None = None,
     ) -> None:
         """Records the data of `steps` steps up to `step`: each slot, named by the position of its first sequence, with the replica group
         whose gradients were used. `holes`: slots that were assigned but not yet trained on. `skipped`: positions that this step leaves
-        out for good. `spike`: why the step was not applied: it leaves out all of its slots. See scripts/samples.py."""
+        out for good. `spike`: why the step was not applied: it leaves out all of its slots. `rewound`: how the branch began whose first
+        step this is: its record has what was left out between the checkpoint and the spike. See scripts/samples.py."""
+        skipped = (*(rewound.left_out if rewound else ()), *skipped)
         if spike:
             skipped, slots = (*skipped, *((slot, slot + slot_size) for slot, _ in slots)), ()
         row = {"slot_size": slot_size, "slots": {str(slot): owner for slot, owner in slots}, "holes": list(holes)}
@@ -226,6 +234,7 @@ class MetricsProcessor:
         more |= {"begin": self.begin} if self.begin and step == self.branch_step else {}
         more |= {"skipped": [list(span) for span in skipped]} if skipped else {}
         more |= {"spike": spike} if spike else {}
+        more |= {"rewind": _rewind(rewound)} if rewound else {}
         self._write("records", step, row | more)
         if self._changes:
             self._changes = self._branch = {}
@@ -370,6 +379,10 @@ _PEAKS = (  # dense bf16, TFLOP/s, from the vendors' data sheets; the first patt
 def known_peak_tflops(device_name: str) -> float | None:
     """Returns the device's peak, or None if it is not in the table: a guess would make the MFU meaningless."""
     return next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
+
+
+def _rewind(rewound: Rewound) -> dict[str, object]:
+    return {"back_to": rewound.step, "from": rewound.spiked, "why": rewound.reason}
 
 
 def _per(amount: float, seconds: float) -> float:

@@ -91,16 +91,16 @@ class ObjectStore:
         """Returns the steps whose checkpoints exist, ascending."""
         return sorted(step for step, objects in self.objects().items() if MANIFEST in objects)
 
-    def kinds(self) -> dict[int, str]:
-        """Returns the kind of each step, ascending: that of its manifest, or "damaged"."""
+    def manifests(self) -> dict[int, Manifest | None]:
+        """Returns the manifest of each step, ascending; None: it is damaged."""
 
-        def kind(step: int) -> str:
+        def manifest(step: int) -> Manifest | None:
             try:
-                return self.manifest(step).kind
+                return self.manifest(step)
             except Damaged:
-                return "damaged"
+                return None
 
-        return {step: kind(step) for step in self.steps()}
+        return {step: manifest(step) for step in self.steps()}
 
     def manifest(self, step: int) -> Manifest:
         try:
@@ -197,9 +197,12 @@ class ObjectStore:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 replace_file(folder / name, content)
 
-    def prune(self, keep: int, *, written: int) -> None:
+    def prune(self, keep: int, *, written: int, branch: int = 0) -> None:
         """Removes what files.prune would of a folder."""
-        for step in files.outdated(self.kinds() if keep else {}, keep, written=written):
+        found = self.manifests() if keep or branch else {}
+        steps = [step for step, each in found.items() if each and step > written and each.branch < branch]
+        kinds = {step: each.kind if each else "damaged" for step, each in found.items() if step not in steps}
+        for step in [*steps, *files.outdated(kinds, keep, written=written)]:
             # the files are those of no checkpoint then: `tidy` removes them
             self._call("rm_file", f"step-{step}/{MANIFEST}")
 
@@ -369,6 +372,8 @@ class Uploader:
         began, lease = time.perf_counter(), self._lease
 
         def replaces(found: Manifest | None) -> bool:
+            if found is not None and found.branch != manifest.branch:
+                return found.branch < manifest.branch
             if found is None or not found.settled or step in self.replaceable:
                 return True
             return lease.shared and manifest.settled and not lease.is_superseded()
@@ -393,14 +398,15 @@ class Uploader:
         self.replaceable.add(step)
         size, seconds = manifest.size_bytes / 1e6, time.perf_counter() - began
         self._log.info("checkpoint: step %d put into %s: %.1f MB in %.2f s", step, self.store.url, size, seconds)
-        self.tidy(written=step)
+        self.tidy(written=step, branch=manifest.branch)
         return ""
 
-    def tidy(self, *, written: int | None = None) -> None:
-        """Removes leftovers in the store, and outdated checkpoints if one was `written`. A store may forbid it, which is only reported."""
+    def tidy(self, *, written: int | None = None, branch: int = 0) -> None:
+        """Removes leftovers in the store, and outdated checkpoints if one was `written`, of `branch`. A store may forbid it, which is only
+        reported."""
         try:
             if written is not None:
-                self.store.prune(self._keep, written=written)
+                self.store.prune(self._keep, written=written, branch=branch)
             if not self._lease.shared:
                 self.store.tidy()
             elif written is not None and not self._lease.is_superseded():  # another group may be uploading a later one

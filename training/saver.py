@@ -113,7 +113,8 @@ class Saver:
         if last or not settled or self.manager.may_exit:  # this save replaces one that failed in the background
             with suppress(CheckpointFailed, OSError):
                 self.checkpointer.wait()
-        self.checkpointer.save(self.manager.step, last=last, settled=settled)
+        branch = len(self.manager.rewinds)
+        self.checkpointer.save(self.manager.step, branch=branch, last=last, settled=settled)
 
     def wait_stored(self) -> None:
         """Returns once the object store has the newest save, if there is one. Raises CheckpointFailed if the store refuses it."""

@@ -99,7 +99,11 @@ class History:
                 self.add("membership", "bad", f"{effect.replica_id} is refused: {effect.reason}")
             elif isinstance(effect, m.MustRestore) and effect.settled:  # at settled 0 the job only begins
                 who = f"{named(effect.replica_ids)} must load a checkpoint"
-                self.add("commit", "bad", f"step {effect.settled} was settled, and no group has its state: {who}")
+                self.add(
+                    "commit",
+                    "bad",
+                    f"step {m.describe_step(effect.settled)} was settled, and no group has its state: {who}",
+                )
             elif isinstance(effect, m.Notify) and isinstance(effect.notice, m.GenerationAborted):
                 if self._ids.isdisjoint(effect.replica_ids):
                     continue  # for a former member only: the newest quorum is not aborted
@@ -107,7 +111,7 @@ class History:
 
     def reported(self, report: Any) -> None:
         """Records a pharos_pb2.Report."""
-        now_s, step = self._wall_clock(), report.step
+        now_s, step = self._wall_clock(), m.step_of(report.step)
         if not self.recent_steps or step > self.recent_steps[-1][1]:
             if self.recent_steps:
                 self.last_step_s = now_s
@@ -153,7 +157,9 @@ class History:
     def step(self) -> int:
         """Returns the newest step that is known to be committed."""
         quorum = self._machine.quorum
-        return max(self.recent_steps[-1][1] if self.recent_steps else 0, quorum.reference[0] if quorum else 0)
+        return max(
+            self.recent_steps[-1][1] if self.recent_steps else 0, m.step_of(quorum.reference[0]) if quorum else 0
+        )
 
     def steps_per_s(self) -> float:
         """Returns the step rate of the last RATE_S; 0 if there was no step."""
@@ -190,7 +196,7 @@ class History:
         if quorum is None or quorum.quorum_id == self._quorum_id:
             return
         before, self._ids, self._quorum_id = self._ids, frozenset(quorum.ids), quorum.quorum_id
-        step = quorum.reference[0]
+        step = m.step_of(quorum.reference[0])
         if self.points and step < self.points[-1].step:
             self.points = [point for point in self.points if point.step <= step]
             self.recent_steps.clear()

@@ -224,7 +224,8 @@ def status(service: LighthouseService) -> dict[str, Any]:
     whole = [quorum.ids[rank] for rank in quorum.holders] if quorum else []
     members = [
         {
-            **{name: getattr(member, name) for name in ("replica_id", "address", "step", "world_size")},
+            **{name: getattr(member, name) for name in ("replica_id", "address", "world_size")},
+            "step": m.step_of(member.step),
             "heals": saved.kind == "pharos" and member.replica_id not in whole,
             "connected": member.replica_id in service.streams,
         }
@@ -234,13 +235,16 @@ def status(service: LighthouseService) -> dict[str, Any]:
         replica_id: {name: getattr(report, name) for name in names}
         for replica_id, report in sorted(service.reports.items())
     }
-    for report in reports.values():  # JSON has no NaN and Inf, which a loss may be
+    for report in reports.values():
+        report |= {name: m.step_of(report[name]) for name in ("step", "settled")}
+        # JSON has no NaN and Inf, which a loss may be
         report |= {name: None for name, it in report.items() if isinstance(it, float) and not math.isfinite(it)}
     return {
         "reason": service.machine.reason,
         "kind": saved.kind,
         "epoch": saved.epoch,
-        "settled": saved.settled,
+        "settled": m.step_of(saved.settled),
+        "branch": saved.settled // m.BRANCH,
         "min_replicas": service.config.min_replicas,
         "waiting": service.waiting_ids,
         "streams": len(service.streams),
@@ -249,7 +253,7 @@ def status(service: LighthouseService) -> dict[str, Any]:
         and {
             "quorum_id": quorum.quorum_id,
             "age_s": round(time.time() - service.issued_at, 1) if service.issued_at else None,
-            "step": quorum.reference[0],
+            "step": m.step_of(quorum.reference[0]),
             "members": members,
         },
         "reports": reports,
@@ -268,7 +272,8 @@ class _Collector:
         for kind, name, text, value in (
             (GaugeMetricFamily, "pharos_quorum_id", "Id of the newest quorum", quorum.quorum_id if quorum else 0),
             (GaugeMetricFamily, "pharos_quorum_members", "Members of it", len(quorum.members) if quorum else 0),
-            (GaugeMetricFamily, "pharos_settled_step", "Newest step that is final", settled),
+            (GaugeMetricFamily, "pharos_settled_step", "Newest step that is final", m.step_of(settled)),
+            (GaugeMetricFamily, "pharos_branch", "Times that the job went back to a checkpoint", settled // m.BRANCH),
             (GaugeMetricFamily, "pharos_waiting_groups", "Groups whose quorum request waits", waiting),
             (GaugeMetricFamily, "pharos_streams", "Groups with an open stream", streams),
             (CounterMetricFamily, "pharos_quorums", "Quorums issued", service.issued),

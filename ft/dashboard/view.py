@@ -101,13 +101,13 @@ class View:
         for replica_id in (*members, *(i for i in roster.peers if i not in members)):
             member, report, peer = members.get(replica_id), reports.get(replica_id), roster.peers.get(replica_id)
             flags, goodput, phase = self.ordered.get(replica_id, 0), -1, 0
-            step = member.step if member and peer else m.VOID
+            step = m.step_of(member.step) if member and peer else m.VOID
             if report:
-                step, phase = report.step, self._phase(report.phase)
+                step, phase = m.step_of(report.step), self._phase(report.phase)
                 goodput = round(100 * min(1.0, report.goodput_s / report.wall_s)) if report.wall_s else -1
                 flags |= IN_REDUCTION * report.waiting
             elif peer and peer.call:
-                step = peer.call.member.step
+                step = m.step_of(peer.call.member.step)
             flags |= CONNECTED * (replica_id in self._service.streams)
             silence_s = now - peer.seen_s if peer else 0.0
             quiet = int(silence_s) if silence_s > silent_s else 0
@@ -194,7 +194,8 @@ class View:
             "alive": sum(i in machine.roster.peers for i in quorum.ids) if quorum else 0,
             "since_s": int(service.issued_at),
             "step": history.step,
-            "settled": saved.settled,
+            "settled": m.step_of(saved.settled),
+            "branch": saved.settled // m.BRANCH,
             "counts": counts,
             "asking": len(machine.roster.candidates),
             "min_replicas": service.config.min_replicas,

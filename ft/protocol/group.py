@@ -124,7 +124,7 @@ class GroupMachine:
                     self._fail_waiting("UNAVAILABLE", f"the lighthouse did not answer in {self._tries} tries: {why}")
             case m.LighthouseRequiresRestore(settled) if self._calling:
                 self._answer_all(settled)
-                self.reason = f"a checkpoint has to be loaded: step {settled} was settled"
+                self.reason = f"a checkpoint has to be loaded: step {m.describe_step(settled)} was settled"
             case m.LighthouseWaits(reason) if self._calling:
                 self._lighthouse_says = self.reason = reason
             case Notice():
@@ -177,7 +177,9 @@ class GroupMachine:
             return
         calls = [self._joined_calls[rank] for rank in sorted(self._joined_calls)]
         if len({(call.member.state, call.member.restored) for call in calls}) > 1:
-            found = ", ".join(f"rank {c.group_rank}: step {c.member.step} {c.member.commit_id[:8]}" for c in calls)
+            found = ", ".join(
+                f"rank {c.group_rank}: step {m.describe_step(c.member.step)} {c.member.commit_id[:8]}" for c in calls
+            )
             self._end(f"the ranks of this group hold different states ({found})")
             return
         member = replace(
@@ -321,8 +323,8 @@ class GroupMachine:
         if vote.quorum_id != current:
             return f"a vote for quorum {vote.quorum_id}; this group is in {current}"
         if vote.kind != "healed" and (vote.step, vote.attempt) < self._decided:
-            at = "step {}, attempt {}".format(*self._decided)
-            return f"a vote for step {vote.step}, attempt {vote.attempt}: the group is at {at}"
+            at = f"step {m.describe_step(self._decided[0])}, attempt {self._decided[1]}"
+            return f"a vote for step {m.describe_step(vote.step)}, attempt {vote.attempt}: the group is at {at}"
         if not 0 <= vote.group_rank < self.config.world_size:
             return f"rank {vote.group_rank}: this group has ranks 0 to {self.config.world_size - 1}"
         return ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform  # in typing since Python 3.11
@@ -23,6 +23,11 @@ else:
     dataclass_transform = lambda **about: lambda cls: cls  # noqa: E731 (only type checkers use it)
 
 VOID = -1  # step of a group without a complete state: it heals, or waits for an order to load a checkpoint
+# In the protocol a step is one number, BRANCH * b + s for step s of branch b: the job has gone back to a checkpoint (Rewind) b times. So
+# every comparison of steps compares (branch, step): a state of an older branch is older, however far it was, and heals. Steps of branch 0
+# are themselves. Trainers, logs and pages have s, beside b where it is not 0. Legal steps (rules.MAX_STEP; int64 in pharos.proto) leave
+# room for 1,024 branches.
+BRANCH, MAX_BRANCH = 1 << 30, 1023
 UNABLE = -1.0  # tokens of a slot in the tail whose group cannot contribute (no valid token, NaN, out of memory)
 
 Kind = Literal["pharos", "torchft"]  # protocol of a member, and with it the quorum rules that apply
@@ -93,6 +98,17 @@ class Quorum:
         return tuple(rank for rank, m in enumerate(self.members) if m.state == self.reference)
 
 
+class Rewound(NamedTuple):
+    """Beginning of a branch: step `spiked` of the branch before it was a spike, and the job went back to a checkpoint of `step`."""
+
+    step: int
+    spiked: int
+    reason: str
+    left_out: tuple[
+        tuple[int, int], ...
+    ] = ()  # ranges of positions assigned between the two, which are never trained on again
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts in seconds. heartbeat_timeout_s and heal_grace_s are equal in a job: the lighthouse sends its own with each answer."""
@@ -145,6 +161,16 @@ def process_of(replica_id: str) -> str:
     """Returns the id without its rejoin count: "left:4f2a.2" is the same process as "left:4f2a" before it was lost twice."""
     name, colon, unique = replica_id.partition(":")
     return name + colon + unique.partition(".")[0]
+
+
+def step_of(step: int) -> int:
+    """Returns the step within its branch; VOID for VOID."""
+    return step % BRANCH if step > VOID else VOID
+
+
+def describe_step(step: int) -> str:
+    """Returns "7", or "7 of branch 2"."""
+    return f"{step_of(step)} of branch {step // BRANCH}" if step >= BRANCH else str(step)
 
 
 def name_of(replica_id: str) -> str:
@@ -613,7 +639,8 @@ class QuorumFailed(Event):
 
 
 class Restored(Event):
-    """Answers LoadCheckpoint. `state`: StepMachine.state_dict() of the checkpoint; None: there is none, the initial state counts."""
+    """Answers LoadCheckpoint, and follows Rewind. `state`: StepMachine.state_dict() of the checkpoint; None: there is none, the initial
+    state counts."""
 
     state: dict[str, Any] | None
 
@@ -639,6 +666,14 @@ class Skipped(Event):
     """The trainer has not applied the newest commit, and no group has: its slots were not trained on. Fed before the next Begin."""
 
     slots: tuple[int, ...]
+
+
+class Rewind(Event):
+    """The trainer has found that the newest commit, a spike, is not to be applied, as all groups have: the job goes back to a checkpoint.
+    The state is given up (VOID) until Restored, with which the next branch begins. Fed before the next Begin, in any phase, after which the
+    driver drops the effects that it has not carried out: they are those of held steps of the state that is given up."""
+
+    reason: str
 
 
 class AskQuorum(Effect):
@@ -724,6 +759,7 @@ class CommitStep(Effect):
     slots: tuple[tuple[int, str], ...] = ()  # (slot, replica_id) of each slot that contributed
     holes: tuple[int, ...] = ()  # slots that were assigned and are in no commit yet
     skipped: tuple[tuple[int, int], ...] = ()  # ranges of positions that are left out for good
+    rewound: Rewound | None = None  # of the first step of a branch: how it began
     held: bool = False
     leave: bool = False  # True: this is the group's last step, and the others know that it leaves
 

@@ -79,10 +79,12 @@ def decide(roster: Roster, now_s: float, *, settled: int, min_replicas: int, joi
     if reference and reference[0] >= settled:
         return Decision(members, reference, why)
     if reference and any(member.restored is not None for member in members if member.state == reference):
-        return Decision(members, reference, f"{why}, restored from checkpoint {reference[0]}")
-    newest = f"the most recent state here is of step {reference[0]}" if reference else "no group holds a complete state"
+        return Decision(members, reference, f"{why}, restored from checkpoint {m.describe_step(reference[0])}")
+    newest = "no group holds a complete state"
+    if reference:
+        newest = f"the most recent state here is of step {m.describe_step(reference[0])}"
     unrestored = tuple(member.replica_id for member in members if member.restored is None or member.void)
-    reason = f"{newest}, step {settled} was settled: load a checkpoint"
+    reason = f"{newest}, step {m.describe_step(settled)} was settled: load a checkpoint"
     return Decision(reason=reason, must_restore=unrestored)
 
 

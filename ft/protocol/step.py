@@ -52,7 +52,21 @@ from typing import Any, Literal
 
 from ft.protocol import messages as m
 from ft.protocol.compare import DIGEST_WORDS, NONE, find_divergent, member_digest
-from ft.protocol.messages import UNABLE, VOID, Effect, Event, Member, Outcome, QuorumResult, State, Vote, process_of
+from ft.protocol.messages import (
+    BRANCH,
+    UNABLE,
+    VOID,
+    Effect,
+    Event,
+    Member,
+    Outcome,
+    QuorumResult,
+    Rewound,
+    State,
+    Vote,
+    describe_step,
+    process_of,
+)
 
 # steps in which a slot may be UNABLE, and attempts that a step may have on one generation, before the job stops or skips the slots for good
 MAX_UNABLE = 3
@@ -89,7 +103,9 @@ class Ledger:
     slots or none, and those of a group that is gone are computed by the others in the same step (`reassign`), so only UNABLE slots become
     holes. Without it a step has one slot for each group that was present at the assignment.
 
-    `skip`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole."""
+    `skip`: ranges of positions, first to end, that are never trained on: a slot that has one of them is not assigned, as a whole.
+
+    `rewinds`: one for each branch after the first; it has the positions that were trained on between a checkpoint and a spike."""
 
     def __init__(self, slot_size: int, slots_per_step: int = 0, skip: Sequence[tuple[int, int]] = ()) -> None:
         self.slot_size, self._skip = slot_size, skip  # slot_size: in sequences
@@ -99,10 +115,15 @@ class Ledger:
         self.unable = Counter[int]()  # hole -> number of steps in which it was UNABLE
         # slots that are never trained on: UNABLE too often, or of a step that no group has applied
         self.skipped: list[int] = []
+        self.rewinds: list[Rewound] = []  # as many as the number of the branch
         # ranges of positions that the newest commit left out for good, by `skip`
         self.passed: tuple[tuple[int, int], ...] = ()
         # the open assignment: slot -> replica_id, by replica_rank; the dict is replaced, never changed
         self.assignment: dict[int, str] = {}
+
+    def begun_by(self, step: int) -> Rewound | None:
+        """Returns the newest rewind if `step` is the first one after it."""
+        return self.rewinds[-1] if self.rewinds and self.rewinds[-1].step + 1 == step else None
 
     def slot_count(self, participants: int) -> int:
         return self.slots_per_step or participants
@@ -180,9 +201,29 @@ class Ledger:
             first = slot + self.slot_size
         return tuple(ranges)
 
+    def rewind(self, spiked: dict[str, Any], step: int, spiked_step: int, reason: str) -> None:
+        """Continues the loaded ledger of a checkpoint of `step` behind `spiked`, the state_dict at `spiked_step`: what was assigned between
+        the two is left out for good, unless it is a hole there."""
+        taken = [(hole, hole + self.slot_size) for hole in self.holes] + [(self.position, int(spiked["position"]))]
+        self.position, self.holes = int(spiked["position"]), [int(hole) for hole in spiked["holes"]]
+        self.unable = Counter({int(slot): int(count) for slot, count in spiked["unable"]})
+        left_out = list[tuple[int, int]]()
+        for first, end in taken:  # ascending, as the holes are
+            for hole in self.holes:
+                if first <= hole < end:
+                    left_out.append((first, hole))
+                    first = hole + self.slot_size
+            left_out.append((first, end))
+        ranges = tuple((first, end) for first, end in left_out if first < end)
+        self.rewinds = [*_rewinds_in(spiked), Rewound(step, spiked_step, reason, ranges)]
+        self.assignment = {}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON values, the open assignment included, since a group that heals from this state must continue with it."""
         return {
+            **(
+                {"rewinds": [[*each[:3], [*map(list, each.left_out)]] for each in self.rewinds]} if self.rewinds else {}
+            ),
             "slot_size": self.slot_size,
             "position": self.position,
             "holes": list(self.holes),
@@ -206,8 +247,17 @@ class Ledger:
         same = old == self.slot_size
         self.unable = Counter({int(slot): int(count) for slot, count in state.get("unable", ())} if same else {})
         self.skipped = [int(slot) for slot in state.get("skipped", ())]
+        self.rewinds = _rewinds_in(state)
         open_assignment = state.get("pending", ()) if keep_assignment and same else ()
         self.assignment = {int(slot): str(replica_id) for slot, replica_id in open_assignment}
+
+
+def _rewinds_in(state: dict[str, Any]) -> list[Rewound]:
+    """Returns the rewinds in a Ledger.state_dict."""
+    return [
+        Rewound(int(step), int(spiked), str(reason), tuple((int(first), int(end)) for first, end in left_out))
+        for step, spiked, reason, left_out in state.get("rewinds", ())
+    ]
 
 
 @lru_cache(64)  # a process that drives several ranks makes the same call for each
@@ -279,7 +329,11 @@ class StepMachine:
     def __init__(self, config: StepConfig, ledger: Ledger) -> None:
         self.config, self.ledger = config, ledger
         self.phase, self.reason = Phase.BOUNDARY, "nothing has happened"
-        self.step, self.commit_id, self.commit_quorum_id = 0, "", 0  # of the state that this rank has
+        self.step, self.commit_id, self.commit_quorum_id = (
+            0,
+            "",
+            0,
+        )  # of the state that this rank has; step: see messages.BRANCH
         self.settled = 0
         self.void = config.restores  # True: it has no complete state, and is neither source nor contributor
         self.quorum: QuorumResult | None = None
@@ -293,6 +347,8 @@ class StepMachine:
         self._leaving = self._leave_announced = False
         self._leave_at_step: int | None = None  # step at whose commit this group leaves
         self._restored: int | None = None
+        # state_dict when the trainer began to go back to a checkpoint, and why, until a state is loaded
+        self._rewinds: tuple[dict[str, Any], str] | None = None
         self._call_number = 0
         self._collective_step = 0  # step of the group's collectives: `step`, or a later one while steps are held
         self._attempt = 0
@@ -362,9 +418,11 @@ class StepMachine:
             case m.RestoreRequired(settled) if phase is Phase.ASKING:
                 self._drop_gradients()
                 self._out.append(m.LoadCheckpoint(settled))
-                self.reason = f"step {settled} was settled, and no group has its state any more"
+                self.reason = f"step {describe_step(settled)} was settled, and no group has its state any more"
             case m.Restored() if phase in (Phase.BOUNDARY, Phase.ASKING):
                 self._on_restored(event)
+            case m.Rewind(why):
+                self._on_rewind(why)
             case _:
                 return m.Out((), f"{type(event).__name__} is ignored: this rank {phase.value}")
         return m.Out(tuple(self._out), self.reason)
@@ -456,7 +514,10 @@ class StepMachine:
                 self.ledger.assign(quorum.participants)
             if not self.contribution.tokens.keys() <= set(self.owned_slots()):
                 self._drop_gradients()
-        self.phase, self.reason = Phase.CONFIGURING, f"quorum {quorum.quorum_id}, step {quorum.reference[0]}"
+        self.phase, self.reason = (
+            Phase.CONFIGURING,
+            f"quorum {quorum.quorum_id}, step {describe_step(quorum.reference[0])}",
+        )
         self._out.append(m.Configure(quorum, self._attempt))
         early, self._early_notices = self._early_notices, []
         for notice in early:
@@ -479,17 +540,17 @@ class StepMachine:
         self.tail = self._failure = None
         self.phase = Phase.COMPUTING
         interval = self.config.digest_interval
-        compares = interval > 0 and (self._collective_step + 1) % interval == 0
+        compares = interval > 0 and (self._collective_step % BRANCH + 1) % interval == 0
         self._digest_count = DIGEST_WORDS * len(self.quorum.members) if compares else 0
         self._slots = slots = self.owned_slots()
         self._missing = tuple([slot for slot in slots if slot not in self.contribution.tokens])
         if self._missing:
             self.contribution.reported_unable = False  # the new slots have not been reported
-            self.reason = f"step {self._collective_step}: slots {self._missing}"
+            self.reason = f"step {self._collective_step % BRANCH}: slots {self._missing}"
             self._out.append(m.Compute(self._collective_step, self._missing, self._attempt))
             return
         sends = "the kept gradients again" if slots else "zeros, since this group is assigned no slot"
-        self.reason = f"step {self._collective_step}: {sends}"
+        self.reason = f"step {self._collective_step % BRANCH}: {sends}"
         if not slots and not self.void and self.quorum.heal:  # not a spare, which announces no change
             self._wants_change = "healed, and has no slots yet"
         self._launch()
@@ -512,7 +573,7 @@ class StepMachine:
         # All others of the quorum heal from this group, or it is the only member and others want to join: its state would be lost with it.
         healing = len(quorum.recover_dst_replica_ranks)
         is_only_holder = healing == len(quorum.members) - 1 and bool(healing or self._wants_change)
-        is_last = self._collective_step + 1 == self._leave_at_step
+        is_last = self._collective_step % BRANCH + 1 == self._leave_at_step
         self._leave_announced = is_last or (self._leaving and not is_only_holder)
         if usable := own.usable:
             counts = {slot: own.tokens[slot] if own.tokens[slot] > 0 else UNABLE for slot in slots}
@@ -606,7 +667,9 @@ class StepMachine:
         if outcome.verdict == "retry":
             return self._try_again()
         if set(outcome.blame) == set(quorum.members):
-            return self._stop(f"after step {self.step} the groups hold different weights, and no majority has the same")
+            return self._stop(
+                f"after step {describe_step(self.step)} the groups hold different weights, and no majority has the same"
+            )
         if self._copied:
             self._copied = member_digest(tail.digests, quorum.replica_rank) == NONE
         self.phase, self._due, self._failures = Phase.BOUNDARY, outcome.change or self.config.every_step, 0
@@ -614,7 +677,9 @@ class StepMachine:
             self.ledger.drop()
             self._drop_gradients()
             self._assignment_dropped = self._due = True
-            self.reason = f"step {self._collective_step}: no group with an assigned slot is left; a new assignment"
+            self.reason = (
+                f"step {describe_step(self._collective_step)}: no group with an assigned slot is left; a new assignment"
+            )
             self._on_begin(now_s)
         elif max(tail.tokens) <= 0:
             self._stop_for_slots("none of its slots could contribute")
@@ -630,7 +695,9 @@ class StepMachine:
             # participants[0] writes checkpoints: without a new quorum, which names a different one, the last step might not be saved.
             self.abort_reason = self.abort_reason or "the weights of the group that writes are not those of the others"
         if quorum.replica_id in outcome.blame and self.phase is Phase.BOUNDARY:  # no group may heal from this state
-            self.reason = f"after step {self.step - 1} the weights of this group are not those of the others"
+            self.reason = (
+                f"after step {describe_step(self.step - 1)} the weights of this group are not those of the others"
+            )
             if self.config.leave_if_divergent:
                 self._stop(f"{self.reason}, and fault_tolerance.on_corruption is leave")
             self.void = True
@@ -681,13 +748,14 @@ class StepMachine:
                 slots=tuple(zip(contributed, contributors, strict=True)),
                 holes=tuple(self.ledger.holes),
                 skipped=self.ledger.passed,
+                rewound=self.ledger.begun_by(self.step % BRANCH) if self.ledger.rewinds else None,
                 held=held,
-                leave=self.step == self._leave_at_step or (self._leave_announced and not held),
+                leave=self.step % BRANCH == self._leave_at_step or (self._leave_announced and not held),
             )
         )
         self.contribution = LocalContribution()
         self._retries = 0
-        self.reason = f"step {self.step} is committed"
+        self.reason = f"step {self.step % BRANCH} is committed"
         if not self._due:
             self._tail_slots = len(self.ledger.assign(quorum.participants))
         if exhausted_slots and not self.config.skip_unable:
@@ -773,6 +841,7 @@ class StepMachine:
         assert self.heal is not None
         heal, self.heal = self.heal, None
         self._load(heal.state, keep_assignment=True)
+        self._rewinds = None
         self._copied = self.step > 0
         self.settled = min(self.settled, self.step)  # later steps that this group had settled are of another history
         self.void, self._healed_in_generation, self._wants_change = False, True, "healed, and has no slots yet"
@@ -783,7 +852,7 @@ class StepMachine:
         self._due = due
         if self._assignment_dropped:
             self.ledger.drop()
-        self.reason = f"healed, {len(held)} held steps applied: step {self.step}"
+        self.reason = f"healed, {len(held)} held steps applied: step {describe_step(self.step)}"
 
     def _load(self, state: dict[str, Any], *, keep_assignment: bool) -> None:
         self.step, self.commit_id = int(state["step"]), str(state["commit_id"])
@@ -802,10 +871,40 @@ class StepMachine:
         self.heal, self._heal_failed = None, False
         initial = {"step": 0, "commit_id": "", "commit_quorum_id": 0, "ledger": {"position": 0}}
         self._load(event.state or initial, keep_assignment=False)
-        self.void, self._restored, self.settled, self._copied = False, self.step, self.step, False
-        self.reason = f"restored from checkpoint {self.step}"
+        self.void, self._restored, self._copied = False, self.step, False
+        self.reason = f"restored from checkpoint {describe_step(self.step)}"
+        if self._rewinds:
+            self._begin_branch(*self._rewinds)
+        else:
+            self.settled = self.step
         if self.phase is Phase.ASKING:
             self._ask(self.reason)
+
+    # ---- back to a checkpoint
+
+    def _on_rewind(self, why: str) -> None:
+        """Gives up the state and the generation. The other groups do so at the same commit; one that holds the step and waits for the
+        next one's reduction is interrupted, as the request of the next quorum reports that the generation has failed."""
+        self._rewinds = self.state_dict(), why
+        if self.quorum:
+            self._out.append(m.AbandonGeneration(self.quorum.quorum_id))
+        self._drop_gradients()
+        self._drop_held()
+        self.heal, self._heal_failed = None, False
+        self.phase, self.void, self._failed, self._due = Phase.BOUNDARY, True, True, True
+        self.reason = f"goes back to a checkpoint: {why}"
+
+    def _begin_branch(self, spiked: dict[str, Any], why: str) -> None:
+        """Makes the restored state the first one of the next branch. Groups that have loaded the same checkpoint get the same commit id;
+        of different ones the furthest is the reference, and the others heal. It is settled by the quorum that continues from it: until
+        then the group that has made the last step alone may be lost, and the others repeat that step."""
+        self._rewinds, branch, step = None, spiked["step"] // BRANCH + 1, self.step % BRANCH
+        self.ledger.rewind(spiked["ledger"], step, spiked["step"] % BRANCH, why)
+        self.step = branch * BRANCH + step
+        text = f"{spiked['commit_id']}/{self.step}/{self.commit_id}"
+        self.commit_id = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.commit_quorum_id, self._restored = 0, None
+        self.reason = f"back at step {describe_step(self.step)}: {why}"
 
     # ---- notices, and the end
 
@@ -828,7 +927,7 @@ class StepMachine:
                 self._fail(self.abort_reason, now_s)
 
     def _stop_for_slots(self, why: str) -> None:
-        self._stop(f"step {self._collective_step}: {why}", tuple(self.ledger.assignment))
+        self._stop(f"step {describe_step(self._collective_step)}: {why}", tuple(self.ledger.assignment))
 
     def _stop(self, why: str, slots: tuple[int, ...] = ()) -> None:
         self.phase, self.reason = Phase.STOPPED, why

@@ -162,8 +162,11 @@ class GroupClient:
             except RuntimeError as error:
                 raise GroupEnded(f"the group's server accepts no votes any more: {error}") from None
             tries += 1
-            log.info("no outcome yet of the vote on %s of step %d", vote.kind, vote.step)
-        raise GroupEnded(f"no outcome of the vote on {vote.kind} of step {vote.step} in {VOTE_S * VOTE_TRIES:g} s")
+            step = m.describe_step(vote.step)
+            log.info("no outcome yet of the vote on %s of step %s", vote.kind, step)
+        raise GroupEnded(
+            f"no outcome of the vote on {vote.kind} of step {m.describe_step(vote.step)} in {VOTE_S * VOTE_TRIES:g} s"
+        )
 
     @property
     def _waits_for_others(self) -> bool:

@@ -241,7 +241,7 @@ def quorum_from(message: pharos_pb2.Quorum) -> m.Quorum:
         raise ValueError(f"quorum {quorum.quorum_id}: its {len(quorum.members)} members must be sorted and unique")
     if not quorum.holders:
         raise ValueError(
-            f"quorum {quorum.quorum_id}: none of its members has the reference state of step {quorum.reference[0]}"
+            f"quorum {quorum.quorum_id}: none of its members has the reference state of step {m.describe_step(quorum.reference[0])}"
         )
     return quorum
 

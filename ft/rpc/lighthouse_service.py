@@ -296,8 +296,8 @@ class LighthouseService:
                 quorum = effect.quorum
                 if quorum.quorum_id != self._logged_id:
                     self._logged_id = quorum.quorum_id
-                    what = quorum.quorum_id, len(quorum.members), quorum.reference[0], out.reason
-                    log.info("quorum %d of %d groups, step %d: %s", *what)
+                    what = quorum.quorum_id, len(quorum.members), m.describe_step(quorum.reference[0]), out.reason
+                    log.info("quorum %d of %d groups, step %s: %s", *what)
             elif isinstance(effect, m.Refuse):  # logged once, though a former member repeats its request without end
                 text = _NUMBER.sub("#", effect.reason)
                 if self._refusals.get(effect.replica_id) != text:

@@ -93,6 +93,16 @@ class Launch(Forked):
 
         until(f"step {step}:\n{self.text[-2000:]}", made, WAIT_S)
 
+    def until_text(self, words: str, *, after: str = "", count: int = 1) -> str:
+        """Waits until `words` were said `count` times since `after`."""
+
+        def said() -> bool:
+            assert self.process.is_alive(), self.text
+            return after in self.text and self.text[self.text.index(after) :].count(words) >= count
+
+        until(f"{words!r}:\n{self.text[-2000:]}", said, WAIT_S)
+        return self.text
+
     def end(self, code: int = 0) -> str:
         self.process.join(WAIT_S)
         assert self.process.exitcode == code, self.text

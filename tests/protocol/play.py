@@ -50,17 +50,22 @@ SHORT = {  # the lighthouse's reasons, of which transcripts are full
 }
 
 
+def of_branch(step: int) -> str:
+    """A step: "7", or "1/7" of branch 1."""
+    return f"{step // m.BRANCH}/{m.step_of(step)}" if step >= m.BRANCH else str(step)
+
+
 def show(value: Any) -> str:
     """An effect, or what is in it: its name and the fields that differ from their defaults."""
     if isinstance(value, m.Persist):
         of = value.saved.quorum.quorum_id if value.saved.quorum else "no quorum"
         last_id = "" if of == value.saved.last_id else f", last_id={value.saved.last_id}"
-        return f"Persist {of}{last_id}, settled={value.saved.settled}"
+        return f"Persist {of}{last_id}, settled={of_branch(value.saved.settled)}"
     if isinstance(value, m.Answer) and value.replica_ids == value.quorum.ids:
         return f"Answer all {show(value.quorum)}"
     if isinstance(value, m.Quorum):
         step, _, commit_id = value.reference
-        return f"<{value.quorum_id}: {' '.join(value.ids)}; step {step} {commit_id[:8]} of {value.holders}>"
+        return f"<{value.quorum_id}: {' '.join(value.ids)}; step {of_branch(step)} {commit_id[:8]} of {value.holders}>"
     if isinstance(value, m.QuorumResult):
         heal = f" heals from {' '.join(str(source.replica_rank) for source in value.sources)}" if value.heal else ""
         place = f"{value.replica_rank} of {' '.join(value.members)}"
@@ -71,7 +76,8 @@ def show(value: Any) -> str:
             f" holes={value.holes}" if value.holes else ""
         )
         summed = f"{show(value.contributors)} of {value.quorum_size} divisor={value.divisor} loss={value.mean_loss}"
-        return f"CommitStep step={value.step} {value.commit_id[:8]} {summed} slots {slots}{marks}"
+        marks += f" after {value.rewound}" if value.rewound else ""
+        return f"CommitStep step={of_branch(value.step)} {value.commit_id[:8]} {summed} slots {slots}{marks}"
     if isinstance(value, tuple):
         return "(" + ", ".join(map(show, value)) + ")"
     if isinstance(value, str):
@@ -86,7 +92,7 @@ def show(value: Any) -> str:
         default = field.default is not dataclasses.MISSING and given == field.default
         if ordinary or default or (isinstance(value, Member) and given == ""):
             continue
-        text = show(given)
+        text = of_branch(given) if field.name in ("step", "settled") else show(given)
         if field.name in INLINE:
             text = text.partition(" ")[2]
         elif field.name == "notice":
@@ -202,17 +208,21 @@ class LighthousePlayer(Player):
             named["quorum"] = self.machine.quorum or self.running if known == "running" else m.Quorum(known, ())
         return super().event(name, *given, **named)
 
-    def call(self, *names: str, step: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
-        """Each asks for a quorum."""
+    def call(self, *names: str, step: int = 0, branch: int = 0, id: Any = 1, kind: Any = None, **more: Any) -> None:
+        """Each asks for a quorum. Step 4 of branch 1 has come from the checkpoint, if `quorum` is 0, and else of that quorum."""
         calls = ("known", "failed", "blame", "fingerprint", "number")
         fields = {key: more.pop(key) for key in list(more) if key not in calls}
+        of_quorum = fields.pop("quorum", 0)
         for name in names:
             commit: dict[str, Any] = {}
             number = more.get("number", self.asked.get(name, 0) + 1)
             if self.kind == "pharos":
                 commit = {"commit_id": f"c{step}", "commit_quorum_id": min(step, 1)} if step != m.VOID else {}
+                if branch:
+                    commit = {"commit_id": f"b{branch}c{step}", "commit_quorum_id": of_quorum}
                 self.asked[name] = number
-            member = Member(**{"replica_id": f"{name}:{id}", "step": step, **commit, **fields})
+            packed = m.BRANCH * branch + step
+            member = Member(**{"replica_id": f"{name}:{id}", "step": packed, **commit, **fields})
             numbered = {"number": number} if self.kind == "pharos" else {}
             self.say(m.Call(member, kind or self.kind, **{**more, **numbered}))
 
@@ -456,13 +466,14 @@ class RankPlayer(Player):
     def state(self) -> tuple[str, ...]:
         machine, ledger = self.machine, self.machine.ledger
         slots = " ".join(f"{slot}:{replica_id}" for slot, replica_id in ledger.assignment.items())
-        held = "void" if machine.void else f"step {machine.step}"
+        held = "void" if machine.void else f"step {of_branch(machine.step)}"
         return (
             machine.phase.name.lower(),
             held,
             f"slots {slots or 'none'}",
             f"holes {ledger.holes or 'none'}",
             f"skipped {ledger.skipped or 'none'}",
+            f"left out {ledger.rewinds[-1].left_out}" if ledger.rewinds else "",
         )
 
 

@@ -167,6 +167,21 @@ def test_a_step_that_was_not_applied(tmp_path: Path):
     assert samples(tmp_path, [rows[0], row(2, {}), rows[2]])[0] == 2  # no slot, and no reason
 
 
+def test_a_way_back_to_a_checkpoint(tmp_path: Path):
+    rewind = {"rewind": {"back_to": 1, "from": 3, "why": "loss nan"}, "skipped": [[8, 24]]}
+    rows = [row(1, {0: A, 4: B}), {**row(2, {24: A, 28: B}), **rewind}, row(3, {32: A, 36: B})]
+    code, out, _ = samples(tmp_path, rows)
+    assert code == 0 and out.endswith(
+        "every position from 0 to 39 was trained on once, except 8-23, which training.skip or a spike leaves out\n"
+        "rewind: step 3 was not applied: loss nan; back to step 1\n"
+    )
+    assert samples(tmp_path, rows, "--position", "9")[:2] == (1, "step 2: positions 8-23 left out: loss nan\n")
+    code, out, _ = samples(tmp_path, [rows[0], {**rows[1], "skipped": [[8, 20]]}, rows[2]])
+    assert code == 1 and "positions 20-23 were not trained on" in out
+    code, out, _ = samples(tmp_path, [rows[0], row(2, {8: A, 12: B}), {**row(3, {24: A, 28: B}), **rewind}])
+    assert code == 1 and "step 3 comes after a return to step 1" in out and "8-15 were skipped, but trained on" in out
+
+
 def test_a_group_with_several_slots_is_named_once(tmp_path: Path):
     out = samples(tmp_path, [row(1, {0: A, 4: B, 8: A})])[1]
     assert f"0-11       {A} x 2 {B}" in out

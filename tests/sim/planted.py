@@ -18,6 +18,7 @@ from ft.protocol.messages import Member
 from ft.protocol.roster import Roster
 from ft.protocol.step import Ledger, Phase, StepMachine
 from tests.simulator.cluster import Machines
+from tests.simulator.faults import REWINDS
 
 
 class IdsRestart(LighthouseMachine):
@@ -209,6 +210,25 @@ def end_claim_of_namesake(roster: Roster, member: Member) -> None:
         del roster.claims[member.name]
 
 
+class NoBranch(StepMachine):
+    """A group that has gone back to a checkpoint has a lower step, as if it were behind the others."""
+
+    def handle(self, event: m.Event, now_s: float) -> m.Out:
+        out = super().handle(event, now_s)
+        if isinstance(event, m.Restored):
+            self.step %= m.BRANCH
+        return out
+
+
+class DataOnceMore(Ledger):
+    """The data after a checkpoint to which the job has gone back is trained on again."""
+
+    def rewind(self, spiked: dict[str, Any], step: int, spiked_step: int, reason: str) -> None:
+        position = self.position
+        super().rewind(spiked, step, spiked_step, reason)
+        self.position = position
+
+
 class SpikesAreForgotten(Ledger):
     """A healing group loads the ledger without the slots of steps that no group has applied."""
 
@@ -269,6 +289,8 @@ BUGS = {
     "skipped slots that a heal forgets": Bug(
         Machines(ledger=SpikesAreForgotten), 2, "count as trained on", groups=3, steps=40
     ),
+    "a way back without a branch": Bug(Machines(step=NoBranch), 3, "goes back from", REWINDS, 3, 40),
+    "data after a way back": Bug(Machines(ledger=DataOnceMore), 3, "is trained on in step", REWINDS, 3, 40),
     "a vote that is held is a try": Bug(
         Machines(held_is_no_try=False), 7, "no outcome of the vote", "lighthouse away", 2
     ),

@@ -154,6 +154,7 @@ class Manager:
     """The manager of one group, with the interface of ft.seam.Seam; state that all groups share is in Job."""
 
     loaded_ledger: Mapping[str, Any] = MappingProxyType({})
+    rewinds = ()
 
     def __init__(self, job: Job, group: Group) -> None:
         self._job, self._group = job, group

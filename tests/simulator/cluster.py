@@ -61,6 +61,7 @@ class Setting:
     fault_class: str = ""  # of faults.CLASSES
     loss: float = 0.0  # of packets
     spikes: bool = False  # the trainers do not apply some steps
+    rewinds: bool = False  # they go back to a checkpoint at some steps
 
 
 def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) -> Setting:
@@ -94,6 +95,7 @@ def setting(seed: int, groups: int, steps: int, fault_class: str | None = None) 
         },
         faults=faults.draw(dice, groups, duration_s) + (faults.interrupted(more, duration_s) if breaks else ()),
         spikes=World(seed).dice("spikes").chance(0.3),
+        rewinds=fault_class == faults.REWINDS or (fault_class is None and World(seed).dice("rewinds").chance(0.1)),
     )
     name = faults.class_of(seed) if fault_class is None else fault_class
     return drawn_in(name, drawn, duration_s) if name and (fault_class or groups < MANY) else drawn
@@ -140,6 +142,7 @@ class Cluster:
         self.dice = self.world.dice("cluster")
         self.dice_of_threads = self.world.dice("threads")
         self.dice_of_sending = self.world.dice("sending")
+        self.dice_of_checkpoints = self.world.dice("checkpoints")
         self.times = setting.lighthouse.times
         quality = faults.quality(self.world.dice("quality"), setting.groups)
         self.network = Network(self.world, faults.lossy(setting.loss) if setting.loss else quality)
@@ -204,7 +207,7 @@ class Cluster:
                         min(still_s, calm_s) < PATIENCE_S,
                         f"{rank.process.name} has made no step for {still_s:.0f} s, though nothing hinders it",
                     )
-            enough = all(rank.machine.step >= self.setting.steps for group in live for rank in group.ranks)
+            enough = all(rank.machine.step % m.BRANCH >= self.setting.steps for group in live for rank in group.ranks)
             due = all(fault.at_s < self.world.now_s for fault in self.setting.faults)
             complete = all(name.group is not None for name in self.names if name.wanted)
             self._over = enough and due and complete
@@ -285,9 +288,11 @@ class Cluster:
     def publish(self, step: int, group: GroupNode, group_rank: int, snapshot: Snapshot) -> None:
         self._checkpoints.setdefault(step, {})[snapshot.commit_id, group_rank] = snapshot
 
-    def newest_checkpoint(self, group_rank: int) -> Snapshot | None:
-        """Returns the newest checkpoint that has the parts of all ranks."""
-        for step in sorted(self._checkpoints, reverse=True):
+    def newest_checkpoint(
+        self, group_rank: int, is_history: Callable[[int], bool] = lambda step: True
+    ) -> Snapshot | None:
+        """Returns the newest checkpoint that has the parts of all ranks, of those steps that are `is_history`."""
+        for step in sorted(filter(is_history, self._checkpoints), reverse=True):
             parts = self._checkpoints[step]
             for commit_id, _ in parts:
                 if all((commit_id, rank) in parts for rank in range(self.setting.world_size)):

@@ -173,6 +173,7 @@ def nothing(dice: Dice, groups: int, duration_s: float) -> tuple[Fault, ...]:
 
 
 HOURS = 0.15  # of the outages last one
+REWINDS = "back to a checkpoint"
 # What real jobs have, and the list above does not.
 CLASSES = {
     "a trainer hangs": Class(some("trainer hangs", 2, 15.0, 150.0)),
@@ -202,6 +203,7 @@ CLASSES = {
     "pauses just below each timeout": Class(some("paused", 4, 0.0, 0.0)),
     "wall clocks jump": Class(some("wall clock", 4, 0.0, 0.0)),
     "suspended for a minute": Class(some("suspended", 1, 60.0, 60.0)),
+    REWINDS: Class(nothing, weight=0),  # a tenth of the seeds that are given no class
 }
 
 

@@ -40,13 +40,18 @@ class Committed:
     weights: dict[int, int] = field(default_factory=dict)  # by group_rank: each holds another part of the model
     children: list[Committed] = field(default_factory=list)
     applied: bool = True  # False: a spike, whose slots are skipped
+    back_to: Committed | None = None  # of the first state of a branch, whose `parent` is the spike: the checkpoint
+    begins_branch: bool = False
 
     def chain(self) -> Iterator[Committed]:
-        """This step and those before it, newest first."""
+        """This step and those that its weights come from, newest first."""
         at: Committed | None = self
         while at is not None:
-            yield at
-            at = at.parent
+            if at.begins_branch:
+                at = at.back_to
+            else:
+                yield at
+                at = at.parent
 
     def at(self, step: int) -> Committed | None:
         found: Committed | None = self
@@ -277,7 +282,7 @@ class Truth:
         count = self.cluster.setting.slots_per_step
         if not count:
             return
-        if any(fault.kind == "not a number" for fault in self.cluster.setting.faults):
+        if self.cluster.setting.rewinds or any(f.kind == "not a number" for f in self.cluster.setting.faults):
             require(len(record.slots) <= count, f"step {record.step} has slots {record.slots}, more than {count}")
             return
         self.cluster.world.seen["slots per step: a whole step"] += 1
@@ -285,6 +290,29 @@ class Truth:
         require(
             sorted(record.slots) == expected, f"step {record.step} has slots {sorted(record.slots)}, not {expected}"
         )
+
+    def goes_back(self, rank: RankNode, spiked: str, checkpoint: str) -> None:
+        """The rank has loaded a checkpoint and begun a branch. Of one spike and one checkpoint there is one such state."""
+        record, before = self.commits_by_id.get(rank.commit_id), self.commits_by_id[spiked]
+        back_to = self.commits_by_id.get(checkpoint)
+        who, step = (
+            rank.process.name,
+            (before.step // m.BRANCH + 1) * m.BRANCH + (back_to.step % m.BRANCH if back_to else 0),
+        )
+        require(rank.step == step, f"{who} goes back from {before.step} to {rank.step}, not to {step}")
+        require(
+            back_to is None or back_to in before.chain(),
+            f"{who} goes back to {checkpoint}, which {spiked} does not come from",
+        )
+        if record is None:
+            record = Committed(
+                rank.commit_id, step, before.quorum_id, before, (), self.era, back_to=back_to, begins_branch=True
+            )
+            self.commits_by_id[rank.commit_id] = record
+            before.children.append(record)
+        require((record.parent, record.back_to) == (before, back_to), f"{who}: {rank.commit_id} has two origins")
+        weights = record.weights.setdefault(rank.group_rank, rank.weights or 0)
+        require(weights == rank.weights, f"{who}: other weights after the return to {checkpoint}")
 
     def settles(self, rank: RankNode, step: int) -> None:
         own = self.commits_by_id.get(rank.commit_id)
@@ -315,7 +343,7 @@ class Truth:
 
     def ledger(self, who: str, commit_id: str, state: dict[str, Any]) -> None:
         """Every position before the cursor is in exactly one commit of this history, or still open, or skipped by rule."""
-        book = repr((commit_id, state["position"], state["holes"], state["skipped"]))
+        book = repr((commit_id, state["position"], state["holes"], state["skipped"], state.get("rewinds")))
         if book in self._audited:
             return
         self._audited.add(book)
@@ -324,11 +352,17 @@ class Truth:
         trained = [slot for c in chain if c.applied for slot in c.slots]
         left_out = [slot for c in chain if not c.applied for slot in c.slots]
         require(len(trained) == len(set(trained)), f"{who}: slots in two commits")
+        over = {
+            slot
+            for *_, ranges in state.get("rewinds", ())
+            for first, end in ranges
+            for slot in range(int(first), int(end))
+        }
         forgotten = set(left_out) - set(state["skipped"])
         require(not forgotten, f"{who}: slots {sorted(forgotten)[:9]} of spikes count as trained on")
-        missing = set(range(int(state["position"]))) - set(trained) - set(state["holes"]) - set(state["skipped"])
+        missing = set(range(int(state["position"]))) - set(trained) - set(state["holes"]) - set(state["skipped"]) - over
         require(not missing, f"{who}: slots {sorted(missing)[:9]} are lost")
-        extra = set(trained) & (set(state["holes"]) | set(state["skipped"]))
+        extra = set(trained) & (set(state["holes"]) | set(state["skipped"]) | over)
         require(
             not extra and all(slot < state["position"] for slot in trained),
             f"{who}: trained slots {extra} count as open",

@@ -104,6 +104,7 @@ class RankNode:
         self._held: dict[int, Sums] = {}
         self._arrived: Snapshot | None = None
         self._offer: tuple[int, Snapshot] | None = None
+        self._went_back_from = ""  # commit id of the newest spike that it did not apply
         self._readers: frozenset[str] = frozenset()  # groups that are to fetch it here
         self.sent: set[str] = set()  # those of them that have all of it, or read no more
         self._ended_quorum = 0  # the newest of which a notice said that it is over
@@ -335,7 +336,7 @@ class RankNode:
             self._given = kept
         quorum = self._quorum
         assert quorum is not None
-        digests = DIGEST_WORDS * len(quorum.members) if (effect.step + 1) % DIGEST_INTERVAL == 0 else 0
+        digests = DIGEST_WORDS * len(quorum.members) if (effect.step % m.BRANCH + 1) % DIGEST_INTERVAL == 0 else 0
         gave = max(Tail.of(effect.tail, digests).tokens, default=0.0) > 0
         self.truth.meets(self, quorum)
         self.truth.gives(self, quorum.epoch, effect.quorum_id, effect.step, given, gave=gave)
@@ -529,7 +530,8 @@ class RankNode:
         assert self.weights is not None, f"{self.process.name} commits on a void state"
         self._kept = NOTHING
         # like the sums, which a trainer decides from, this is the same in all groups
-        is_spike = self.cluster.setting.spikes and int(effect.commit_id[:2], 16) < 32
+        goes_back = self.cluster.setting.rewinds and int(effect.commit_id[2:5], 16) < 80
+        is_spike = goes_back or (self.cluster.setting.spikes and int(effect.commit_id[:2], 16) < 32)
         self.weights = self.weights if is_spike else digest(self.weights, sums.text, effect.divisor)
         self.step = effect.step
         parent, self.commit_id = self.commit_id, effect.commit_id
@@ -539,11 +541,12 @@ class RankNode:
         self.truth.commits(self, effect, self._quorum, sums, parent)
         if is_spike:
             self.truth.commits_by_id[effect.commit_id].applied = False
+        if is_spike and not goes_back:
             self.feed(m.Skipped(tuple(slot for slot, _ in effect.slots)))
             self.world.seen["spike: a step is not applied"] += 1
-        if effect.step % self.cluster.setting.checkpoint_every == 0:
+        if effect.step % m.BRANCH % self.cluster.setting.checkpoint_every == 0 and not goes_back:
             self._checkpoints[effect.step] = self.snapshot()
-        self.trainer.update(effect)
+        self.trainer.update(effect, goes_back=goes_back)
 
     # -- healing ----------------------------------------------------------------------------------------------------
 
@@ -629,18 +632,72 @@ class RankNode:
     def _load_state(self, effect: m.LoadState) -> None:
         assert self._arrived is not None, f"{self.process.name} loads a state that has not arrived"
         self.reaches("loads")
+        self._went_back_from = ""
         self._take(self._arrived)
         self.truth.heals(self, self._arrived)
         self.world.seen[f"heal: {len(self._held)} steps were held"] += 1
         self._arrived = None
 
     def restored(self) -> None:
-        snapshot = self.cluster.newest_checkpoint(self.group_rank)
+        snapshot = self._load(lambda step: True)
+        self.trainer.waits = None
+        self._feed_restored(snapshot)
+        self.trainer.run()
+
+    def goes_back(self) -> None:
+        """As ft.manager.Manager.rewind: effects of held steps, of the state that is given up, are dropped."""
+        self._went_back_from, self.weights, points = self.commit_id, None, [x.step for x in self.machine.ledger.rewinds]
+        spiked, queue = self.step, self.trainer.queue
+        self.trainer.waits = ("inside", None)
+        self.feed(m.Rewind("a spike"))
+        kinds = [type(effect) for effect in queue]
+        begin = len(kinds) - 1 - kinds[::-1].index(m.AbandonGeneration)
+        self._carry_out([*queue][begin:])
+        self._checkpoints.clear()
+        self.world.seen["spike: the job goes back to a checkpoint"] += 1
+
+        def is_history(step: int) -> bool:
+            branch, at = divmod(step, m.BRANCH)
+            return step < spiked and branch <= len(points) and at <= min(points[branch:], default=at)
+
+        def loaded() -> None:
+            if self.group.unreadable:
+                self.world.seen["spike: no checkpoint could be read"] += 1
+            else:
+                self._feed_restored(self._load(is_history))
+                self._carry_out([*queue])
+            self.trainer.begin()
+
+        def read() -> float:
+            self.group.unreadable = self.cluster.dice_of_checkpoints.chance(0.1)
+            return self.cluster.dice_of_checkpoints.between(0.05, 2.0)
+
+        self.group.inside.enter(self, ("back", spiked), read, loaded)
+
+    def _carry_out(self, effects: list[m.Effect]) -> None:
+        """At once, and nothing else that is queued."""
+        self.trainer.queue.clear()
+        for effect in effects:
+            self.do[type(effect)](effect)
+
+    def _load(self, is_history: Callable[[int], bool]) -> Snapshot | None:
+        snapshot = self.cluster.newest_checkpoint(self.group_rank, is_history)
         if snapshot is None:
             self.weights, self.commit_id, self.step = INITIAL, "", 0
         else:
             self._take(snapshot)
-        self.trainer.go_on(m.Restored(snapshot.state if snapshot else None))
+        return snapshot
+
+    def _feed_restored(self, snapshot: Snapshot | None) -> None:
+        """Begins the next branch if the rank has gone back and has no other state since."""
+        spiked, self._went_back_from = self._went_back_from, ""
+        before, waits = self.commit_id, self.trainer.waits
+        self.trainer.waits = ("a checkpoint", "")
+        self.feed(m.Restored(snapshot.state if snapshot else None))
+        if spiked:
+            self.commit_id, self.step = self.machine.commit_id, self.machine.step
+            self.truth.goes_back(self, spiked, before)
+        self.trainer.waits = waits
 
     def _take(self, snapshot: Snapshot) -> None:
         self.weights, self.commit_id, self.step = snapshot.weights, snapshot.commit_id, int(snapshot.state["step"])

@@ -283,6 +283,7 @@ class GroupNode:
         self._newest: tuple[int, m.VoteKey | None] = (0, None)
         self._rank_streams: dict[int, End] = {}
         self.inside = Inside(self.world, world_size)
+        self.unreadable = False  # the checkpoint that it goes back to
         self.says: dict[int, tuple[bool, bool]] = {}  # on a commit, of each rank: yes, and a change
         self.agreed: dict[m.VoteKey, tuple[bool, bool]] = {}  # the same of all, of the newest two
         self.told: dict[m.VoteKey, bool] = {}  # rank 0: the server says yes

@@ -113,7 +113,7 @@ class Trainer:
 
         group.inside.enter(self.rank, ("forward", effect.step, effect.slots), group.forward, computed)
 
-    def update(self, effect: m.CommitStep) -> None:
+    def update(self, effect: m.CommitStep, *, goes_back: bool = False) -> None:
         group, summed, self._summed = self.rank.group, self._summed, False
         self.waits = ("inside", None)
 
@@ -121,6 +121,8 @@ class Trainer:
             if effect.leave:
                 self.waits = ("the end", "it leaves")
                 group.rank_left()
+            elif goes_back:
+                self.rank.goes_back()
             else:
                 self.begin()
 

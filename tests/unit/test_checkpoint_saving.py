@@ -235,6 +235,7 @@ class Leaving:
     """The part of a manager that a save asks."""
 
     step, writer_quorum, may_exit, needs_new_quorum, finished = 3, ("epoch", 1), True, False, False
+    rewinds = ()
 
     def regroup(self, until: int) -> None: ...
 

@@ -263,6 +263,7 @@ SEMI = ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco",
         (["--training.steps=16", "--checkpoint.interval=8", "--checkpoint.enable_first_step_checkpoint"], "--checkpoint.enable_first_step_checkpoint = true: the first synchronisation of groups is after 8 steps (fault_tolerance.sync_steps / num_fragments); set it to false"),
         (["--fault_tolerance.num_fragments=8", "--model.n_layers=2", "--checkpoint.enable=false"], "--fault_tolerance.num_fragments = 8: must be at most 5, the blocks of the model; nearest: 5"),
         (["--training.steps=16", "--checkpoint.interval=8", "--training.on_spike=skip"], '--training.on_spike = "skip": between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: "stop", or fault_tolerance.semi_sync_method = "none"'),
+        (["--training.steps=16", "--checkpoint.interval=8", "--training.on_spike=rewind"], '--training.on_spike = "rewind": between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: "stop", or fault_tolerance.semi_sync_method = "none"'),
         (["--training.steps=16", "--checkpoint.interval=8", "--training.spike_window=9"], '--training.spike_window = 9: between two synchronisations each group makes other steps, so no step is a spike in all of them; nearest: 0, or fault_tolerance.semi_sync_method = "none"'),
     ],
 )  # fmt: skip

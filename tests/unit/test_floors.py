@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ft.optim_state": (set(), {"torch"}),  # training/ takes these four without the rest
     "ft.device": (set(), {"torch"}),
     "ft.children": (set(), set()),
-    "ft.seam": (set(), set()),
+    "ft.seam": ({"ft.protocol.messages"}, set()),
     "ft": (set(), {"torch", "grpc", "google"}),
     "models": (set(), {"torch"}),
     # the contract, and the kernels that all models share

@@ -21,7 +21,7 @@ LAST = 4
 class Manager:
     """What a Saver asks of one. `group` writes where its quorum is a number."""
 
-    step, may_exit = LAST, True
+    step, may_exit, rewinds = LAST, True, ()
 
     def __init__(self, group: Group) -> None:
         self.group, self.needs_new_quorum, self.finished = group, False, False

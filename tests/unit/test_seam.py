@@ -159,3 +159,50 @@ def test_closing_twice_is_harmless(manager: Seam):
         pass
     manager.close()
     manager.close()
+
+
+def test_a_rewind_begins_a_branch_at_a_checkpoint_and_passes_over_the_data_since(manager: Seam, make: Make):
+    manager.attach([])
+    committed(manager)
+    checkpoint = manager.state_dict()
+    for _ in range(3):
+        committed(manager)
+    manager.rewind("loss nan", lambda: manager.load_state_dict(checkpoint))
+    [rewound] = manager.rewinds
+    assert rewound == (1, 4, "loss nan", ((8, 32),)) and manager.step == 1 and not manager.may_exit
+    commit = committed(manager)
+    assert commit and commit.slots[0][0] == 32 and commit.rewound == rewound and manager.step == 2
+    commit = committed(manager)
+    assert commit and commit.slots[0][0] == 40 and commit.rewound is None
+
+    state = manager.state_dict()
+    assert state["step"] == 3 and json.loads(state["ledger"])["rewinds"] == [[1, 4, "loss nan", [[8, 32]]]]
+    resumed = make(8)
+    resumed.load_state_dict(state)
+    assert resumed.step == 3 and resumed.rewinds == manager.rewinds and resumed.begin_step().slots == (48,)
+
+    # further back, to before the first rewind: all since then is left out
+    manager.rewind("loss inf", lambda: manager.load_state_dict(checkpoint))
+    assert manager.rewinds[1:] == [(1, 3, "loss inf", ((8, 48),))] and manager.begin_step().slots == (48,)
+
+
+def test_a_rewind_without_a_checkpoint_begins_anew_behind_the_data(manager: Seam):
+    manager.attach([])
+    assert manager.begin_step(until=2).step == 0
+    manager.commit(manager.reduce([100.0], 250.0, True))
+    manager.begin_step(until=2)
+    manager.commit(manager.reduce([100.0], 250.0, True))
+    assert manager.may_exit, "it was the last step"
+    manager.rewind("loss nan", lambda: None)
+    assert not manager.may_exit and (manager.step, manager.begin_step(until=2).slots) == (0, (16,))
+    assert manager.rewinds[0] == (0, 2, "loss nan", ((0, 16),))
+
+
+def test_a_rewind_does_not_revoke_a_leave(manager: Seam):
+    manager.attach([])
+    committed(manager)
+    manager.leave()
+    committed(manager)
+    assert manager.may_exit
+    manager.rewind("loss nan", lambda: None)
+    assert manager.may_exit

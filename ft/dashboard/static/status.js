@@ -35,7 +35,7 @@ export class Status {
     const last = this.state.points.at(-1);
     const since = job.since_s ? `for ${duration(this.state.now() - job.since_s)}, since ${clock(job.since_s)}` : "none yet";
     const figures = [
-      [whole(job.step), `settled: ${whole(job.settled)}`],
+      [whole(job.step), `settled: ${whole(job.settled)}${job.branch ? ` of branch ${job.branch}` : ""}`],
       [last ? lossText(last[2]) : "–", last ? `nats per token, step ${whole(last[1])}` : "not reported yet"],
       [job.quorum_id ? `#${job.quorum_id}` : "–", job.kind === "pharos" ? since : `${since}; torchft groups`],
       [job.alive < job.members ? `${whole(job.alive)} of ${whole(job.members)}` : whole(job.members), `at least ${whole(job.min_replicas)}; ${many(job.asking, "waits", "wait")} for a quorum`],
