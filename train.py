@@ -44,7 +44,7 @@ from training.loss import IGNORED, NonFinite, describe_nonfinite
 from training.optimizer import Update
 from training.progress import spans
 from training.sampling import generate, why_no_text
-from training.signals import SAVE, STOP, Signals
+from training.signals import SAVE, STEPS_TO_STOP, STOP, Signals
 from training.watchdog import flight_recorder_env
 
 if TYPE_CHECKING:
@@ -155,7 +155,12 @@ class Run(Components):
             garbage_collection.step(step)
             fault_injector.step(step)
         if self.manager.step < steps:
-            return self.print_summary("stopped at", "the same command resumes the run")
+            more = (
+                "larger budgets of training.sources, or without them, continue"
+                if self.budgets_end
+                else "the same command resumes"
+            )
+            return self.print_summary("stopped at", f"{more} the run")
         self.saver.save_last(lambda: requests & STOP > 0 or self.signals.take() & STOP > 0)
         self.sample()
         folder = config.run_folder
@@ -190,6 +195,8 @@ class Run(Components):
             raise self.nonfinite(local)
         elif spike:
             raise Stopped(f"step {step} not applied: {spike}; {named_data(commit, self.slot_size)}")
+        if self.data.end is not None:
+            self.check_budgets(step, commit, self.data.end)
         self.progress.commit()
         self.log.step = step
         quorum = {"quorum_size": commit.quorum_size, "contributors": len(commit.contributors)}
@@ -218,6 +225,17 @@ class Run(Components):
             rewound=commit.rewound,
         )
         return True
+
+    def check_budgets(self, step: int, commit: Commit, end: int) -> None:
+        """Requests a stop, as a signal does, in time before position `end`, where all budgets of a mixture have ended. All groups and ranks
+        see the same commit, so all do."""
+        size = self.slot_size * self.inner_steps
+        frontier = max([slot for slot, _ in commit.slots] + list(commit.holes), default=-size) + size
+        slots = max(commit.quorum_size, len(commit.slots)) * min(STEPS_TO_STOP, self.config.training.steps - step)
+        if frontier + slots * size > end and not self.budgets_end:
+            self.budgets_end = True
+            if self.world.global_rank == 0:
+                self.log.warning("data: the budgets of training.sources end at sequence %d: the run stops", end)
 
     def skip_step(self, step: int, commit: Commit, spike: str) -> None:
         """Leaves out for good the data of a step that no group has applied. Raises Stopped if there were too many such steps in a row."""
@@ -285,7 +303,11 @@ class Run(Components):
             if batch.ends_slot and batch.slot == slots[-1]:
                 break  # `batches` may go on: a round of semi-synchronous training has several steps
         with self.progress.phase("reduce"):
-            pending = self.save_overdue * SAVE | (self.signals.take() if self.signals.pending else 0)
+            pending = (
+                self.save_overdue * SAVE
+                | self.budgets_end * STOP
+                | (self.signals.take() if self.signals.pending else 0)
+            )
             loss_sum = torch.stack([torch.zeros((), device=self.device), *(loss for _, loss in losses)]).double().sum()
             # among ranks that see the same sequences only one counts the tokens
             counted = losses if at.counts_tokens else ()

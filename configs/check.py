@@ -31,6 +31,7 @@ from training.data.sources import check_sources, find_source
 from training.log import Log
 from training.object_store import check_url, is_url
 from training.optimizer import check_patterns
+from training.signals import STEPS_TO_STOP
 from training.tokenizer import build_tokenizer
 
 SMALL_BYTES = 1 << 20
@@ -86,7 +87,9 @@ def check_resume(config: RunConfig, changed: Collection[str], *, world_size: int
             data.load_state_dict(segments)
         batch = max(0, training.global_batch_size)
         batch = batch or training.local_batch_size * degrees(config.parallelism, world_size).data_parallel
-        data.resume_at(ledger["position"], ledger["holes"], changed, (training.steps - step) * batch)
+        steps = training.steps - step
+        steps = min(steps, STEPS_TO_STOP) if config.fault_tolerance.enable else steps  # as Components.resume_data
+        data.resume_at(ledger["position"], ledger["holes"], changed, steps * batch)
 
     _gather(config, [rule])
 

@@ -51,7 +51,7 @@ from training.optimizer import OptimizerStep, build_optimizer
 from training.profiling import GarbageCollection, Profiler
 from training.progress import Progress
 from training.saver import Saver
-from training.signals import Signals
+from training.signals import STEPS_TO_STOP, Signals
 from training.sinks import METRICS, SAMPLES, Sinks, last_rows
 from training.spikes import SpikeRule
 from training.tokenizer import build_tokenizer
@@ -83,7 +83,7 @@ class Components:
         self.config, self.environment, self.world, self.changes = config, environment, world, changes
         self.signals, self.log, self.cleanup = signals, log, cleanup
         self.device, self.progress = world.device.torch_device, Progress()
-        self.pending_requests, self.save_overdue = 0, False
+        self.pending_requests, self.save_overdue, self.budgets_end = 0, False, False
         self.inner_steps = config.fault_tolerance.inner_steps  # optimizer steps from one commit to the next
         self.group_folder = group_folder(config.run_folder, config.fault_tolerance, environment)
         self.background_writer = cleanup.enter_context(closing(BackgroundWriter(self.report_storage)))
@@ -319,8 +319,10 @@ class Components:
         # not the newest where that is damaged, or load_step names another
         self.metrics_processor.branch_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
+        # several groups reach the end of the budgets at a step that nothing tells beforehand: see Run.check_budgets
+        steps = min(left, STEPS_TO_STOP) if self.config.fault_tolerance.enable else left
         text = self.data.resume_at(
-            ledger.get("position", 0), ledger.get("holes", ()), self.changes, left * self.slot_size
+            ledger.get("position", 0), ledger.get("holes", ()), self.changes, steps * self.slot_size
         )
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)

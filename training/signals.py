@@ -16,6 +16,7 @@ from training.progress import Clock
 
 STOP = 1  # save, then exit 0
 SAVE = 2  # save, then go on
+STEPS_TO_STOP = 3  # where a stop is requested in step n, all groups have ended before step n + 3
 
 _STOPPING = (signal.SIGTERM, signal.SIGINT)
 _SAME_SIGNAL_S = 2.0  # launcher, terminal and scheduler may each deliver a signal: repeats within this time are ignored

@@ -20,6 +20,7 @@ from tests.unit.data_corpus import write_jsonl
 from tests.unit.fakes import Lines
 from training.data.dataset import StoredData, open_data
 from training.data.order import PATTERN, Mixture, rounded
+from training.signals import STEPS_TO_STOP
 from training.tokenizer import ByteTokenizer
 
 WEIGHTS = {"prose": 5.0, "code": 2.0, "poems": 1.3}
@@ -29,12 +30,42 @@ SOURCES = "".join(
 MIXED = CONFIG.replace('dataset = "files"\ndataset_path = "text/*.txt"', 'dataset = "store"') + SOURCES
 
 
+def make_stores(folder: Path) -> None:
+    for name in WEIGHTS:
+        write_jsonl(folder / f"{name}.jsonl", [f"{name} {number} " * 9 for number in range(200)])
+        assert prepare_data.main([f"{name}.jsonl", "--out", f"stores/{name}", "--processes=1"]) == 0
+
+
+@pytest.mark.timeout(2 * WAIT_S)
+def test_a_job_of_groups_ends_before_its_budgets(tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch):
+    """Whose steps one group alone could make; a start after that is refused."""
+    monkeypatch.chdir(tmp_path)
+    make_stores(tmp_path)
+    budgets = "".join(f'[[training.sources]]\npath = "stores/{name}"\ntokens = {64 * 32}\n' for name in WEIGHTS)
+    (tmp_path / "tiny.toml").write_text(MIXED.replace(SOURCES, budgets))
+    config = load(["tiny.toml"])
+    data = open_data(config.training, config.validation, ByteTokenizer(), "unused", log=Lines())
+    assert isinstance(data, StoredData)
+    order = data.order(seed=config.training.seed, seq_len=config.training.seq_len)
+    assert isinstance(order, Mixture) and order.end is not None
+    batch = config.training.local_batch_size
+    command = [f"{ROOT}/scripts/run_replicas.sh", "tiny.toml", "--groups=2", f"--training.steps={order.end // batch}"]
+    job = cleanup.enter_context(closing(Started(command, tmp_path / "job.txt", cwd=tmp_path, **ENV)))
+    assert job.end() == 0
+    assert f"the budgets of training.sources end at sequence {order.end}: the run stops" in job.text
+    rows = read(tmp_path / "outputs" / "tiny" / "samples.jsonl")
+    frontier = max(span.end for row in rows for span in row.positions)
+    assert prove(rows).exact and order.end - 2 * batch * STEPS_TO_STOP < frontier <= order.end
+    again = cleanup.enter_context(
+        closing(Started([*command, "--groups=1"], tmp_path / "again.txt", cwd=tmp_path, **ENV))
+    )
+    assert again.end() == 2 and "set fewer steps, or larger budgets" in again.text
+
+
 @pytest.mark.timeout(3 * WAIT_S)
 def test_each_source_has_its_weight(tmp_path: Path, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    for name in WEIGHTS:
-        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number} " * 9 for number in range(200)])
-        assert prepare_data.main([f"{name}.jsonl", "--out", f"stores/{name}", "--processes=1"]) == 0
+    make_stores(tmp_path)
     (tmp_path / "tiny.toml").write_text(MIXED + "\n[validation]\nenable = true\nfreq = 5\nsteps = 1\n")
 
     def job(groups: int) -> Started:

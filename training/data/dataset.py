@@ -127,6 +127,11 @@ class _OrderedData(_Data, ABC):
     def reopened(self, config: TrainingConfig) -> _OrderedData:
         """Returns the data of an earlier segment, with `config`. Raises OSError, and ValueError."""
 
+    @property
+    def end(self) -> int | None:
+        """The position at which all budgets have ended; None: never. Of the order that `loader` has opened."""
+        return self._order.end if self._order is not None else None
+
     def loader(self, sampler: MicrobatchSampler, *, pin_memory: bool = False) -> BatchSource:
         """Opens the loader of training, which the caller closes. Raises ValueError as `order` does. `pin_memory`: for copies to CUDA."""
         self._order = SegmentedOrder(self._orders())
@@ -294,6 +299,8 @@ class StoredData(_OrderedData):
 
 class StreamedData(_Data):
     """A Hugging Face data set, in its own order."""
+
+    end = None
 
     def __init__(self, config: TrainingConfig, tokenizer: Tokenizer, further: Sequence[tuple[str, Store]]) -> None:
         super().__init__(config, further)

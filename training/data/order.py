@@ -286,7 +286,7 @@ class _Phase:
 
 class Mixture:
     """The order of several sources in proportion to their weights. When the budget of one ends, the others share its positions; when all
-    have ended, at `end`, they go on as if there were no budgets: configs/check.py refuses a run that is longer."""
+    have ended, at `end`, they go on as if there were no budgets: train.py stops before that."""
 
     def __init__(self, ingredients: Sequence[Ingredient]) -> None:
         self._ingredients = list(ingredients)
@@ -335,10 +335,12 @@ class SegmentedOrder:
 
     def set(self, segments: Sequence[tuple[int, Order | None]]) -> None:
         """Replaces the segments, for later calls of `sequence` in this process; the last has the same seq_len."""
-        _, order = segments[-1]
+        first, order = segments[-1]
         assert order is not None, "the present segment has no order"
         self._segments, self._order, self.seq_len = list(segments), order, order.seq_len
         self.tokens_per_epoch, self.sequences_per_epoch = order.tokens_per_epoch, order.sequences_per_epoch
+        # the position at which all budgets have ended; None: never
+        self.end = first + order.end if isinstance(order, Mixture) and order.end is not None else None
 
     def sequence(self, position: int) -> np.ndarray:
         first, order = self._segments[bisect_right(self._segments, position, key=lambda segment: segment[0]) - 1]
