@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
+from bench.resume import checkpoint_values
+from ft import SoloManager
 from ft.optim_state import init_optim_state
 from models import moe
+from tests.unit.fakes import Lines
+from training.checkpoint import CheckpointConfig, Checkpointer, ModelState
+from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig
 from training.ema import EMA
 from training.muon import orthogonalize
@@ -49,8 +55,7 @@ def as_matrices(part: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("adjust", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_three_steps_are_those_of_torchs_muon_for_each_matrix_and_of_adamw_for_the_rest(adjust: Any, nesterov: bool):
     config = replace(MUON, adjust_lr_fn=adjust, nesterov=nesterov, groups=(ParameterGroup("*.w2", weight_decay=0.0),))
     part, theirs = model(), as_matrices(model())
@@ -165,3 +170,26 @@ def test_the_average_begins_with_the_first_weights_and_follows_them_in_fp32():
     for each in (ema, other):
         each.update()
     assert torch.equal(*(next(each.parameters()) for each in (ema, other)))
+
+
+def test_an_average_begins_and_ends_at_a_branch_point_and_goes_out_with_the_weights_alone(tmp_path: Path):
+    part, manager = nn.Linear(4, 3, bias=False), SoloManager(1)
+
+    def checkpointer(ema: EMA | None, **settings: Any) -> Checkpointer:
+        states = {"model": ModelState([part]), "ledger": manager, **({EMA_STATE: ema} if ema else {})}
+        return Checkpointer(CheckpointConfig(**settings), tmp_path, states, log=Lines())
+
+    checkpointer(None).save(1)
+    ema = EMA([part], 0.5)
+    assert checkpointer(ema).load() == 1 and ema.n_averaged == 0  # it begins
+    ema.update()
+    checkpointer(ema).save(2)
+    again = EMA([part], 0.5)
+    assert checkpointer(again).load() == 2 and again.n_averaged == 1
+    assert torch.equal(*(each.averages["weight"] for each in (ema, again)))
+    assert checkpointer(None).load() == 2  # it ends
+    with torch.no_grad():
+        part.weight.zero_()
+    checkpointer(again, last_save_model_only=True, export_dtype="bfloat16").save(3, last=True)
+    values = checkpoint_values(tmp_path / "checkpoint" / "step-3")
+    assert torch.equal(values["ema.weight"], ema.averages["weight"].bfloat16()) and not values["model.weight"].any()
