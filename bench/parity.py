@@ -11,7 +11,7 @@ if all cases pass, 1 if not, 2 for bad input.
 Cases are all factorizations of a number of ranks over the axes, crossed sparsely with the options. A layout with one axis is run with
 defaults and with each option of that axis (HSDP's two axes count as one). A layout with several axes is run with defaults, and once with
 one option of every axis, in rotation, so that options are combined. Each layout gives two cases, with SGD and with AdamW, that have
-opposite choices of accumulation, vocabulary and chunks of the loss.
+opposite choices of accumulation, vocabulary and chunks of the loss; with Muon only layouts without options are run.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ TINY = """
 MODEL_FACTS = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "n_experts", "experts_per_token")
 CASE_TIMEOUT_S = 600.0  # the first case includes the import of torch in all workers
 
-LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4}
+LOSS_BOUND: dict[OptimizerName, float] = {"SGD": 1e-5, "AdamW": 1e-4, "Muon": 1e-5}
 NORM_BOUND = 1e-5
 GRADIENT_BOUND = 1e-5  # from the same weights; a different order of rounding gives 1e-6
 # With AdamW the sign of a rounding error determines a whole step of a weight whose gradient is near 0, after which weights differ.
 # Observed: gradients differ by 1e-4, even if one process computes in a different order. So this wider bound is for the steps between the
 # first and the last, which is repeated from the reference's weights, and for the total change of a weight.
 ADAMW_BOUND = 1e-3
+MUON_BOUND = 1e-5  # of the weights after all steps
 
 
 class Deviation(NamedTuple):
@@ -111,6 +112,9 @@ def judge(case: ParityCase, truth: Sequence[StepSeen], seen: Sequence[Seen]) -> 
     if adamw:
         problems += _unmatched("moves", stages, [rank.moves for rank in seen], truth[0].gradients)
         others += [Deviation(f"move of {m.name}", m.deviation, ADAMW_BOUND) for rank in seen for m in rank.moves]
+    if case.optimizer == "Muon":
+        problems += _unmatched("weights", stages, [rank.weights for rank in seen], truth[0].gradients)
+        gradients += [Deviation(f"weights: {w.name}", w.deviation, MUON_BOUND) for rank in seen for w in rank.weights]
     share = attrgetter("share")
     beyond = sorted({d for d in (*gradients, *others) if d.share > 1}, key=share, reverse=True)
     worst = max(beyond or gradients, key=share, default=Deviation("no gradient", inf, GRADIENT_BOUND))
@@ -203,9 +207,15 @@ RECOMPUTATION = (
 
 
 def cases(task: Task, world_size: int) -> list[ParityCase]:
-    """Returns all cases for that number of ranks, in a fixed order: SGD first, whose bounds are narrower."""
+    """Returns all cases for that number of ranks, in a fixed order: SGD first, whose bounds are narrower. Muon sees only how parameters are
+    sharded: it takes each layout with its defaults, and with each degree of expert parallelism."""
     layouts = list(_layouts(task, world_size))
-    return [_case(task, *layout, optimizer, index) for optimizer in STEPS for index, layout in enumerate(layouts)]
+    return [
+        _case(task, degrees, options, optimizer, index)
+        for optimizer in STEPS
+        for index, (degrees, options) in enumerate(layouts)
+        if optimizer != "Muon" or all("expert_parallel_degree" in option.parallelism for option in options)
+    ]
 
 
 def _layouts(task: Task, world_size: int) -> Iterator[tuple[ParallelDims, tuple[Option, ...]]]:

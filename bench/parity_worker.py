@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, nan
 from pathlib import Path
@@ -33,8 +33,8 @@ from training.checkpoint import ModelState, plain_name
 from training.loss import IGNORED, cross_entropy_sum
 from training.optimizer import OptimizerConfig, build_optimizer, gradient_norm
 
-OptimizerName = Literal["SGD", "AdamW"]
-STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5}
+OptimizerName = Literal["SGD", "AdamW", "Muon"]
+STEPS: dict[OptimizerName, int] = {"SGD": 3, "AdamW": 5, "Muon": 3}
 SGD_RATE = 0.1
 MARGIN = 5e-4  # of the k-th score over the next, in a router
 
@@ -44,7 +44,7 @@ class Task:
     """The computation that all cases share."""
 
     model: ModelConfig
-    optimizer: OptimizerConfig  # of the AdamW cases
+    optimizer: OptimizerConfig  # of the cases with AdamW and Muon, except for the name
     seq_len: int
     global_batch_size: int  # sequences
     seed: int
@@ -109,6 +109,7 @@ class Seen:
     # With AdamW the last step is repeated, from the reference's weights before it.
     steps: tuple[StepSeen, ...]
     moves: tuple[Compared, ...] = ()  # AdamW: change of each weight over all steps
+    weights: tuple[Compared, ...] = ()  # Muon: each weight after all steps
 
 
 def batch(task: Task, vocab_size: int, optimizer: OptimizerName, step: int) -> tuple[Tensor, Tensor]:
@@ -212,12 +213,14 @@ def beside(task: Task, case: ParityCase) -> Seen:
         steps.append(rank.forward_backward(step))
         rank.optimizer.step()
         rank.optimizer.zero_grad()
-    moves, last = tuple[Compared, ...](), len(steps) - 1
+    moves, weights, last = tuple[Compared, ...](), tuple[Compared, ...](), len(steps) - 1
+    if case.optimizer == "Muon":
+        weights = tuple(rank.weights())
     if case.optimizer == "AdamW":
         moves = tuple(rank.moves())
         rank.load_weights(last)
         steps.append(rank.forward_backward(last))
-    return Seen(rank.coordinate.pp_rank, drawn_differently, rerouted, tuple(steps), moves)
+    return Seen(rank.coordinate.pp_rank, drawn_differently, rerouted, tuple(steps), moves, weights)
 
 
 class Rank:
@@ -270,6 +273,12 @@ class Rank:
         before, after = (checkpoint_values(self.folder(step)) for step in (0, len(self.truth)))
         moved = ((name, _whole(p.detach()) - before[f"model.{name}"]) for name, p in self._parameters())
         return list(_compare(moved, {name: after[f"model.{name}"] - before[f"model.{name}"] for name in self.truth[0]}))
+
+    def weights(self) -> list[Compared]:
+        """Compares each weight after all steps."""
+        after = checkpoint_values(self.folder(len(self.truth)))
+        found = ((name, _whole(p.detach())) for name, p in self._parameters())
+        return list(_compare(found, {name: after[f"model.{name}"] for name in self.truth[0]}))
 
     def load_weights(self, step: int) -> None:
         """Loads the reference's weights after `step` steps."""
@@ -331,7 +340,9 @@ def _compare(found: Iterable[tuple[str, Tensor]], truth: dict[str, Tensor]) -> I
 
 def _optimizer(task: Task, name: OptimizerName, parts: Sequence[nn.Module]) -> torch.optim.Optimizer:
     parameters = [p for part in parts for p in part.parameters()]
-    return build_optimizer(task.optimizer, parts) if name == "AdamW" else torch.optim.SGD(parameters, lr=SGD_RATE)
+    if name == "SGD":
+        return torch.optim.SGD(parameters, lr=SGD_RATE)
+    return build_optimizer(replace(task.optimizer, name=name), parts)
 
 
 def build(task: Task, vocab_size: int) -> Any:

@@ -9,8 +9,9 @@ gpu.py starts the same sides.
 
 A setting is a list of flags: bf16 (autocast in a peer) or bf16 weights or fp32; compile, or compile=BACKEND; checkpoint (half of the
 matmuls and all of attention are saved, in torchtitan by code of this repository that does the same as its own; transformers recomputes
-whole blocks); and only for pharos chunked=8192 (logits of that many tokens at once) and float8. Weights of pharos are initialized on the
-device, as their bits do not matter. Each side has its own interpreter, so that a peer's process imports only torch and that peer.
+whole blocks); and only for pharos chunked=8192 (logits of that many tokens at once), float8, and muon in place of AdamW. Weights of pharos
+are initialized on the device, as their bits do not matter. Each side has its own interpreter, so that a peer's process imports only torch
+and that peer.
 
 On the CPU pharos makes the C library keep freed memory (parallelisms/device.py). For the same in the peers:
 --env MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -44,7 +46,11 @@ from bench.pairs import Failed, Worker, asking, in_turns, parser, ratio, serve, 
 SIZES = {"dim": 256, "layers": 6, "heads": 8, "kv_heads": 4, "hidden": 768, "vocab": 2048, "batch": 8, "seq": 512}
 OURS, STEPS = "pharos", 3  # steps of a turn
 PEER_SETTINGS = ("bf16 autocast", "bf16 autocast compile", "fp32", "bf16 weights", "bf16 weights compile")
-SETTINGS = {OURS: ("bf16", "bf16 compile", "fp32"), "torchtitan": PEER_SETTINGS, "transformers": PEER_SETTINGS}
+SETTINGS = {
+    OURS: ("bf16", "bf16 compile", "fp32", "fp32 muon"),
+    "torchtitan": PEER_SETTINGS,
+    "transformers": PEER_SETTINGS,
+}
 Step = Callable[[Tensor, Tensor], Any]  # inputs, labels [B, T]
 
 
@@ -63,6 +69,7 @@ def main() -> None:
         __doc__,
         peer_python=(sys.executable, "interpreter that has the peers"),
         rounds=(7, "measurements of each side"),
+        only=("", "a regular expression over sides with their settings"),
         device="cpu",
         threads=(len(os.sched_getaffinity(0)), "number of CPUs and threads per side"),
     )
@@ -75,6 +82,8 @@ def main() -> None:
     with ExitStack() as stack:
         # one after the other, so that compilations do not overlap
         for side, setting in ((side, setting) for side, settings in SETTINGS.items() for setting in settings):
+            if not re.search(options.only, f"{side} {setting}"):
+                continue
             worker = stack.enter_context(closing(start(side, setting, SIZES, options.device, **where)))
             try:
                 first_steps[worker.name] = worker.answer()["seconds"]
@@ -102,6 +111,8 @@ def _report(answers: dict[str, list[Any]], first_steps: dict[str, float]) -> str
         for name in [name for name in speeds if name.startswith(OURS)]:
             less = f"{memory[name] / memory[peers[0]]:.2f}x peak memory"
             lines.append(f"{name} : {peers[0]} = {ratio(speeds[name], speeds[peers[0]])} tokens/s, {less}")
+    pairs = [(name, f"{name} muon") for name in speeds if f"{name} muon" in speeds]
+    lines += [f"{name} : {muon} = {ratio(speeds[name], speeds[muon])} tokens/s" for name, muon in pairs]
     return "\n".join(lines)
 
 
@@ -142,8 +153,8 @@ def pharos(sizes: dict[str, int], setting: str, device: torch.device, cleanup: E
     batch = {"local_batch_size": sizes["batch"], "seq_len": sizes["seq"]}
     with patch("models.llama.normal_", draw_on_device):
         parallel = parallelize(our_llama(sizes), mesh, cross_entropy_sum, layout, **batch, device=device, seed=0)
-    settings = OptimizerConfig(lr=3e-4)
-    optimizer = build_optimizer(settings, parallel.parts)
+    settings = OptimizerConfig("Muon" if "muon" in flags else "AdamW", lr=3e-4)
+    optimizer = build_optimizer(settings, parallel.parts, compute=layout.precision.compute)
     parameters = list(parallel.parts[0].parameters())
     schedule = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0)
     optimizer_step = OptimizerStep(optimizer, parameters, settings, schedule, TrainingConfig(), Progress())

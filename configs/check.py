@@ -312,6 +312,23 @@ def _check_rounds(config: RunConfig) -> Iterator[str]:
                     f"training.{key} = {to_text(value)}: between two synchronisations each group makes other steps, so no step is a spike "
                     f'in all of them; nearest: {to_text(default)}, or fault_tolerance.semi_sync_method = "none"'
                 )
+        for key, rate, cause in (
+            (
+                "optimizer.ema_decay",
+                config.optimizer.ema_decay,
+                "the groups' weights differ, and so would their averages",
+            ),
+            (
+                "model.balance_rate",
+                getattr(config.model, "balance_rate", 0.0),
+                "each group has only the load of its own tokens, and an outer step would move the bias further",
+            ),
+        ):
+            if rate:
+                yield (
+                    f"{key} = {to_text(rate)}: between two synchronisations {cause}; nearest: 0.0, or "
+                    'fault_tolerance.semi_sync_method = "none"'
+                )
     if (every := tolerance.inner_steps) == 1:
         return
     if checkpoint.enable and checkpoint.enable_first_step_checkpoint:

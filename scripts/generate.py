@@ -25,6 +25,7 @@ from parallelisms.device import pick_device
 from parallelisms.layout import choose_precision
 from training import checkpoint_dcp
 from training.checkpoint_files import (
+    EMA_STATE,
     CheckpointFailed,
     Damaged,
     Manifest,
@@ -55,9 +56,8 @@ def main(argv: list[str]) -> int:
             def read() -> tuple[Path, Model]:
                 path, manifest = checkpoint_of(run / config.checkpoint.local_folder, options.step)
                 try:
-                    return path, load_model(
-                        config, path, tokenizer, length=len(prompt) + sample.tokens, dtype=options.dtype
-                    )
+                    state, length = state_of(path, manifest, ema=options.ema), len(prompt) + sample.tokens
+                    return path, load_model(config, path, tokenizer, length=length, dtype=options.dtype, state=state)
                 finally:
                     if not is_same(path, manifest):  # the read failed, or has parts of two checkpoints
                         raise Removed(path)
@@ -94,6 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "run", help="folder of the run, such as outputs/llama, or its URL, such as s3://BUCKET/runs/llama"
     )
     parser.add_argument("--step", type=int, default=-1, help="checkpoint to read; default: the newest complete one")
+    parser.add_argument("--ema", action="store_true", help="the average of the weights: optimizer.ema_decay")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="weights and activations"
     )
@@ -134,13 +135,22 @@ def checkpoint_of(folder: Path, step: int, *, who: str = "generate") -> tuple[Pa
     raise ValueError(f"{folder}: no complete checkpoint")
 
 
-def load_model(config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str) -> Model:
-    """Loads the unsharded model onto one device, with rotary embeddings for `length` tokens."""
+def state_of(path: Path, manifest: Manifest, *, ema: bool) -> str:
+    """Returns the name of the checkpoint's state that has the weights, or their average. Raises ValueError if there is no average."""
+    if ema and EMA_STATE not in manifest.states:
+        raise ValueError(f"--ema: {path} has no average of the weights, as it was saved with optimizer.ema_decay = 0.0")
+    return EMA_STATE if ema else "model"
+
+
+def load_model(
+    config: RunConfig, path: Path, tokenizer: Tokenizer, *, length: int, dtype: str, state: str = "model"
+) -> Model:
+    """Loads the unsharded model onto one device, with rotary embeddings for `length` tokens. `state`: from state_of."""
     device = pick_device(0)
     model = config.meta_model(config.model.vocab_size or tokenizer.vocab_size, length)
     model.to_empty(device=device.torch_device)
     model.init_weights(config.training.seed)  # computes the buffers, whose length differs from the run's
-    if problem := checkpoint_dcp.read({"model": dict(model.named_parameters())}, path, group=None):
+    if problem := checkpoint_dcp.read({state: dict(model.named_parameters())}, path, group=None):
         raise RuntimeError(f"{path}: {problem}")
     precision = choose_precision("float32", dtype, "float32", device)
     for parameter in model.parameters():

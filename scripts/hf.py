@@ -2,7 +2,7 @@
 """Converts Hugging Face's weights of Llama, Qwen3 and others (models/*_hf.py) to checkpoints and back, with one tensor in memory at a time.
 
     python scripts/hf.py import HF_DIR OUT [--config CONFIG] [--tokenizer PATH] [--dtype float32|bfloat16|float16]
-    python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16]
+    python scripts/hf.py export RUN_OR_CHECKPOINT OUT [--step N] [--shard-gb 5] [--dtype float32|bfloat16] [--ema]
 
 Import writes OUT/config.toml, with which ./scripts/run_train.sh starts from the weights, and prints its [model]; export writes a folder
 for transformers.AutoModelForCausalLM, also while the run goes on. Downloads nothing, reads and writes only safetensors; OUT appears when it
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
                     step=options.step,
                     shard_bytes=int(options.shard_gb * 1e9),
                     dtype=options.dtype,
+                    ema=options.ema,
                     max_positions=options.max_positions or 0,
                     log=Log(),
                 )
@@ -88,6 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     exporting.add_argument("--step", type=int, default=-1, help="of a run; default: the newest complete checkpoint")
     exporting.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 10^9 bytes; default: 5")
     exporting.add_argument("--dtype", choices=dtypes[:2], default="", help="dtype to convert to; default: as saved")
+    exporting.add_argument("--ema", action="store_true", help="the average of the weights: optimizer.ema_decay")
     positions = "max_position_embeddings in config.json; default: training.seq_len"
     exporting.add_argument("--max-positions", type=int, default=None, help=positions)
     options = parser.parse_args(argv)

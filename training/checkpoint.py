@@ -24,7 +24,7 @@ from torch import nn
 from ft.optim_state import init_optim_state
 from ft.seam import from_checkpoint
 from training import checkpoint_files as files
-from training.checkpoint_files import METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
+from training.checkpoint_files import EMA_STATE, METRICS_STATE, CheckpointFailed, Damaged, FileRecord, Manifest
 from training.log import Log
 from training.object_store import ObjectStore, Uploader, is_url
 from training.progress import Clock
@@ -244,9 +244,15 @@ class Checkpointer:
             if not settled:
                 self._lease = UncheckedLease(settled=False)
             if model_only:
-                dtype, weights = getattr(torch, self._config.export_dtype), self._states["model"].state_dict()
-                converted = {name: v.to(dtype) if torch.is_floating_point(v) else v for name, v in weights.items()}
-                self._write(step, branch, "model", {"model": converted})
+                dtype = getattr(torch, self._config.export_dtype)
+                weights = {
+                    name: self._states[name].state_dict() for name in ("model", EMA_STATE) if name in self._states
+                }
+                for values in weights.values():
+                    for name, value in values.items():
+                        if isinstance(value, torch.Tensor) and value.is_floating_point():
+                            values[name] = value.to(dtype)
+                self._write(step, branch, "model", weights)
             elif last or not settled or self._config.async_mode == "disabled":
                 self._write(step, branch, "full", self._live_states(self._states))
             else:

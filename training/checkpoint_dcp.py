@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from training.checkpoint_files import METRICS_STATE, SPIKES_STATE, Digest, FileRecord
+from training.checkpoint_files import EMA_STATE, METRICS_STATE, SPIKES_STATE, Digest, FileRecord
 
 States = dict[str, dict[str, Any]]
 
@@ -50,6 +50,7 @@ _OPTIONAL = (
     "optimizer.param_groups.",
     f"{METRICS_STATE}.",
     f"{SPIKES_STATE}.",
+    f"{EMA_STATE}.",
 )  # may be missing in the run or in the checkpoint
 _HASHED_IN_THREAD_BYTES = 1 << 20  # longer writes are hashed in a second thread while the kernel copies them
 # A rank loads every chunk that overlaps its shard as a whole: with one chunk of gigabytes, each of a thousand ranks would read all of it.
@@ -118,7 +119,8 @@ def fit(
     """Returns the states that `read` can load from the checkpoint; a phrase for each name that does not fit; and the names that only the
     checkpoint has. Compares names and sizes (`exact`: dtypes too) of the states in `wanted`. Names that equal, or lie below, an entry of
     `exclude` are ignored on both sides. These may be missing: the optimizer state of a parameter that never had a gradient, optimizer
-    settings that a different version of torch lacks, the metrics of replica groups, and the window of training.on_spike."""
+    settings that a different version of torch lacks, the metrics of replica groups, the window of training.on_spike, and averages
+    of weights."""
     saved = {name: value for name, value in metadata.state_dict_metadata.items() if name.split(".")[0] in wanted}
     misfits = [
         f'exclude_from_loading: no name begins with "{prefix}"'

@@ -33,6 +33,7 @@ from training.appended import sync_path
 MANIFEST = "manifest.json"
 METRICS_STATE = "figures"  # key of the state of metrics_writer.py, saved only with replica groups
 SPIKES_STATE = "spikes"  # key of the state of spikes.py, saved only if spikes are skipped or have a window
+EMA_STATE = "ema"  # key of the state of ema.py, saved only with optimizer.ema_decay
 FORMAT = 1  # of the manifest; other numbers are rejected
 SEGMENT_BYTES = 64 << 20  # bytes per digest: small enough to divide among ranks and to locate damage
 _CHUNK_BYTES = 256 << 10  # bytes hashed at a time: fits the second-level cache between write and digest

@@ -39,10 +39,11 @@ from training.checkpoint import (
     plain_name,
     progress_in,
 )
-from training.checkpoint_files import SPIKES_STATE
+from training.checkpoint_files import EMA_STATE, SPIKES_STATE
 from training.data.dataset import open_data
 from training.data.loader import MicrobatchSampler
 from training.drill import FaultInjector
+from training.ema import EMA
 from training.log import Log
 from training.loss import cross_entropy_sum
 from training.metrics import MetricsProcessor
@@ -144,10 +145,19 @@ class Components:
             seed=training.seed,
         )
         self.parameters = [parameter for part in self.model.parts for parameter in part.parameters()]
-        self.optimizer = build_optimizer(config.optimizer, self.model.parts)
+        self.optimizer = build_optimizer(config.optimizer, self.model.parts, compute=precision.compute)
         self.spikes = SpikeRule(training) if training.on_spike != "stop" or training.spike_window else None
+        decay = config.optimizer.ema_decay
+        self.ema = EMA(self.model.parts, decay) if decay else None
         self.optimizer_step = OptimizerStep(
-            self.optimizer, self.parameters, config.optimizer, config.lr_scheduler, training, self.progress, self.spikes
+            self.optimizer,
+            self.parameters,
+            config.optimizer,
+            config.lr_scheduler,
+            training,
+            self.progress,
+            self.spikes,
+            self.ema,
         )
         return [
             f"model     {config.model.name}, {weights:,} parameters, {tokens} tokens a step",
@@ -180,7 +190,7 @@ class Components:
             on_event=self.events,
         )
         self.manager = self.cleanup.enter_context(closing(manager))
-        self.manager.attach(self.model.parts)
+        self.manager.attach([*self.model.parts, *([self.ema] if self.ema is not None else [])])
         self.signals.on_stop_request(self.manager.want_to_leave)
 
     def resume(self) -> None:
@@ -206,6 +216,8 @@ class Components:
             "data": self.data,
             "loader": self.loader,
         }
+        if self.ema is not None:
+            states[EMA_STATE] = self.ema
         if self.spikes is not None:
             states[SPIKES_STATE] = self.spikes
         metrics = config.metrics
@@ -219,7 +231,7 @@ class Components:
         writer = MetricsWriter(folder, lambda: self.manager.writer_quorum, sinks, self.background_writer, shared=shared)
         if shared:
             states[METRICS_STATE] = writer
-        more = [name for name in (SPIKES_STATE, METRICS_STATE) if name in states]
+        more = [name for name in (EMA_STATE, SPIKES_STATE, METRICS_STATE) if name in states]
         for name in (*self.HEALED_STATES, "meter", "data", *more):
             self.manager.register_state(name, states[name].state_dict, states[name].load_state_dict)
         # only rank 0 has rows; DCP saves one of several entries with the same name, which could be an empty one
@@ -349,7 +361,9 @@ class Components:
         with torch.no_grad():
             for values in self.optimizer.state.values():
                 for value in values.values():
-                    value.zero_()  # as Adam begins
+                    value.zero_()  # as Adam and Muon begin
+        if self.ema is not None:
+            self.ema.n_averaged = 0
         self.metrics_processor.tokens = 0
         if self.spikes is not None:
             self.spikes.reset()

@@ -1,9 +1,10 @@
-"""Optimizer (AdamW or Adam, with parameter groups by name), learning rate schedule, gradient norm, clipping and update."""
+"""Optimizer (AdamW, Adam or Muon, with parameter groups by name), learning rate schedule, gradient norm, clipping and update."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from training.config import TrainingConfig
+from training.ema import EMA
+from training.muon import is_hidden_matrix, muon_step
 from training.progress import Progress
 from training.spikes import SpikeRule
 
@@ -33,14 +36,28 @@ class OptimizerConfig:
     """[optimizer]: the update rule."""
 
     name: Annotated[
-        Literal["AdamW", "Adam"], "AdamW: decoupled weight decay; Adam: the decay is added to the gradient"
+        Literal["AdamW", "Adam", "Muon"],
+        "AdamW: decoupled weight decay; Adam: the decay is added to the gradient; Muon: for the matrices of blocks, AdamW for the rest",
     ] = "AdamW"
     lr: Annotated[float, "peak learning rate", "> 0"] = 8e-4
     beta1: Annotated[float, "decay of the gradient's running mean", ">= 0", "< 1"] = 0.9
     beta2: Annotated[float, "decay of the squared gradient's running mean", ">= 0", "< 1"] = 0.95
     eps: Annotated[float, "added to the root of the second moment", "> 0"] = 1e-8
     weight_decay: Annotated[float, "weight decay coefficient (AdamW: times the learning rate)", ">= 0"] = 0.1
-    implementation: Annotated[Literal["fused", "foreach", "for-loop"], "implementation in torch.optim"] = "fused"
+    implementation: Annotated[
+        Literal["fused", "foreach", "for-loop"], "implementation in torch.optim (of Muon: for the rest)"
+    ] = "fused"
+    momentum: Annotated[float, "with Muon: decay of the gradient's running mean", ">= 0", "< 1"] = 0.95
+    nesterov: Annotated[bool, "with Muon: Nesterov momentum"] = True
+    ns_steps: Annotated[int, "with Muon: Newton-Schulz steps that orthogonalise a matrix", ">= 1", "<= 99"] = 5
+    adjust_lr_fn: Annotated[
+        Literal["original", "match_rms_adamw"],
+        "with Muon: factor of the learning rate by the matrix's shape [A, B]; match_rms_adamw: 0.2 sqrt(max(A, B)), for which the rate of "
+        "AdamW fits; original: sqrt(max(1, A / B))",
+    ] = "match_rms_adamw"
+    ema_decay: Annotated[
+        float, "decay of an exponential moving average of the weights, in fp32, such as 0.999; 0: none", ">= 0", "< 1"
+    ] = 0.0
     groups: Annotated[tuple[ParameterGroup, ...], "settings by parameter name; the first match counts"] = ()
 
 
@@ -98,11 +115,37 @@ class LocalAdam(torch.optim.Adam):
         return is_complex
 
 
-def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torch.optim.Optimizer:
-    """Builds one optimizer over all parts, its state sharded as the parameters are. A new class needs a name in OptimizerConfig and an
-    entry below; it must accept these arguments, keep state per parameter, and, if `fused`, honour grad_scale and found_inf."""
+class MuonAdamW(LocalAdam):
+    """Muon for the groups with `is_muon`, AdamW for the others (training/muon.py). Muon's settings are keys of its groups, as in torch."""
+
+    def __init__(self, groups: Any, *, orthogonal_dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(groups, decoupled_weight_decay=True, **settings)
+        self._orthogonal_dtype = orthogonal_dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            if "is_muon" in group:
+                muon_step(self.state, group, self._orthogonal_dtype)
+        return result
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        if "is_muon" not in group:
+            return super()._init_group(group, *lists)
+        for parameter in group["params"]:
+            if parameter.grad is not None and not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return False  # Adam steps with the lists, which stay empty
+
+
+def build_optimizer(
+    config: OptimizerConfig, parts: Iterable[nn.Module], *, compute: torch.dtype = torch.float32
+) -> torch.optim.Optimizer:
+    """Builds one optimizer over all parts, its state sharded as the parameters are. `compute`: dtype of large matmuls. docs/optimizers.md
+    describes what another optimizer needs."""
     settings = [*config.groups, ParameterGroup("*")]
-    members: list[list[nn.Parameter]] = [[] for _ in settings]
+    members = defaultdict[tuple[int, bool], list[nn.Parameter]](list)  # by place in `settings`, and if Muon steps them
     own = []
     for part in parts:
         updates: Mapping[str, Any] = getattr(part, "own_updates", {})
@@ -111,19 +154,21 @@ def build_optimizer(config: OptimizerConfig, parts: Iterable[nn.Module]) -> torc
                 own.append((parameter, found[0]))
                 continue
             first = next(i for i, group in enumerate(settings) if fnmatch.fnmatchcase(name, group.pattern))
-            members[first].append(parameter)
+            members[first, config.name == "Muon" and is_hidden_matrix(name, parameter)].append(parameter)
+    muon = {key: getattr(config, key) for key in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}
     groups = [
         {
-            "params": parameters,
-            "weight_decay": config.weight_decay if group.weight_decay < 0 else group.weight_decay,
-            "lr_factor": group.lr_factor,
+            "params": members[first, is_muon],
+            "weight_decay": config.weight_decay if settings[first].weight_decay < 0 else settings[first].weight_decay,
+            "lr_factor": settings[first].lr_factor,
+            **({"is_muon": True, **muon} if is_muon else {}),
         }
-        for group, parameters in zip(settings, members, strict=True)
-        if parameters
+        for first, is_muon in sorted(members)
     ]
     classes: dict[str, Callable[..., LocalAdam]] = {
         "AdamW": partial(LocalAdam, decoupled_weight_decay=True),
         "Adam": LocalAdam,
+        "Muon": partial(MuonAdamW, orthogonal_dtype=compute),
     }
     optimizer = classes[config.name](
         groups,
@@ -206,17 +251,20 @@ class OptimizerStep:
     training: TrainingConfig
     progress: Progress
     spikes: SpikeRule | None = None  # None: only a norm that is not finite is not applied
+    ema: EMA | None = None  # follows the weights
 
     def __post_init__(self) -> None:
         own = {id(parameter) for parameter, _ in getattr(self.optimizer, "own_updates", ())}
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in own]
         self._total_steps = self.schedule.total_steps or self.training.steps
         self._decay_steps = self.schedule.decay_length(self.training.steps)
+        # Muon has no kernel that divides and skips on the device: the host reads the norm before it
+        self._fused = self.config.implementation == "fused" and self.config.name != "Muon"
 
     def step(self, step: int, divisor: float, loss: float = 0.0) -> Update:
         """Applies the optimizer step that follows `step` others to gradients that are sums over `divisor` tokens, of mean `loss`. Changes
         nothing if the norm is not finite, `divisor` is 0, or the step is a spike."""
-        fused, spikes = self.config.implementation == "fused", self.spikes
+        fused, spikes = self._fused, self.spikes
         with self.progress.phase("reduce"):
             values = gradient_norm(self.parameters, None if spikes is None else loss).reshape(-1)  # norm, loss
             if not fused or self.training.enable_cpu_offload:  # a kernel on the CPU reads the values at once
@@ -246,4 +294,7 @@ class OptimizerStep:
         if spike or not (is_tried and math.isfinite(grad_norm)):
             return Update(grad_norm, 0.0, spike)
         self.optimizer.zero_grad()
+        if self.ema is not None:
+            with self.progress.phase("optimizer"):
+                self.ema.update()
         return Update(grad_norm / divisor, lr)

@@ -32,7 +32,7 @@ from contrib.interchange import files
 from contrib.interchange.files import CODES, TOKENIZER, Weights, read_json
 from models.contract import ModelConfig
 from models.llama_hf import Entry, Format, Published
-from scripts.generate import checkpoint_of, lasting
+from scripts.generate import checkpoint_of, lasting, state_of
 from scripts.make_seed_checkpoint import WriteProgress, check_room
 from training import checkpoint_dcp, checkpoint_files
 from training.checkpoint_dcp import StreamingPlanner
@@ -225,6 +225,7 @@ class Checkpoint:
 
     path: Path
     manifest: Manifest
+    state: str  # that has the weights: generate.state_of
     format: Format
     model: ModelConfig
     entries: tuple[Entry, ...]
@@ -232,19 +233,22 @@ class Checkpoint:
     dtype: torch.dtype
 
     def read(self, entry: Entry) -> Tensor:
-        return self.reader.read(f"model.{entry.ours}")
+        return self.reader.read(f"{self.state}.{entry.ours}")
 
 
-def export_run(run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, max_positions: int, log: Log) -> None:
-    """Writes OUT, whole or not at all. `dtype` "": as saved; `max_positions` 0: training.seq_len. A run that goes on may remove the
-    checkpoint that is read: then the next newest is taken. Raises ValueError, Damaged, OSError, CheckpointFailed."""
+def export_run(
+    run: Path, out: Path, *, step: int, shard_bytes: int, dtype: str, ema: bool, max_positions: int, log: Log
+) -> None:
+    """Writes OUT, whole or not at all. `dtype` "": as saved; `ema`: the average of the weights; `max_positions` 0: training.seq_len. A run
+    that goes on may remove the checkpoint that is read: then the next newest is taken. Raises ValueError, Damaged, OSError,
+    CheckpointFailed."""
     files.refuse(out)
 
     def export() -> None:
         log.info("export    verifying the digests of %s", run)
         path, manifest, config = find_checkpoint(run, step=step)
         try:
-            checkpoint = check_checkpoint(path, manifest, config, dtype=dtype)
+            checkpoint = check_checkpoint(path, manifest, config, dtype=dtype, ema=ema)
             _write(checkpoint, out, shard_bytes, dtype, max_positions or config.training.seq_len, log)
         except (OSError, ValueError):
             if not is_same(path, manifest):
@@ -322,17 +326,17 @@ def find_checkpoint(run: Path, *, step: int) -> tuple[Path, Manifest, RunConfig]
     return *checkpoint_of(run / config.checkpoint.local_folder, step, who="hf"), config
 
 
-def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype: str) -> Checkpoint:
+def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype: str, ema: bool) -> Checkpoint:
     """Runs every check that needs the checkpoint. Raises ValueError, OSError."""
     settings, model, format = config.origin.file, config.model, format_of(config.model.name)
     assert format, "find_checkpoint checks it"
-    reader = TensorByTensor(path)
+    reader, state = TensorByTensor(path), state_of(path, manifest, ema=ema)
     table = reader.tensors.get("model.tok_embeddings.weight")
     vocab_size = model.vocab_size or (table.size[0] if table else 0)
     entries = tuple(format.entries(model, vocab_size=vocab_size))
     problems = []
     for entry in entries:
-        saved, expected = reader.tensors.get(f"model.{entry.ours}"), list(entry.shape)
+        saved, expected = reader.tensors.get(f"{state}.{entry.ours}"), list(entry.shape)
         if saved is None:
             problems.append(f"{path}: {entry.ours}: missing; expected {expected}")
         elif list(saved.size) != expected:
@@ -342,7 +346,7 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
     others = [name for name in reader.tensors if name.startswith("model.") and name not in known]
     problems += [f"{path}: {name.removeprefix('model.')}: not in the model of {settings}" for name in others]
     files.raise_all(problems)
-    dtypes = {reader.tensors[f"model.{entry.ours}"].properties.dtype for entry in entries}
+    dtypes = {reader.tensors[f"{state}.{entry.ours}"].properties.dtype for entry in entries}
     if not dtype and (len(dtypes) > 1 or str(next(iter(dtypes))).removeprefix("torch.") not in CODES):
         saved_as = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"{path}: has {saved_as}; choose one with --dtype bfloat16 or float32")
@@ -357,7 +361,7 @@ def check_checkpoint(path: Path, manifest: Manifest, config: RunConfig, *, dtype
             raise ValueError(
                 f"{path}: {plain}: not the values of [model] in {settings}; trained with different settings"
             )
-    return Checkpoint(path, manifest, format, model, entries, reader, dtypes.pop())
+    return Checkpoint(path, manifest, state, format, model, entries, reader, dtypes.pop())
 
 
 def _tokenizer(path: str, out: Path, log: Log) -> tuple[dict[str, Path], dict[str, Any]]:

@@ -19,6 +19,7 @@ from ft.seam import Commit, from_checkpoint
 from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import GroupsOfJob, Trained, group_config, run_job
+from training.optimizer import OptimizerConfig, build_optimizer
 
 BATCH = 2  # sequences of a batch
 OUTER_LR, MOMENTUM = 0.7, 0.9
@@ -51,6 +52,10 @@ def inner_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
 
 
+def inner_muon(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(OptimizerConfig("Muon", lr=0.02), [model])
+
+
 def nesterov(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=OUTER_LR, momentum=MOMENTUM, nesterov=True)
 
@@ -78,6 +83,7 @@ class Group(Trained):
     schedule: Schedule
     rounds_to_do: int
     outer: Callable[..., Any] = nesterov
+    inner_of: Callable[[nn.Module], torch.optim.Optimizer] = inner_optimizer
     bucket_bytes: int = 1 << 20
     quantized: bool = False
     at: Callable[[Group], None] = lambda group: None
@@ -94,7 +100,7 @@ class Group(Trained):
 
     def train(self) -> None:
         self.model = Blocks()
-        self.inner = inner_optimizer(self.model)
+        self.inner = self.inner_of(self.model)
         window = BATCH * self.schedule.inner_steps
         self.manager = Manager(
             ProcessGroupGloo(),
@@ -175,9 +181,9 @@ def job(min_replicas: int = 2) -> AbstractContextManager[Job]:
 class Worker:
     """One of the papers' workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner_of: Callable[[nn.Module], torch.optim.Optimizer] = inner_optimizer) -> None:
         self.model = Blocks()
-        self.inner = inner_optimizer(self.model)
+        self.inner = inner_of(self.model)
 
     def weights(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
@@ -187,11 +193,17 @@ class Papers:
     """The algorithms in one process, as the papers have them: θ are the outer weights, v the outer momentum."""
 
     def __init__(
-        self, schedule: Schedule, workers: Sequence[str], *, averages: bool = False, quantized: bool = False
+        self,
+        schedule: Schedule,
+        workers: Sequence[str],
+        *,
+        averages: bool = False,
+        quantized: bool = False,
+        inner_of: Callable[[nn.Module], torch.optim.Optimizer] = inner_optimizer,
     ) -> None:
         self.schedule, self.averages, self.quantized = schedule, averages, quantized
         self.left_out: dict[tuple[int, str], Tensor] = {}  # by place of the worker, and weight
-        self.workers = {name: Worker() for name in workers}
+        self.workers = {name: Worker(inner_of) for name in workers}
         start = Worker().weights()
         self.theta = {name: value.detach().clone() for name, value in start.items()}
         self.v = {name: torch.zeros_like(value) for name, value in start.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ from ft.seam import DataAssignment, GroupEnded
 from ft.semi_sync import split
 from ft.semi_sync_manager import FragmentGradients, SemiSyncManager
 from tests.ft.groups import LIMIT_S, finish
-from tests.ft.round_groups import Blocks, Group, Papers, average, job, nesterov
+from tests.ft.round_groups import Blocks, Group, Papers, average, inner_muon, inner_optimizer, job, nesterov
 from training.checkpoint import ModelState
 
 FOR_EVER = 1 << 20
@@ -47,6 +48,12 @@ def test_the_mean_of_the_weights_of_three():
     _hold_against_the_papers("abc", Schedule(3), outer=average)
 
 
+@pytest.mark.parametrize("outer", [nesterov, average])
+def test_muon_steps_each_group(outer: Callable[..., object]):
+    """DiLoCo and Local SGD: the momentum is each group's own."""
+    _hold_against_the_papers("ab", Schedule(4), outer=outer, inner_of=inner_muon)
+
+
 @pytest.mark.parametrize("schedule", [Schedule(4, delay=1), Schedule(6, fragments=2, delay=2, alpha=0.5)], ids=str)
 def test_the_numbers_of_sums_in_eight_bits(schedule: Schedule, monkeypatch: pytest.MonkeyPatch):
     """Each weight in its own bucket, and none so small that it is not quantised."""
@@ -54,13 +61,16 @@ def test_the_numbers_of_sums_in_eight_bits(schedule: Schedule, monkeypatch: pyte
     _hold_against_the_papers("ab", schedule, bucket_bytes=64, quantized=True)
 
 
-def _hold_against_the_papers(names: str, schedule: Schedule, **more: object) -> None:
+def _hold_against_the_papers(
+    names: str, schedule: Schedule, *, inner_of: Callable[..., Any] = inner_optimizer, **more: object
+) -> None:
     """Outer and local weights of every group after every round."""
     with job(min_replicas=len(names)) as made:
         rounds = SYNCS * schedule.fragments
-        groups = [made.group(name, schedule, rounds, **more) for name in names]
+        groups = [made.group(name, schedule, rounds, inner_of=inner_of, **more) for name in names]
         finish(*groups)
-        papers = Papers(schedule, names, averages=more.get("outer") is average, quantized=bool(more.get("quantized")))
+        settings = {"averages": more.get("outer") is average, "quantized": bool(more.get("quantized"))}
+        papers = Papers(schedule, names, **settings, inner_of=inner_of)
         for step in range(1, rounds + 1):
             papers.round([(slot, name_of(owner)) for slot, owner in groups[0].history[step].slots])
             for group in groups:

@@ -46,6 +46,8 @@ def mixture_task(folder: Path) -> Task:
         ("hsdp 2x2, ep 2", "AdamW"),
         ("ddp 2 + tp 2", "SGD"),
         ("pp 2 + fsdp 2, ep 2", "SGD"),
+        ("hsdp 2x2, ep 2", "Muon"),
+        ("fsdp 4, ep 2", "Muon"),
     ],
 )
 def test_a_layout_computes_what_one_process_computes(proof: parity.Proof, layout: str, optimizer: str):

@@ -29,6 +29,7 @@ from parallelisms.mesh import MeshCoordinate
 from tests.multiproc.pool import Pool
 from tests.multiproc.test_expert import mixture_task
 from tests.multiproc.test_parity import SIZES, case, task
+from training import muon
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -175,6 +176,13 @@ def a_weight_never_updated(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parity_worker, "build_optimizer", build)
 
 
+def each_shard_orthogonalised_for_itself(patch: pytest.MonkeyPatch) -> None:
+    def shard(update: Tensor, parameter: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
+        return muon.orthogonalize(update, steps=steps)
+
+    patch.setattr(muon, "orthogonal_shard", shard)
+
+
 def tied_gradient_counted_twice(patch: pytest.MonkeyPatch) -> None:
     _after_backward(patch, lambda model: to_local(model.tok_embeddings.weight.grad).mul_(2))
 
@@ -246,6 +254,7 @@ BREAKS = [  # what, in which layout, under which optimizer, what the verdict mus
     (a_block_in_no_stage, "pp 2", "SGD", "step 1: missing: layers.1.attention.wq.weight [32, 32]"),
     (drawn_by_rank, "fsdp 2", "SGD", "layers.0.attention.wq.weight: initial values are not those of one process"),
     (a_weight_never_updated, "fsdp 2", "AdamW", "move of layers.2.ffn_norm.weight"),
+    (each_shard_orthogonalised_for_itself, "fsdp 2", "Muon", "weights: layers.0.attention.wq.weight"),
 ]
 
 

@@ -24,7 +24,9 @@ from tests.multiproc.test_layouts import on_cpu
 from tests.unit.fakes import Lines
 from training.checkpoint import CheckpointConfig, Checkpointer, ModelState, OptimizerState
 from training.checkpoint_dcp import StreamingPlanner
+from training.checkpoint_files import EMA_STATE
 from training.config import TrainingConfig
+from training.ema import EMA
 from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, ParameterGroup, build_optimizer
 from training.progress import Progress
 
@@ -33,6 +35,7 @@ T, BATCH = 16, 4
 SEED, NOT_LOADED = 7, 8  # of the seed checkpoint, and of the values that a load must replace
 SIZES = llama.Config(dim=32, n_heads=4, n_kv_heads=2, hidden_dim=40)
 OPTIMIZER = OptimizerConfig(lr=1e-2, groups=(ParameterGroup("*norm.weight", weight_decay=0.0),))
+MUON = replace(OPTIMIZER, name="Muon", ema_decay=0.5)
 LAYOUTS = {
     "one": ParallelismConfig(data_parallel_shard_degree=1),
     "fsdp2": ParallelismConfig(data_parallel_shard_degree=2),
@@ -88,6 +91,7 @@ class Run:
         vocab_size: int,
         n_layers: int = 2,
         streamed: bool = False,
+        optimizer: OptimizerConfig = OPTIMIZER,
         **settings: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -96,16 +100,19 @@ class Run:
         self.rows = BATCH // self.degrees.data_parallel
         model = meta_model(vocab_size, n_layers)
         self.model = on_cpu(model, ExecutionConfig(parallelism), seed=NOT_LOADED, batch=self.rows, seq_len=T)
-        self.optimizer = build_optimizer(OPTIMIZER, self.model.parts)
+        self.optimizer = build_optimizer(optimizer, self.model.parts)
+        ema = EMA(self.model.parts, optimizer.ema_decay) if optimizer.ema_decay else None
         parameters = [p for part in self.model.parts for p in part.parameters()]
         flat, unclipped = LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), TrainingConfig(max_norm=0.0)
-        self.optimizer_step = OptimizerStep(self.optimizer, parameters, OPTIMIZER, flat, unclipped, Progress())
+        self.optimizer_step = OptimizerStep(self.optimizer, parameters, optimizer, flat, unclipped, Progress(), ema=ema)
         self.manager, self.log = SoloManager(BATCH), Lines()
         self.states: dict[str, Any] = {
             "model": ModelState(self.model.parts),
             "optimizer": OptimizerState(self.model.parts, self.optimizer),
             "ledger": self.manager,
         }
+        if ema is not None:
+            self.states[EMA_STATE] = ema
         self.place = Place(self.coordinate, self.degrees.data_parallel)
         if streamed:
             self.states["loader"] = self.place
@@ -138,9 +145,11 @@ class Run:
         }
 
 
-def link(folder: Path, parallelism: ParallelismConfig, vocab_size: int, steps: int) -> tuple[Any, ...]:
+def link(
+    folder: Path, parallelism: ParallelismConfig, vocab_size: int, steps: int, optimizer: OptimizerConfig
+) -> tuple[Any, ...]:
     """Takes up what is there, trains, saves: (step, everything as it was loaded, losses, everything as it was saved)."""
-    run = Run(folder, parallelism, vocab_size)
+    run = Run(folder, parallelism, vocab_size, optimizer=optimizer)
     step = run.checkpointer.load()
     loaded = run.everything()
     losses = run.train(steps)
@@ -171,13 +180,15 @@ def make_seed(folder: Path, vocab_size: int) -> dict[str, Tensor]:
     return {name: draw(model, tensor, SEED) for name, tensor in tensors.items()}
 
 
-def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each: int = 1) -> list[float]:
+def follow(
+    pool: Pool, folder: Path, chain: list[str], vocab_size: int, optimizer: OptimizerConfig, *, each: int = 1
+) -> list[float]:
     """One layout after the other for `each` steps, from the seed on; the losses."""
     before: dict[str, Any] = make_seed(folder, vocab_size)
     losses: list[float] = []
     for count, name in enumerate(chain):
         layout = LAYOUTS[name]
-        ranks = pool.run(ranks_of(layout), link, folder, layout, vocab_size, each, timeout_s=120.0)
+        ranks = pool.run(ranks_of(layout), link, folder, layout, vocab_size, each, optimizer, timeout_s=120.0)
         steps, loaded, (first, *others), saved = zip(*ranks, strict=True)
         assert set(steps) == {count * each}, name
         there = joined(loaded)
@@ -192,17 +203,20 @@ def follow(pool: Pool, folder: Path, chain: list[str], vocab_size: int, *, each:
 
 # 61 and 259 rows are divided by no layout: FSDP over TP cuts 31 and 30 rows again.
 CHAINS = [
-    ("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61),
-    ("fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259),
-    ("pp2 fsdp2 > fsdp2 tp2 > pp2 tp2 > cp2 > pp2 looped > hsdp4", 61),
+    ("fsdp4 > one > hsdp4 > ddp2 > fsdp2", 61, OPTIMIZER),
+    ("fsdp2 tp2 > tp2 cp2 > one > ddp2 tp2 > fsdp2 cp2 > tp2", 259, OPTIMIZER),
+    ("pp2 fsdp2 > fsdp2 tp2 > pp2 tp2 > cp2 > pp2 looped > hsdp4", 61, OPTIMIZER),
+    ("fsdp2 tp2 > hsdp4 > pp2", 61, MUON),
 ]
 
 
-@pytest.mark.parametrize(("chain", "vocab_size"), CHAINS)
-def test_each_layout_goes_on_where_the_one_before_it_stopped(pool: Pool, tmp_path: Path, chain: str, vocab_size: int):
+@pytest.mark.parametrize(("chain", "vocab_size", "optimizer"), CHAINS)
+def test_each_layout_goes_on_where_the_one_before_it_stopped(
+    pool: Pool, tmp_path: Path, chain: str, vocab_size: int, optimizer: OptimizerConfig
+):
     layouts = chain.split(" > ")
-    losses = follow(pool, tmp_path / "several", layouts, vocab_size)
-    alone = follow(pool, tmp_path / "alone", ["one"], vocab_size, each=len(losses))
+    losses = follow(pool, tmp_path / "several", layouts, vocab_size, optimizer)
+    alone = follow(pool, tmp_path / "alone", ["one"], vocab_size, optimizer, each=len(losses))
     assert losses == pytest.approx(alone, rel=1e-5)
     assert max(losses) - min(losses) > 0.01  # it learns: the losses say something
 

@@ -21,7 +21,7 @@ from ft.process_groups.errors import ProcessGroupError
 from ft.process_groups.gloo import ProcessGroupGloo
 from ft.protocol import messages as m
 from ft.rpc.access import Access
-from models import llama
+from models import llama, moe
 from parallelisms.layout import ExecutionConfig, Precision
 from parallelisms.mesh import ParallelismConfig
 from parallelisms.parallelize import Parallelized
@@ -29,6 +29,10 @@ from tests.multiproc.pool import Pool
 from tests.multiproc.test_gradients import digest
 from tests.multiproc.test_layouts import on_cpu
 from tests.multiproc.test_process_groups import server
+from training.config import TrainingConfig
+from training.ema import EMA
+from training.optimizer import LRSchedulerConfig, OptimizerConfig, OptimizerStep, build_optimizer
+from training.progress import Progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="in-process gloo needs /proc")
 
@@ -36,6 +40,11 @@ V, T, STEPS = 61, 8, 5
 ALL_HERE_S = 60.0  # below the pool's time: a rank that does not come is then an error with a line number
 BATCH, PASSES = 4, 2  # microbatches of a schedule, which runs so many times a step
 SIZES = llama.Config(dim=16, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=24)
+MIXTURE = moe.Config(
+    dim=16, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=24, head_dim=4, expert_hidden_dim=12, n_experts=4,
+    router_init_std=0.5, balance_rate=0.01,
+)  # fmt: skip
+MUON = OptimizerConfig("Muon", lr=0.02, ema_decay=0.5)
 BF16 = Precision(master=torch.bfloat16, compute=torch.bfloat16, reduce=torch.bfloat16)
 FAILURES = {1: "before the last bucket", 2: "behind the last bucket", 3: "of one rank"}  # by committed steps
 
@@ -44,10 +53,13 @@ FAILURES = {1: "before the last bucket", 2: "behind the last bucket", 3: "of one
 class Trained:
     """What one rank of one group saw."""
 
-    weights: list[str] = field(default_factory=list)  # their digest after each step
+    weights: list[str] = field(
+        default_factory=list
+    )  # their digest after each step; of a mixture also that of their averages
     computed: list[int] = field(default_factory=list)  # steps whose forward and backward ran
     sent: list[int] = field(default_factory=list)  # buckets that were on their way before the schedule had run
     abandoned: list[int] = field(default_factory=list)  # generations, by committed steps
+    biases: list[list[float]] = field(default_factory=list)  # of this rank's routers, after the last step
 
 
 class Counting(ProcessGroupGloo):
@@ -58,8 +70,8 @@ class Counting(ProcessGroupGloo):
         return super().allreduce(tensors, opts)
 
 
-def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained:
-    """STEPS steps of this rank: of two groups the first has ranks 0 and 1."""
+def trained(lighthouse: str, schedule: str, failures: dict[int, str], sizes: llama.Config = SIZES) -> Trained:
+    """STEPS steps of this rank: of two groups the first has ranks 0 and 1. A mixture has Muon and an average of the weights."""
     name, group_rank, store = join_group()
     between, seen = Counting(60.0, rendezvous_s=60.0), Trained()
 
@@ -70,10 +82,14 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
     config = ReplicaGroupConfig(name, group_rank, 2, lighthouse, "127.0.0.1", Access(), m.Timeouts())
     options = ManagerOptions(slot_size=PASSES * BATCH, dies_with_group=False, init_sync=False)
     manager = Manager(between, config, options, store=store, gradients=Gradients(bucket_bytes=2000), observer=notes)
-    parallel = pipeline(schedule)
+    parallel = pipeline(schedule, sizes)
     parameters = [parameter for part in parallel.parts for parameter in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.02)
-    manager.attach(parallel.parts)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.02)
+    ema, mixed = None, None
+    if sizes == MIXTURE:
+        optimizer, ema = build_optimizer(MUON, parallel.parts), EMA(parallel.parts, MUON.ema_decay)
+        mixed = OptimizerStep(optimizer, parameters, MUON, LRSchedulerConfig(), TrainingConfig(), Progress(), ema=ema)
+    manager.attach([*parallel.parts, *([ema] if ema else [])])
     try:
         while manager.step < STEPS:
             assignment = manager.begin_step(until=STEPS)
@@ -87,11 +103,17 @@ def trained(lighthouse: str, schedule: str, failures: dict[int, str]) -> Trained
             fail(manager, failures.get(assignment.step, ""), first=(name, group_rank) == ("a", 0))
             commit = manager.commit(manager.reduce([1.0] * len(assignment.slots), 1.0, True))
             assert commit is not None and commit.contributors == (0, 1), commit
-            optimizer.step()
+            if mixed:
+                mixed.step(manager.step, commit.divisor)
+            else:
+                optimizer.step()
             optimizer.zero_grad()
-            seen.weights.append(digest([to_local(parameter.detach()) for parameter in parameters]))
+            compared = [*parameters, *(ema.parameters() if ema else [])]
+            seen.weights.append(digest([to_local(tensor.detach()) for tensor in compared]))
     finally:
         manager.close()
+    named = (named for part in parallel.parts for named in part.named_parameters())
+    seen.biases += [to_local(parameter).tolist() for name, parameter in named if name.endswith("router.bias")]
     return seen
 
 
@@ -112,10 +134,10 @@ def all_here(store: Any, key: str) -> None:
     store.wait([f"{key}/all"], timedelta(seconds=ALL_HERE_S))
 
 
-def pipeline(schedule: str) -> Parallelized:
+def pipeline(schedule: str, sizes: llama.Config) -> Parallelized:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
     with torch.device("meta"):
-        model = llama.build(SIZES, vocab_size=V, max_seq_len=T)
+        model = (moe if sizes == MIXTURE else llama).build(sizes, vocab_size=V, max_seq_len=T)
     return on_cpu(model, ExecutionConfig(config, precision=BF16), batch=BATCH, seq_len=T)
 
 
@@ -149,18 +171,23 @@ def fail(manager: Manager, how: str, *, first: bool) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_step_of_a_pipeline_that_is_tried_again_has_the_same_bits(pool: Pool, schedule: str):
-    """bf16, gradients accumulated over two runs of the schedule; three ways to fail after the backward."""
+@pytest.mark.parametrize(
+    ("schedule", "sizes"), [("1F1B", SIZES), ("ZBVZeroBubble", SIZES), pytest.param("1F1B", MIXTURE, id="mixture")]
+)
+def test_a_step_of_a_pipeline_that_is_tried_again_has_the_same_bits(pool: Pool, schedule: str, sizes: llama.Config):
+    """bf16, gradients accumulated over two runs of the schedule; three ways to fail after the backward. In a mixture the biases of the
+    routers, which the model moves by itself, and with Muon the averages of the weights are as if the first try had not been, too."""
     runs = []
     for failures in ({}, FAILURES):
         lighthouse = LighthouseServer("127.0.0.1:0", 2)
         try:
-            runs.append(pool.run(4, trained, lighthouse.address(), schedule, failures, timeout_s=120))
+            runs.append(pool.run(4, trained, lighthouse.address(), schedule, failures, sizes, timeout_s=120))
         finally:
             lighthouse.shutdown()
     for calm, tried in zip(*runs, strict=True):
         assert tried.weights == calm.weights and len(set(calm.weights)) == STEPS
+        assert tried.biases == calm.biases and len(calm.biases) == (2 if sizes == MIXTURE else 0)
+        assert all(any(bias) for bias in calm.biases), "the load moves them"
         assert tried.computed == calm.computed == list(range(STEPS)), "what was computed is kept"
         assert not calm.abandoned and tried.abandoned == list(FAILURES)
         assert min(calm.sent) > 1, "some buckets go while the schedule runs, so a failure finds them on their way"

@@ -87,7 +87,8 @@ CASES = [
     # values
     Case("wrong type", 'run.toml:2: training.steps = "100": must be an integer >= 1; did you mean 100?', toml='[training]\nsteps = "100"\n'),
     Case("not a boolean", '--checkpoint.enable = "yes": must be true or false; did you mean true?', ("--checkpoint.enable=yes",)),
-    Case("not a choice", '--optimizer.name = "adamw": must be "AdamW" or "Adam"; did you mean "AdamW"?', ("--optimizer.name=adamw",)),
+    Case("not a choice", '--optimizer.name = "adamw": must be "AdamW", "Adam" or "Muon"; did you mean "AdamW"?', ("--optimizer.name=adamw",)),
+    Case("not an optimizer", '--optimizer.name = "Moun": must be "AdamW", "Adam" or "Muon"; did you mean "Muon"?', ("--optimizer.name=Moun",)),
     Case("negative size", "--model.dim = -256: must be an integer >= 1", ("--model.dim", "-256")),
     Case("learning rate not a number", "--optimizer.lr = nan: must be a finite number > 0", ("--optimizer.lr=nan",)),
     Case("keep one checkpoint", "--checkpoint.keep_latest_k = 1: must be an integer >= 0 and != 1 (newest checkpoints to keep; 0: all; 1 would leave none to fall back to)", ("--checkpoint.keep_latest_k=1",)),
@@ -145,6 +146,16 @@ CASES = [
     Case("blocks that are not counted", '--activation_checkpoint.selective_ac_option = "two": must be "op" or a number >= 1 as a string; nearest: "1"', ("--activation_checkpoint.selective_ac_option=two",)),
     Case("another trainer's name", "run.toml:2: training.enable_loss_parallel: no such key; did you mean parallelism.disable_loss_parallel?", toml="[training]\nenable_loss_parallel = true\n"),
     Case("validation of nothing", "--training.dataset_held_out = 0.0: validation.enable = true needs documents that are held out; nearest: 0.03", ("--validation.enable", "--training.dataset_held_out=0")),
+    Case(
+        "average of groups that differ",
+        '--optimizer.ema_decay = 0.999: between two synchronisations the groups\' weights differ, and so would their averages; nearest: 0.0, or fault_tolerance.semi_sync_method = "none"',
+        ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.sync_steps=5", "--optimizer.ema_decay=0.999"),
+    ),
+    Case(
+        "balance of groups that differ",
+        '--model.balance_rate = 0.001: between two synchronisations each group has only the load of its own tokens, and an outer step would move the bias further; nearest: 0.0, or fault_tolerance.semi_sync_method = "none"',
+        ("--fault_tolerance.enable", "--fault_tolerance.semi_sync_method=local_sgd", "--fault_tolerance.sync_steps=5", "--model.name=moe", "--model.balance_rate=1e-3"),
+    ),
     Case("unknown scheme", '--comm.init_method = "mpi://": unknown scheme; it takes "env://", "file:///path/on/a/shared/disk" or "tcp://host:port" of rank 0; nearest: "env://"', ("--comm.init_method=mpi://",)),
     Case("not a backend", '--comm.backend = "glo": must be "auto", "gloo", "nccl" or "mpi"; did you mean "gloo"?', ("--comm.backend=glo",)),
     # files

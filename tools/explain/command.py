@@ -135,13 +135,14 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
     return ExplainedJob(
         title=Path(config.origin.file).name if config.origin.file else config.job.name,
         build=build,
-        optimizer=partial(build_optimizer, config.optimizer),
+        optimizer=partial(build_optimizer, config.optimizer, compute=precision.compute),
         layout=config.execution_config(precision, vocab_size=vocab_size, device_type=device_type),
         degrees=sizes,
         device_type=device_type,
         local_batch_size=training.local_batch_size,
         passes=max(1, training.global_batch_size // (training.local_batch_size * sizes.data_parallel)),
         seq_len=training.seq_len,
+        ema_decay=config.optimizer.ema_decay,
     )
 
 

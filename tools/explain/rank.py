@@ -55,6 +55,7 @@ from parallelisms.mesh import (
 from parallelisms.parallelize import Parallelized, parallelize
 from parallelisms.pipeline_plan import placement, schedule_of, stage_modules
 from parallelisms.pipeline_schedule import Action, table
+from training.ema import EMA
 from training.loss import cross_entropy_sum
 
 DeviceType = Literal["cpu", "cuda"]
@@ -190,6 +191,8 @@ def measure(
     parallel: Parallelized,
     make_optimizer: Callable[[list[Model]], torch.optim.Optimizer],
     microbatches: Sequence[tuple[Tensor, Tensor]],
+    *,
+    ema_decay: float = 0.0,
 ) -> MeasuredStep:
     """Runs and records one step over `microbatches`: forward, backward, and the first optimizer step, which creates its state."""
     gc.collect()  # and disabled below: collection of reference cycles at arbitrary times would change the record
@@ -205,7 +208,8 @@ def measure(
         optimizer.zero_grad()
         # after the step: the first one moves shards into padded storages
         tensors = tracker.serials([*parameters, *(buffer for part in parallel.parts for buffer in part.buffers())])
-        states = tracker.serials(tree_leaves([optimizer.state[p] for p in parameters]))
+        averages = list(EMA(parallel.parts, ema_decay).parameters()) if ema_decay else []
+        states = tracker.serials([*tree_leaves([optimizer.state[p] for p in parameters]), *averages])
         resident = Resident(*(sum(map(tracker.bytes.__getitem__, group)) for group in (tensors, gradients, states)))
     labels = tuple(event for event in tracker.events if isinstance(event, str))
     return MeasuredStep(resident, tuple(tracker.segments(gradients, tensors | states)), labels)
@@ -337,6 +341,7 @@ class ExplainedJob:
     local_batch_size: int
     passes: int  # forward and backward passes of a step
     seq_len: int
+    ema_decay: float = 0.0  # of the weights' average; 0: there is none
 
     def model(self) -> Model:
         with torch.device("meta"):
@@ -416,7 +421,7 @@ def _simulate_stage(job: ExplainedJob, *, pp_rank: int = 0) -> Stage:
         parallel = job.parallelize(mesh, model, eager)
         with fake, FakeCollectives():
             tokens = torch.zeros(job.local_batch_size, job.seq_len, dtype=torch.int64)
-            step = measure(parallel, job.optimizer, [(tokens, tokens)])
+            step = measure(parallel, job.optimizer, [(tokens, tokens)], ema_decay=job.ema_decay)
         [part] = parallel.parts
         modules = ["tok_embeddings"] if part.tok_embeddings is not None else []
         modules += [f"layers.{name}" for name in part.layers]
