@@ -262,9 +262,10 @@ class Run(Components):
         if len(self.manager.rewinds) >= (allowed := MAX_BRANCH):
             raise Stopped(f"{text}; a run goes back to a checkpoint at most {allowed} times")
         points = [rewound.step for rewound in self.manager.rewinds]
+        position = max(slot + self.slot_size for slot, _ in commit.slots)
         with self.progress.phase("checkpoint"):
             try:
-                self.manager.rewind(spike, partial(self.load_earlier, step, points))
+                self.manager.rewind(spike, partial(self.load_earlier, step, points, position))
             except CheckpointFailed as failure:
                 if not self.config.fault_tolerance.enable:
                     raise

@@ -319,6 +319,7 @@ class Manager:
         self._carry_out_effects(until=lambda: True)
         self.may_exit = self._leaves  # not because this was the last step
         self.step, self.commit_id, self._restored = 0, "", None
+        self.healer.touched = True  # what the tensors hold, unless `load` has loaded a checkpoint, is no initial state
         load()
         if self._restored is None:
             self._feed(m.Restored(None))

@@ -326,26 +326,26 @@ class Components:
         self.checkpointer.load()
         self.resume_data()
 
-    def resume_data(self) -> None:
-        """Continues the data of the loaded checkpoint. Raises ValueError."""
+    def resume_data(self, position: int = 0) -> None:
+        """Continues the data of the loaded checkpoint, behind `position` if that is later. Raises ValueError."""
         # not the newest where that is damaged, or load_step names another
         self.metrics_processor.branch_step = self.changed_step = self.manager.step + self.inner_steps
         ledger, left = self.manager.loaded_ledger, self.config.training.steps - self.manager.step
         # several groups reach the end of the budgets at a step that nothing tells beforehand: see Run.check_budgets
         steps = min(left, STEPS_TO_STOP) if self.config.fault_tolerance.enable else left
-        text = self.data.resume_at(
-            ledger.get("position", 0), ledger.get("holes", ()), self.changes, steps * self.slot_size
-        )
+        begin = ledger.get("position", 0)
+        needed = steps * self.slot_size + max(0, position - begin)
+        text = self.data.resume_at(begin, ledger.get("holes", ()), self.changes, needed)
         if text and self.world.global_rank == 0:
             self.log.warning("%s", text)
 
-    def load_earlier(self, step: int, points: Sequence[int]) -> None:
+    def load_earlier(self, step: int, points: Sequence[int], position: int) -> None:
         """Loads the newest checkpoint before `step`, a spike; without one the run begins anew. As `load`, except for the rows of the steps
         in between, which are removed once the next step is made; of these the changes of settings are kept. `points`: see
-        Checkpointer.rewind."""
+        Checkpointer.rewind. `position`: that of the data at `step`."""
         metrics, begun, changed = self.metrics_processor, self.metrics_processor.begin, self.changed_step
         self.checkpointer.rewind(step, points, self.reset)
-        self.resume_data()
+        self.resume_data(position)
         is_before = self.changed_step <= changed  # the first step with this launch's settings is made again
         self.changed_step = min(self.changed_step, changed)
         metrics.begin = begun if is_before else {}

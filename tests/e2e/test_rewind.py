@@ -143,3 +143,17 @@ def test_two_groups_one_away(start: Callable[..., Launch], lighthouse: str):
     assert len(rewinds_in(run, last)) > together
     start("two-calm", f"--training.steps={last}", *argv[2:], group="calm", lighthouse=lighthouse).end()
     assert state(run, last) == state(calm_run, last) and rewinds_in(run, last) == rewinds_in(calm_run, last)
+
+
+def test_before_the_first_checkpoint_it_begins_anew_behind_the_data(start: Callable[..., Launch]):
+    anew, cut, argv = (
+        Path("outputs/anew"),
+        Path("outputs/behind"),
+        ("--training.steps=20", "--checkpoint.interval=1000"),
+    )
+    said = start("anew", *argv).end()
+    [(back_to, spiked), *_] = rewinds_in(anew, 20)
+    assert back_to == 0 and f"back to step 0 as branch 1: step {spiked} was a spike; positions 0 to " in said
+    first = rewinds(anew)[0]
+    start("behind", *argv, f"--training.skip=[{{first = 0, end = {2 * spiked - 1}}}]").end()
+    assert first.step == 1 and state(anew, 20) == state(cut, 20)
