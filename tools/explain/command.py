@@ -142,6 +142,7 @@ def job_of(config: RunConfig, *, world_size: int, device: str) -> ExplainedJob:
         local_batch_size=training.local_batch_size,
         passes=max(1, training.global_batch_size // (training.local_batch_size * sizes.data_parallel)),
         seq_len=training.seq_len,
+        document_mask=training.document_mask,
     )
 
 
